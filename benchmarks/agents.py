@@ -277,7 +277,7 @@ class Run:
         before = process.memory_info().rss
         async with self.playing(asks_and_waits) as runner:
             await all_asked.wait()
-            opened, after = runner.episodes, process.memory_info().rss
+            opened, after = runner.taken("train"), process.memory_info().rss
             over.set()
         return opened, (after - before) / opened / 1024
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,16 @@ def wire(nbytes: int) -> Iterator[Callable[[], float]]:
     peer.join()
 
 
-async def rounds(
-    config: Config, engine: Any, redis_url: str, source: Source, broadcast: Callable[[], float]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """By column the seconds of ROUNDS refits and of the limits beside each, after a first one of all; and the CPU seconds of a refit."""
+async def refits(
+    config: Config,
+    engine: Any,
+    redis_url: str,
+    source: Source,
+    rounds: int = ROUNDS,
+    beside: Callable[[], Awaitable[dict[str, float]]] | None = None,
+) -> tuple[dict[str, list[float]], dict[str, float], int]:
+    """By column the seconds of so many refits, and what `beside` measures after each, but for a first one; the CPU seconds that a refit
+    takes in the mean, and its bytes."""
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     replay = await open_run(config, redis_url, run_id)
     sender = WeightSender(config, replay)
@@ -142,7 +148,7 @@ async def rounds(
     ids = choose_token_ids(config_of_model.vocab_size)
     samples: dict[str, list[float]] = {}
     spent = np.zeros(2)
-    for version in range(ROUNDS + 1):
+    for version in range(rounds + 1):
         source.change()
         probe = source.logprobs(ids)
         started, before = time.perf_counter(), cpu_seconds()
@@ -150,13 +156,11 @@ async def rounds(
         whole, after = time.perf_counter() - started, cpu_seconds()
         if report.verified != ("replica",):
             raise SystemExit(f"refit {version} was refused: {report.refused}")
-        (reload,) = await engine.collective_rpc("bare_reload", args=(config.policy.model_name,))
         row = {
             "announce": report.seconds["acknowledge"],
             **{phase: sum(receiver.seconds[name] for name in names) for phase, names in PHASES.items()},
             "whole": whole,
-            "broadcast": await asyncio.to_thread(broadcast),
-            "reload": reload,
+            **(await beside() if beside else {}),
         }
         if version:  # the first one forms the group
             spent += after - before
@@ -165,7 +169,7 @@ async def rounds(
     followed.cancel()
     await sender.aclose()
     await replay.aclose()
-    return samples, dict(zip(("trainer", "engine"), spent / ROUNDS, strict=True))
+    return samples, dict(zip(("trainer", "engine"), spent / rounds, strict=True)), report.nbytes
 
 
 def cpu_seconds() -> np.ndarray:
@@ -231,7 +235,12 @@ def measure(config: Config, redis_url: str) -> list[dict[str, float]]:
         running_engine(config, {"worker_extension_cls": "benchmarks.bare_reload.BareReload"}) as engine,
         wire(nbytes) as broadcast,
     ):
-        samples, spent = asyncio.run(rounds(config, engine, redis_url, source, broadcast))
+
+        async def limits() -> dict[str, float]:
+            (reload,) = await engine.collective_rpc("bare_reload", args=(config.policy.model_name,))
+            return {"broadcast": await asyncio.to_thread(broadcast), "reload": reload}
+
+        samples, spent, _ = asyncio.run(refits(config, engine, redis_url, source, beside=limits))
     rows = []
     for of in (statistics.median, min):
         seconds = {column: of(values) for column, values in samples.items()} | spent

@@ -107,7 +107,7 @@ def _compare(args: argparse.Namespace) -> None:
             f"{seconds / _seconds(base):.2f}",
             f"{memory / MIB:,.0f}",
             f"{memory / base_memory:.2f}",
-            f"{_distance(gradients[name], gradients['padded']):.1e}",
+            f"{distance(gradients[name], gradients['padded']):.1e}",
         )
     tokens = base[0]["tokens"]
     console = Console(width=160)
@@ -141,19 +141,20 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     config = Config.model_validate({"policy": keys, "trainer": {"device": args.device}})
     policy, packing = PolicyModel(config), Packing.of(config.policy, training=True)
-    trajectories = _trajectories(args, policy.vocab_size)
+    trajectories = trajectories_of(args.groups, args.generations, args.prompt, args.completion, policy.vocab_size)
     rng = np.random.default_rng(1)
     weights = [rng.normal(size=one.completion_token_ids.size) for one in trajectories]
     for parameter in policy.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     micro_batches = plan(trajectories, packing)
-    memory = _Memory(policy.device)
+    memory = Memory(policy.device)
+    clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
     seconds, places = [], 0
     for _ in range(args.rounds):
         for parameter in policy.model.parameters():
             assert parameter.grad is not None
             parameter.grad.zero_()
-        places, start = 0, time.perf_counter()
+        places, start = 0, clock()
         for rows in micro_batches:
             packed = pack(trajectories, rows, packing).to(policy.device)
             places += packed.input_ids.numel()
@@ -161,7 +162,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             (policy.forward(packed, LogitsWarper()).logprobs * factors).sum().backward()
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     peak = memory.peak()
     gradients = {n: p.grad.cpu().contiguous() for n, p in policy.model.named_parameters() if p.grad is not None}
     save_file(gradients, _gradient_file(args.folder, args.one))
@@ -175,7 +176,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Memory:
+class Memory:
     """The high-water mark from here on, beyond what is held now, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -197,12 +198,15 @@ class _Memory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
-def _trajectories(args: argparse.Namespace, vocabulary: int) -> list[Trajectory]:
+def trajectories_of(
+    groups: int, generations: int, prompt_tokens: int, most_tokens: int, vocabulary: int
+) -> list[Trajectory]:
+    """Groups of random tokens: prompts of equal lengths, completions of log-normal ones. Their log-probabilities are 0."""
     rng = np.random.default_rng(0)
     found: list[Trajectory] = []
-    for _ in range(args.groups):
-        prompt = rng.integers(0, vocabulary, args.prompt).astype(np.int32)
-        for length in np.clip(rng.lognormal(np.log(args.completion / 4), 0.8, args.generations), 1, args.completion):
+    for _ in range(groups):
+        prompt = rng.integers(0, vocabulary, prompt_tokens).astype(np.int32)
+        for length in np.clip(rng.lognormal(np.log(most_tokens / 4), 0.8, generations), 1, most_tokens):
             completion = rng.integers(0, vocabulary, int(length)).astype(np.int32)
             found.append(
                 Trajectory(
@@ -243,7 +247,7 @@ def _seconds(runs: list[dict[str, Any]]) -> float:
     return statistics.median(s for run in runs for s in run["seconds"])
 
 
-def _distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """|ours - theirs| / |theirs|"""
     square = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in theirs)
     return float(np.sqrt(square / sum(float(t.double().square().sum()) for t in theirs.values())))

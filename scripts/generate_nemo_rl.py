@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from headrace.config.load import NEMO_RL_KEYS
+from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.rules import Rule
 from headrace.config.nemo_rl.translate import IMPLIED, TABLE, shortened
 

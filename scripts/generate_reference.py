@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,23 @@ def _note(field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    bounds = []
-    for constraint in field.metadata:
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            if hasattr(constraint, name):
-                bounds.append(f"{sign} {getattr(constraint, name)}")
-    return ", ".join([_name(field.annotation), *bounds])
+    return _bounded(field.annotation, field.metadata)
+
+
+def _bounded(annotation: Any, metadata: Iterable[Any]) -> str:
+    bounds = [
+        f"{sign} {getattr(constraint, name)}"
+        for constraint in metadata
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if hasattr(constraint, name)
+    ]
+    return ", ".join([_name(annotation), *bounds])
 
 
 def _name(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _bounded(args[0], args[1:])
     if origin is typing.Literal:
         return " or ".join(f"`{arg}`" for arg in args)
     if origin in (typing.Union, types.UnionType):

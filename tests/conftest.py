@@ -29,8 +29,8 @@ UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
 
 # how long an example takes says how busy the machine is
-settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("headrace")
+settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("night", settings.get_profile("day"), max_examples=400)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
+    settings.load_profile("night" if config.getoption("nightly") else "day")
     if hasattr(config, "workerinput"):  # one of the processes that share the tests
         config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
         return

@@ -7,7 +7,7 @@ import typer
 from headrace.cli import environment_processes, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.config.text import dump
 from headrace.errors import ConfigError
 from headrace.model_name import tokenizer_is_here

@@ -225,7 +225,9 @@ def evaluation_config(
             "val_at_end": True,
         },
         "loss_fn": {"reference_policy_kl_penalty": 0},
-        "policy": given["policy"] | {"model_name": _absolute(found.model), "train_global_batch_size": None},
+        # what a run with an adapter saved has it merged
+        "policy": given["policy"]
+        | {"model_name": _absolute(found.model), "train_global_batch_size": None, "lora_cfg": {"enabled": False}},
         "data": given["data"]
         | {"evaluate": evaluate, "use_multiple_dataloader": False, "num_prompts_per_dataloader": None},
         "env": given["env"],

@@ -11,7 +11,7 @@ from headrace import rpc
 from headrace.addresses import target_is_local
 from headrace.cli.common import load_entry_point
 from headrace.config import Config
-from headrace.config.load import Loaded
+from headrace.config.loading import Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.credentials import Credentials, credentials_of
 from headrace.errors import ConfigError, ServiceError

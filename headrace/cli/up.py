@@ -22,7 +22,7 @@ from headrace.cli.display import (
 )
 from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, pages_of, settled
 from headrace.config import Config
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.history import recorded
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace.config.base import Section
+from headrace.trajectory import Lane
 
 # What becomes of an episode that a limit of the run ended: it is graded like any other, fails, or earns this.
 OnLimit = Literal["grade", "fail"] | Annotated[float, Field(allow_inf_nan=False)]
@@ -25,7 +26,12 @@ class AgentsConfig(Section):
         description="under which programs reach the gateways, as behind a load balancer; null takes the address of the runner itself",
     )
     runners: int = Field(1, ge=1, description="processes that `headrace up` starts, if an environment has episodes")
-    slots: int = Field(64, ge=1, description="episodes that one runner has open at a time")
+    slots: int = Field(64, ge=1, description="episodes of training that one runner has open at a time")
+    validation_slots: int | None = Field(
+        None,
+        ge=1,
+        description="those of validation, besides, so that neither waits for the other; null: as many as `slots`",
+    )
     call_s: float = Field(120.0, gt=0, description="a call that has no answer by then fails")
     think_s: float = Field(120.0, gt=0, description="a program that makes no call for this long has hung")
     episode_s: float = Field(
@@ -62,3 +68,7 @@ class AgentsConfig(Section):
         64, ge=1, description="requests of one episode under way at a time; more are told to wait"
     )
     max_requests_per_s: float = Field(50.0, gt=0, description="of one episode, over ten seconds; more are told to wait")
+
+    def slots_of(self, lane: Lane) -> int:
+        """Episodes of this lane that one runner has open at a time."""
+        return self.slots if lane == "train" or self.validation_slots is None else self.validation_slots

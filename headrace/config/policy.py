@@ -212,6 +212,55 @@ class SequencePackingConfig(DynamicBatchingConfig):
     algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "modified_first_fit_decreasing"
 
 
+# the ranks that vLLM makes room for
+ENGINE_DIMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class LoRAConfig(Section):
+    """An adapter (LoRA): small matrices beside the policy's linear layers, trained in their place. The model itself is frozen; its head and
+    its embedding have no adapter, nor has the value model, which is trained whole."""
+
+    enabled: bool = False
+    dim: int = Field(8, ge=1, description="rank of the adapter's matrices")
+    alpha: int = Field(32, ge=1, description="the adapter counts alpha / dim times")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of the adapter's inputs, in the passes that it is trained in; costs a pass more a step",
+    )
+    target_modules: list[str] = Field(
+        [], description="linear layers by the last part of their names, or patterns of whole names; none is all of them"
+    )
+    exclude_modules: list[str] = Field([], description="layers without an adapter, named in the same way")
+    init: Literal["xavier", "uniform"] = Field(
+        "xavier", description="what A is drawn from, by grpo.seed: xavier_normal_, or kaiming_uniform_; B is 0"
+    )
+    refit: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what replicas get: the model merged with the adapter, or once the model and then the adapter alone, which vLLM's LoRA "
+        f"computes with (dim at most {ENGINE_DIMS[-1]}, no experts, one GPU a replica)",
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> LoRAConfig:
+        if self.adapter_alone and self.dim > ENGINE_DIMS[-1]:
+            raise ValueError(
+                f"dim {self.dim} with refit adapter: vLLM's LoRA has at most {ENGINE_DIMS[-1]}; set refit to merged"
+            )
+        return self
+
+    @property
+    def adapter_alone(self) -> bool:
+        """Whether replicas get the adapter alone."""
+        return self.enabled and self.refit == "adapter"
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is an adapter with dropout."""
+        return self.enabled and self.dropout > 0
+
+
 class PolicyConfig(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
     hf_config_overrides: dict[str, Any] = Field(
@@ -242,6 +291,7 @@ class PolicyConfig(Section):
         description="keep each layer's input alone and compute the layer again in the backward pass; null does so on a GPU",
     )
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
+    lora_cfg: LoRAConfig = LoRAConfig()
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -254,14 +254,19 @@ def _check_episodes(config: Config) -> None:
     if not episodes:
         return
     agents, replay, algorithm = config.agents, config.replay, config.algorithm
-    most = max(
-        algorithm.num_generations_per_prompt + replay.redundant_generations, algorithm.val_num_generations_per_prompt
-    )
-    if agents.slots < most:
+    started = algorithm.num_generations_per_prompt + replay.redundant_generations
+    validated = algorithm.val_num_generations_per_prompt
+    if agents.slots < started:
         raise ValueError(
-            f"agents.slots {agents.slots} is less than {most}, the episodes of a group, which start at once "
-            f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations, or val_num_generations_per_prompt); raise it"
+            f"agents.slots {agents.slots} is less than {started}, the episodes of a group, which start at once "
+            f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations); raise it"
         )
+    if agents.slots_of("validation") < validated:
+        raise ValueError(
+            f"agents.validation_slots {agents.slots_of('validation')} (as agents.slots, unless given) is less than {validated}, the "
+            f"episodes of a validation's group, which start at once ({algorithm.name}.val_num_generations_per_prompt); raise it"
+        )
+    most = max(started, validated)
     done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt
     needed = (2 * most + done) * agents.max_episode_bytes
     if needed > replay.max_bytes:

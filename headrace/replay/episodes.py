@@ -32,16 +32,23 @@ class EpisodesClient(LeaseClient):
         reply = await self._connection.call("runner_heartbeat", runner=runner, number=number, tokens=tokens)
         return msgspec.convert(unpack(reply), RunnerReply)
 
-    async def lease_episodes(self, runner: str, slots: int) -> list[Lease]:
-        """Lease groups of episodes, each only if all the episodes that it misses fit into the `slots` that are left: first those that
-        another runner has begun, then validation, then training prompts as admission allows. If the result is empty, wait: there may be no
-        HEALTHY replica.
+    async def lease_episodes(self, runner: str, slots: int, validation_slots: int = 0) -> list[Lease]:
+        """Lease groups of episodes, each only if all the episodes that it misses fit into what is left of the `slots`, or of a validation's
+        of the `validation_slots`: first those that another runner has begun, then validation, then training prompts as admission allows. If
+        the result is empty, wait: there may be no HEALTHY replica.
 
         Raises `Fenced` if the runner has to register under a new name.
         """
         number, nonce = next(self._numbers), secrets.token_hex(8)
         return await self._read_leases(
-            await self._connection.call("lease_episodes", runner=runner, slots=slots, number=number, nonce=nonce)
+            await self._connection.call(
+                "lease_episodes",
+                runner=runner,
+                slots=slots,
+                validation_slots=validation_slots,
+                number=number,
+                nonce=nonce,
+            )
         )
 
     async def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call) -> None:

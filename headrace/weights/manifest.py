@@ -16,6 +16,8 @@ import msgspec
 
 from headrace.errors import CodecError
 
+# What the names of an adapter's tensors begin with, as in PEFT's files; others are the model's own.
+ADAPTER = "base_model.model."
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,

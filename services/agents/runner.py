@@ -21,7 +21,7 @@ from headrace.config import Config
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError, Fenced, HeadraceError, InvalidCall, ReplayUnavailable, ServiceError, Surplus
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.trajectory import AnyTrajectory, Score, episode_record
+from headrace.trajectory import AnyTrajectory, Lane, Score, episode_record
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.episode import OpenEpisode
@@ -46,6 +46,14 @@ class Status:
 
     unreachable: str | None = None
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """The episodes of a lease that have not ended, by their indices."""
+
+    lane: Lane
+    tasks: dict[int, asyncio.Task[None]]
 
 
 class Runner:
@@ -73,17 +81,18 @@ class Runner:
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
         self._limits, self._clocks = limits_of(config), clocks_of(config)
-        # the episodes of each lease, by its token
-        self._held: dict[str, dict[int, asyncio.Task[None]]] = {}
+        self._held: dict[str, _Held] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
         self._builds: dict[str, str] = {}  # that scored last, by environment
         self._beats_at = 0.0  # when it is time for a heartbeat, whatever happens
         self._changed = asyncio.Event()
 
-    @property
-    def episodes(self) -> int:
-        """The slots that are taken."""
-        return sum(len(tasks) for tasks in self._held.values())
+    def taken(self, lane: Lane) -> int:
+        """The slots of a lane that are taken."""
+        return sum(len(held.tasks) for held in self._held.values() if held.lane == lane)
+
+    def _free(self, lane: Lane) -> int:
+        return self._config.agents.slots_of(lane) - self.taken(lane)
 
     def problem(self) -> str | None:
         """Why no episode can run, or None."""
@@ -121,9 +130,9 @@ class Runner:
             # one that waits for work has news of the rest in time, and there may be many that wait
             if self._held or not self._fleet.healthy or time.monotonic() >= self._beats_at:
                 await self._beat()
-            free = self._config.agents.slots - self.episodes
-            if free > 0 and self._fleet.healthy:
-                for lease in await self._replay.lease_episodes(self.runner, free):
+            free, validating = self._free("train"), self._free("validation")
+            if (free or validating) and self._fleet.healthy:
+                for lease in await self._replay.lease_episodes(self.runner, free, validating):
                     self._begin(lease)
                     self._changed.set()
         except ReplayUnavailable as error:
@@ -185,21 +194,20 @@ class Runner:
     # -- leases --------------------------------------------------------------------------------------------------------------
 
     def _begin(self, lease: Lease) -> None:
-        self._held[lease.token] = {
-            index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing
-        }
-        for task in self._held[lease.token].values():
+        tasks = {index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing}
+        self._held[lease.token] = _Held(lease.group.lane, tasks)
+        for task in tasks.values():
             task.add_done_callback(lambda _: self._changed.set())
 
     def _reap(self) -> None:
         """Free the slots of episodes that have ended; raise the error of one that nothing mends."""
-        for token, tasks in list(self._held.items()):
-            for index, task in list(tasks.items()):
+        for token, held in list(self._held.items()):
+            for index, task in list(held.tasks.items()):
                 if task.done():
-                    del tasks[index]
+                    del held.tasks[index]
                     if not task.cancelled():
                         task.result()
-            if not tasks:
+            if not held.tasks:
                 del self._held[token]
 
     async def _end(
@@ -207,7 +215,7 @@ class Runner:
     ) -> None:
         """End the episodes of these leases, which are void or about to be: their programs are cancelled, their keys dead."""
         ended = [token for token in tokens if token in self._held and (only is None or token in only)]
-        tasks = [task for token in ended for task in self._held.pop(token).values()]
+        tasks = [task for token in ended for task in self._held.pop(token).tasks.values()]
         self.status.outcomes[outcome] += sum(not task.done() for task in tasks)
         await _cancel(tasks)
 

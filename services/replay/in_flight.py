@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from headrace.trajectory import Status
@@ -11,6 +12,8 @@ from headrace.trajectory import Status
 LARGEST_BATCH = 64
 # Without a limit on calls, an environment's capacity is used in this many calls, so that it is not idle until the last of one call is done.
 _CALLS = 4
+# One that is done with each trajectory sooner than this is hardly idle between two calls, and a call costs more than its work.
+_AT_ONCE_S = 0.01
 # Of the capacity, after each call that shows no overload.
 _INCREASE = 1 / 16
 
@@ -28,6 +31,7 @@ class InFlightLimit:
     max_batch_size: int = 1
     timeout_s: float = 60.0
     allowed: float = 1.0
+    at_once: bool = False  # the newest answer was
     sent: int = 0
     sent_calls: int = 0
 
@@ -40,7 +44,7 @@ class InFlightLimit:
     @property
     def batch(self) -> int:
         """Trajectories in one call."""
-        whole = self.capacity // (self.calls or _CALLS)
+        whole = self.capacity // (self.calls or (1 if self.at_once else _CALLS))
         return max(1, min(whole, self.max_batch_size, LARGEST_BATCH))
 
     @property
@@ -57,8 +61,10 @@ class InFlightLimit:
         self.sent -= trajectories
         self.sent_calls -= 1
 
-    def hear(self, statuses: Iterable[Status]) -> None:
-        """Learn from the answer to a call: what was not begun, or late, says that it has too much."""
+    def hear(self, statuses: Iterable[Status], longest_s: float = math.inf) -> None:
+        """Learn from the answer to a call: what was not begun, or late, says that it has too much. `longest_s`: what the environment took
+        for the slowest trajectory of it."""
+        self.at_once = longest_s < _AT_ONCE_S
         if {"NOT_STARTED", "TIMED_OUT"} & set(statuses):
             self.allowed = max(1.0, self.allowed / 2)
         else:

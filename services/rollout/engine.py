@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from headrace import devices
 from headrace.config import Config
+from headrace.config.policy import ENGINE_DIMS
 from headrace.errors import Restartable, ServiceError
 from headrace.service import importing
 from headrace.weights.probe import rollout_dtype
@@ -53,6 +54,8 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
         report = Path(folder) / "errors"
         prepare_environment(config, report)
         engine = _start(config, overrides or {}, report)
+        if config.policy.lora_cfg.adapter_alone:
+            _use_adapter(engine)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -126,12 +129,24 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         arguments["hf_overrides"] = dict(config.policy.hf_config_overrides)
     if config.policy.tokenizer.name is not None:
         arguments["tokenizer"] = config.policy.tokenizer.name
+    if config.policy.lora_cfg.adapter_alone:
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = next(dim for dim in ENGINE_DIMS if dim >= config.policy.lora_cfg.dim)
     if on_cpu:
         # vLLM 0.32 would set the generator of a request with a seed back after a part of its prompt, of which its CPU engine dies
         arguments["enable_chunked_prefill"] = False
     if on_cpu and vllm_cfg.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = _ONE_PROCESS
     return arguments
+
+
+def _use_adapter(engine: Any) -> None:
+    """Have every request computed with the adapter that came last, whatever it asks for. vLLM would read one that it doesn't know from the
+    path; there is none before the first refit, nor a request."""
+    from vllm.lora.request import LoRARequest
+
+    generate, adapter = engine.generate, LoRARequest("policy", weight_receiver.ADAPTER_ID, "weight-channel")
+    engine.generate = lambda *arguments, **named: generate(*arguments, **{**named, "lora_request": adapter})
 
 
 def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:

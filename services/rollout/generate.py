@@ -80,6 +80,8 @@ async def generate(
     sampled = SampledTokens(lease, index, replica)
     prompt = [*lease.group.prompt_token_ids.tolist(), *sampled.ids]
     every = saver.every if saver else None
+    if every is not None and lease.group.sampling.max_new_tokens - sampled.begun <= every:
+        every = None  # it ends before it is due to be saved: outputs on the way would only cost time
     params = sampling_params(lease.group.sampling, index, begun=sampled.begun, every=every)
     request = request_id(lease, index)
     saved = 0

@@ -6,6 +6,7 @@ time. One engine serves `gloo` and `nccl`, which differ only in how the communic
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import time
@@ -22,6 +23,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -29,12 +33,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import Restartable, WeightChannelError
-from headrace.weights.manifest import Manifest
-from headrace_services.rollout.weight_proof import WeightProof
-from headrace_services.rollout.weight_receiver import BACKEND, HANGS, INTERRUPTED
+from headrace.weights.manifest import ADAPTER, Manifest
+from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
+from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, HANGS, INTERRUPTED
 from headrace_services.weight_channel.transport import Backend, Channel, ClosedChannels, GroupRank, receive
 
 logger = logging.getLogger(__name__)
+
+# named tensors, and their checksums
+Buckets = Iterator[tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]]
+# the tensors of an adapter by name, each with its checksum
+Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -101,13 +110,60 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         """Do nothing: see the class."""
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
-        """Load a broadcast, and prove that the model holds it and computes with it. What fails here ends no collective: the rest of the
-        broadcast is received, for the sake of the other members and of this replica's other workers."""
+        """Load a broadcast, the model or its adapter or both, and prove that the model holds it and computes with it. What fails here ends
+        no collective: the rest of the broadcast is received, for the sake of the other members and of this replica's other workers."""
+        arrived: Adapter = {}
+        buckets = self._setting_aside(self._buckets(update_info), arrived)
+        if all(name.startswith(ADAPTER) for name in Manifest.decode(update_info.manifest).names):
+            collections.deque(buckets, maxlen=0)
+        else:
+            with self._without_adapter():
+                self._load_model(buckets)
+        if (self.vllm_config.lora_config is None) == bool(arrived):
+            raise WeightChannelError(
+                "trainer and replica were started with different policy.lora_cfg.refit; start both with one configuration"
+            )
+        if arrived:
+            self.load_adapter(arrived)
+
+    def load_adapter(self, arrived: Adapter) -> None:
+        """Compute with this adapter from now on, in the place of the one before it, and prove it."""
+        arrived = {name: (tensor.to(self.device), known.to(self.device)) for name, (tensor, known) in arrived.items()}
+        dim = next(len(tensor) for name, (tensor, _) in arrived.items() if ".lora_A." in name)
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: tensor for name, (tensor, _) in arrived.items()},
+            PEFTHelper(r=dim, lora_alpha=dim, target_modules=[]),  # B comes scaled
+            device=self.device,
+            dtype=self.vllm_config.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        proof = AdapterProof(dict(self.stacked()), arrived)
+        with proof:
+            self.put_adapter(adapter)
+        proof.check()
+
+    def put_adapter(self, adapter: LoRAModel) -> None:
+        manager = self.model.lora_manager
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+
+    def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
+        for name, module in self.model.lora_manager.modules.items():
+            for part in ("lora_a_stacked", "lora_b_stacked"):
+                tensors = getattr(module, part, ())
+                for i, tensor in enumerate((tensors,) if isinstance(tensors, torch.Tensor) else tensors):
+                    yield f"{name}.{part}.{i}", tensor
+
+    def _load_model(self, buckets: Buckets) -> None:
         initialize_layerwise_reload(self.model)
         proof = WeightProof(self.model)
         failure: Exception | None = None
         try:
-            for tensors, checksums in self._buckets(update_info):
+            for tensors, checksums in buckets:
                 if failure is None:
                     try:
                         with disable_mtp_completeness_check():
@@ -152,7 +208,37 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             self._closed.add(self._channel)
             self._channel = None
 
-    def _buckets(self, update: WeightUpdate) -> Iterator[tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]]:
+    @contextlib.contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        """In the context the model has the modules that vLLM loaded it into, in the place of those that it put around them for adapters."""
+        around = [
+            (name, module)
+            for name, module in self.model.named_modules(remove_duplicate=False)
+            if isinstance(module, BaseLayerWithLoRA)
+        ]
+
+        def put(name: str, module: torch.nn.Module) -> None:
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, module)
+
+        for name, module in around:
+            put(name, module.base_layer)
+        try:
+            yield
+        finally:
+            for name, module in around:
+                put(name, module)
+
+    @staticmethod
+    def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
+        """The buckets without what they have of an adapter, of which `arrived` gets copies."""
+        for tensors, checksums in buckets:
+            pairs = list(zip(tensors, checksums, strict=True))
+            arrived |= {name: (tensor.clone(), known) for (name, tensor), known in pairs if name.startswith(ADAPTER)}
+            own = [pair for pair in pairs if not pair[0][0].startswith(ADAPTER)]
+            yield [tensor for tensor, _ in own], [known for _, known in own]
+
+    def _buckets(self, update: WeightUpdate) -> Buckets:
         """The tensors of a broadcast, a bucket at a time, with their checksums. The next bucket but one takes their memory."""
         if self._channel is None:
             raise WeightChannelError("this worker is in no group; the trainer must form one")

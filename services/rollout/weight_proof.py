@@ -4,6 +4,8 @@ Trainer and vLLM name and cut weights differently (fused, sharded and padded par
 watches them: which part of which parameter they copy into, and the checksum of what they copy. After the load, the model's own parameters
 must have these checksums in these parts, and no other parts.
 
+An adapter (`policy.lora_cfg.refit`) is watched in the same way, into the tensors that the engine keeps of it.
+
 Some platforms compute with a copy of a parameter. Checksums of parameters say nothing of it, so it is read back: on a CPU, the packed
 matrix of a linear layer or a head.
 """
@@ -172,6 +174,45 @@ class WeightProof(TorchDispatchMode):
         if width not in self._columns:
             self._columns[width] = torch.tensor(random.Random().sample(range(width), min(COLUMNS, width)))
         return self._columns[width]
+
+
+class AdapterProof(TorchDispatchMode):
+    """Of one adapter, `arrived`: its tensors by name, each with its checksum. Watches what is copied into `stacked`, the tensors that the
+    engine keeps of it, by name."""
+
+    def __init__(
+        self, stacked: Mapping[str, torch.Tensor], arrived: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self._stacked = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in stacked.items()}
+        self._sources = {tensor.data_ptr(): name for name, (tensor, _) in arrived.items()}
+        self._sent = {name: known for name, (_, known) in arrived.items()}
+        self._parts: dict[str, tuple[int, _Part]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            storage, source = args[0].untyped_storage()._cdata, args[1]
+            name = self._sources.get(source.data_ptr())
+            if storage in self._stacked and name is not None and source.shape == args[0].shape:
+                self._parts[name] = storage, _Part(int(args[0].storage_offset()), tuple(source.shape), args[0].stride())
+        return func(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        """Raise `WeightChannelError` unless the engine keeps every tensor that arrived, and zeros besides."""
+        if lost := [name for name in self._sent if name not in self._parts]:
+            raise WeightChannelError(
+                f"the engine takes {len(lost)} tensors of the adapter nowhere, {lost[0]} first: leave these layers out "
+                "(policy.lora_cfg.exclude_modules), or set policy.lora_cfg.refit to merged"
+            )
+        numbers = dict.fromkeys(self._stacked, 0)
+        for name, (storage, part) in self._parts.items():
+            held = part.of(self._stacked[storage][1])
+            if not bool(checksum(held) == self._sent[name]):
+                raise WeightChannelError(f"the engine's adapter is not what was received, {name} first")
+            numbers[storage] += int(held.count_nonzero())
+        for storage, (name, tensor) in self._stacked.items():
+            if int(tensor.count_nonzero()) != numbers[storage]:
+                raise WeightChannelError(f"the engine's adapter has numbers in {name} that were not received")
 
 
 def _read_back(parameter: _Parameter, columns: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
+# vLLM's number of the only adapter that an engine has
+ADAPTER_ID = 1
 # Of vLLM's kernels for experts on a GPU, these compute with the parameters as they are loaded; others with a copy in a layout of their own.
 MOE_BACKEND = "triton"
 # a worker gives up at its own deadline; an engine that is silent for this much longer hangs
@@ -80,6 +82,14 @@ def refit_problem(vllm_config: Any) -> str | None:
             f"policy.model_name: {model.model} is quantised ({model.quantization}); the trainer's weights are not, and no refit of it "
             "could be verified. Give the model as it is before quantisation"
         )
+    if vllm_config.lora_config is not None:
+        untried = {
+            "a mixture of experts": model.is_moe,
+            "a model with latent attention (MLA)": model.use_mla,
+            f"tensor parallel ({parallel.tensor_parallel_size} ways)": parallel.tensor_parallel_size > 1,
+        }
+        if found := [what for what, so in untried.items() if so]:
+            return f"policy.lora_cfg.refit adapter: the replica is {' and '.join(found)}, for which it is not proved; set it to merged"
     if model.enforce_eager or vllm_config.device_config.device_type == "cpu":
         return None
     remedy = "set policy.generation.vllm_cfg.enforce_eager=true"

@@ -41,6 +41,7 @@ from headrace_services.rollout.generate import (
     prompt_problem,
     request_id,
 )
+from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class RolloutWorker:
         # retries until the buffer answers; if the lease has expired by then, the answer is `LeaseLost`
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
+        self._pushes = Pushes(replay, self._retry)
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._calls: dict[asyncio.Task[Sampled], str] = {}  # with the timeline of each
@@ -375,7 +377,7 @@ class RolloutWorker:
                 raise _GroupReleased from error
             return
         await self._verified.wait()
-        await self._retry(partial(self._replay.push, lease, trajectory))
+        await self._pushes.push(lease, trajectory)
         self.status.trajectories += 1
         taken_over = lease.prefixes[index].completion_token_ids.size if index in lease.prefixes else 0
         self.status.tokens += trajectory.completion_token_ids.size - taken_over
@@ -472,6 +474,7 @@ class RolloutWorker:
         if self._groups and self._verified.is_set() and not self._engine.errored:
             await self._save_all()
         await self._stop_generating(self.held)
+        await self._pushes.aclose()
         try:
             await self._replay.deregister(self.replica, died=died)
         except ReplayUnavailable as error:

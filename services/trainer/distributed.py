@@ -319,9 +319,22 @@ def shard(
     if not several_ranks():
         root.to(device)
         return
-    mesh = _mesh(device.type, sharding.within_host)
+    shard_over(
+        _mesh(device.type, sharding.within_host), root, layers, bfloat16=sharding.bfloat16, in_float32=in_float32
+    )
+
+
+def shard_over(
+    mesh: DeviceMesh,
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    *,
+    bfloat16: bool,
+    in_float32: Sequence[nn.Module] = (),
+) -> None:
+    """`shard` over the ranks of `mesh`, which may be one."""
     usual = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = usual if sharding.bfloat16 else MixedPrecisionPolicy()
+    policy = usual if bfloat16 else MixedPrecisionPolicy()
     for module in layers:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in in_float32:

@@ -24,9 +24,11 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from headrace.config import Config
+from headrace.config.policy import LoRAConfig
 from headrace.config.root import TEACHER_KEY
 from headrace.errors import ServiceError
 from headrace_services.trainer.learning.algorithms import required_passes
+from headrace_services.trainer.network.adapter import linear_layers, targets
 from headrace_services.trainer.network.backbone import freeze_routers, reduces_once
 from headrace_services.trainer.network.packing import Packing
 
@@ -81,11 +83,13 @@ GIB = 2**30
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
     """A model's parameters, and the widths of its layers. `layers` are the shapes of each layer's parameters, `rest` those of embedding,
-    head and last norm, `frozen` those of all that is not trained. A token passes through `experts` experts, and MLPs of `mlp` together."""
+    head and last norm, `frozen` those of all that is not trained, `adapter` those of an adapter beside them. A token passes through
+    `experts` experts, and MLPs of `mlp` together."""
 
     layers: tuple[tuple[Shape, ...], ...]
     rest: tuple[Shape, ...]
     frozen: tuple[Shape, ...]
+    adapter: tuple[Shape, ...]
     hidden: int
     query: int
     key: int
@@ -96,14 +100,26 @@ class ModelSize:
 
     @classmethod
     def of(
-        cls, config: Any, auto: Any = AutoModelForCausalLM, *, trained: bool = True, routers: bool = True
+        cls,
+        config: Any,
+        auto: Any = AutoModelForCausalLM,
+        *,
+        trained: bool = True,
+        routers: bool = True,
+        lora: LoRAConfig | None = None,
     ) -> ModelSize:
-        """That of the model that `auto` makes of a Hugging Face configuration; not `trained`, or all of it but its `routers`."""
+        """That of the model that `auto` makes of a Hugging Face configuration; not `trained`, or all of it but its `routers`, or in its
+        place the adapter that `lora` describes. Raises `ServiceError` for layers that it has not."""
         with torch.device("meta"):
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.requires_grad_(trained)
         if not routers:
             freeze_routers(model)
+        adapter: list[Shape] = []
+        if lora is not None and lora.enabled:
+            for layer in map(model.get_submodule, targets(linear_layers(model), lora)):
+                adapter += [(lora.dim, layer.in_features), (layer.out_features, lora.dim)]
+            model.requires_grad_(False)
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         within = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -114,6 +130,7 @@ class ModelSize:
             layers=tuple(tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers),
             rest=tuple(tuple(p.shape) for p in model.parameters() if id(p) not in within),
             frozen=tuple(tuple(p.shape) for p in model.parameters() if not p.requires_grad),
+            adapter=tuple(adapter),
             hidden=text.hidden_size,
             query=head * heads,
             key=head * (getattr(text, "num_key_value_heads", None) or heads),
@@ -132,7 +149,7 @@ class ModelSize:
         left = self.shapes
         for shape in self.frozen:
             left.remove(shape)
-        return left
+        return [*left, *self.adapter]
 
     @property
     def parameters(self) -> int:
@@ -208,7 +225,7 @@ def trainer_memory(
     peaks = []
     for name, model in models.items():
         shapes, trained = model.size.shapes, model.size.trained if model.trained else []
-        parts[f"{name}: parameters, float32"] = 4 * held(shapes, shards)
+        parts[f"{name}: parameters, float32"] = 4 * held([*shapes, *model.size.adapter], shards)
         gathered = 0
         if ranks > 1:
             units = sorted((sum(map(math.prod, layer)) for layer in model.size.layers), reverse=True)
@@ -227,8 +244,11 @@ def trainer_memory(
         parts[f"{name}: logits of a chunk"] = logits(model, tokens)
     if peaks:
         parts["frozen models: layers gathered or cast"] = max(peaks)
-    largest = max(math.prod(shape) for shape in next(iter(models.values())).size.shapes)
-    parts["a refit: two buckets and the largest weight"] = 2 * bucket + (sent * largest if ranks > 1 else 0)
+    policy = next(iter(models.values())).size
+    largest = max(math.prod(shape) for shape in policy.shapes)
+    merged = 4 if policy.adapter else 0
+    gathered = (merged or sent) if ranks > 1 else 0
+    parts["a refit: two buckets and the largest weight"] = 2 * bucket + (gathered + merged) * largest
     return parts
 
 
@@ -291,10 +311,10 @@ def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
     settings, recompute = config.policy, config.policy.recomputes("cuda")
     chunk = settings.chunk_size("cuda")
     own = _configuration(config, "policy.model_name", settings.hf_config_overrides)
-    size = ModelSize.of(own, routers=not settings.freeze_moe_router)
+    size = ModelSize.of(own, routers=not settings.freeze_moe_router, lora=settings.lora_cfg)
     width = _bytes(settings.precision)
     yield "policy", Trainee(size, width, trained=True, chunk=chunk, recompute=recompute)
-    if "ref" in passes:
+    if "ref" in passes and not settings.lora_cfg.enabled:  # else the policy without its adapter
         yield "reference", Trainee(size, width, trained=False, chunk=chunk, recompute=False)
     if "teacher" in passes:
         teacher = ModelSize.of(_configuration(config, TEACHER_KEY, {}), trained=False)

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from headrace.addresses import with_port
 from headrace.config import Config
-from headrace.config.load import load
+from headrace.config.loading import load
 from headrace.errors import Fenced, ReplayUnavailable, WeightChannelError
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
 from headrace.replica_client import (

@@ -52,6 +52,8 @@ def config(tmp_path: Path, tiny_model: Path) -> Path:
     return path
 
 
+# chaos strikes runners every other day, and tests/integration/agents plays every day, both on light replicas; test_calls.py has an engine
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_program_played_in_two_turns_is_trained_though_its_runner_is_killed(

@@ -23,7 +23,7 @@ SMALL = (
 )
 
 
-@pytest.mark.nightly  # test_agents.py trains two turns on the real services every day; test_repair_game.py plays the example
+@pytest.mark.nightly  # test_agents.py trains two turns on the real services; test_repair_game.py plays the example every day
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_game_of_two_turns_is_trained(tmp_path: Path, tiny_model: Path) -> None:

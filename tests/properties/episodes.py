@@ -76,7 +76,7 @@ class Episodes(Fleet):
         self.expire()
         return seen
 
-    def lease_episodes(self, runner: str, slots: int, seen: list[Lease]) -> list[Lease]:
+    def lease_episodes(self, runner: str, slots: int, validation_slots: int, seen: list[Lease]) -> list[Lease]:
         self.expire(fills=True)
         name = holder(runner)
         member = self.runners.get(name)
@@ -87,17 +87,20 @@ class Episodes(Fleet):
         assert isinstance(seen, list), seen
         versions = [replica.version for id_, replica in self.members.items() if self.healthy(id_)]
         if versions:
-            self.lease_to(Taker(name, member, min(versions), 256, slots, episodes=True), seen)
+            free = {"train": slots, "validation": validation_slots}
+            self.lease_to(Taker(name, member, min(versions), 256, free, episodes=True), seen)
         else:
             assert not seen, "leased without a replica that could answer"
             member.answer, member.together = seen, len(self.held_by(name))
         return seen
 
-    def lease_episodes_again(self, number: int, runner: str, slots: int, seen: list[Lease]) -> list[Lease]:
+    def lease_episodes_again(
+        self, number: int, runner: str, slots: int, validation_slots: int, seen: list[Lease]
+    ) -> list[Lease]:
         """The newest is answered as before; nothing more is granted."""
         member = self.runners.get(holder(runner))
         if member is None or number > member.leased:  # the buffer has not seen it
-            return self.lease_episodes(runner, slots, seen)
+            return self.lease_episodes(runner, slots, validation_slots, seen)
         self.expire(fills=True)
         if number < member.leased or member.answer is None:
             self.refuse(Fenced)

@@ -21,21 +21,23 @@ def milliseconds(seconds: float) -> int:
 
 @dataclasses.dataclass
 class Taker:
-    """Who takes groups, and what it still may; `left` of what it was given, the next first."""
+    """Who takes groups, and what it still may: `most` groups, and of each lane as many trajectories as it has `slots`. `left` of what it
+    was given, the next first."""
 
     holder: str
     member: Member
     version: int
     most: int
-    slots: float = math.inf  # trajectories that it can start
+    slots: dict[str, float] = dataclasses.field(default_factory=lambda: {"train": math.inf, "validation": math.inf})
     episodes: bool = False
     left: list[Lease] = dataclasses.field(default_factory=list)
 
-    def fits(self, count: int) -> bool:
-        """A group that does not fit keeps what is behind it waiting as well."""
-        if not self.most or count > self.slots:
-            self.most = 0
-        return bool(self.most)
+    def fits(self, held: Held, count: int) -> bool:
+        """A group that does not fit keeps what is behind it in its lane waiting as well."""
+        if count > self.slots[held.lane]:
+            self.slots[held.lane] = 0
+            return False
+        return self.most > 0
 
     def next(self, held: Held) -> Lease:
         assert _ids(self.left[:1]) == [held.id], f"{self.holder} could have {held.id}, and was given {_ids(self.left)}"
@@ -282,7 +284,7 @@ class Fleet(Scoring):
             self._lease_cohort(suspects, taker)
             return
         for held in sorted((held for held in mine if held.orphaned and not held.overdue(self.now)), key=_ticket):
-            if taker.fits(len(self.missing(held))):
+            if taker.fits(held, len(self.missing(held))):
                 self._hand_on(held, taker)
         for held in self.queue("validation"):
             if held.episodes == taker.episodes and not self._begin(held, taker):
@@ -316,7 +318,7 @@ class Fleet(Scoring):
     def _begin(self, held: Held, taker: Taker) -> bool:
         """Lease a queued group, if its environment, the slots and memory allow it."""
         environment = self.environment(held.group.env_name)
-        if not taker.most or not self.may_generate(held.group.env_name) or not taker.fits(self.started(held)):
+        if not taker.most or not self.may_generate(held.group.env_name) or not taker.fits(held, self.started(held)):
             return False
         if not held.passed and not self.fits(held):
             return False
@@ -360,7 +362,7 @@ class Fleet(Scoring):
         chosen, most = 0, taker.most
         for held in suspects:
             most = min(most, held.cohort or 1)
-            if chosen >= most or not taker.fits(len(self.missing(held))):
+            if chosen >= most or not taker.fits(held, len(self.missing(held))):
                 break
             held.deadline, held.cohort = self.now + milliseconds(self.limits.group_deadline_s), None
             self._hand_on(held, taker)
@@ -377,7 +379,7 @@ class Fleet(Scoring):
         self._check_lease(held, taker, lease)
         assert (lease.count, lease.missing) == (self.started(held), tuple(range(lease.count)))
         assert (lease.prefixes, lease.tries) == ({}, {})
-        taker.slots -= lease.count
+        taker.slots[held.lane] -= lease.count
         if held.lane != "train":
             held.ticket = held.number = -1
             assert lease.ticket == -1
@@ -413,7 +415,7 @@ class Fleet(Scoring):
         prefixes = {index: prefix.encode() for index, prefix in lease.prefixes.items()}
         assert prefixes == {index: prefix.encode() for index, prefix in held.saved.items()}
         assert lease.tries == {index: tries for index, (tries, _) in held.tries.items()}
-        taker.slots -= len(missing)
+        taker.slots[held.lane] -= len(missing)
         held.replica = taker.holder
 
     def _trainable(self, trajectory: Trajectory) -> bool:

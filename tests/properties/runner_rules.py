@@ -46,8 +46,8 @@ class RunnerRules(RolloutRules):
             self.enter_runner(which)
         return self.runner_id(which)
 
-    def lease_some_episodes(self, which: int, slots: int, how: str = "once") -> list[Lease]:
-        leases: list[Lease] = self.call("lease_episodes", self.runner_id(which), slots, how=how) or []
+    def lease_some_episodes(self, which: int, slots: int, validation_slots: int = 4, how: str = "once") -> list[Lease]:
+        leases: list[Lease] = self.call("lease_episodes", self.runner_id(which), slots, validation_slots, how=how) or []
         self.episodes += leases
         return leases
 
@@ -78,9 +78,14 @@ class RunnerRules(RolloutRules):
         tokens = [lease.token for lease in self.episodes[len(self.episodes) - newest :]]
         self.call("runner_heartbeat", self.runner_id(which), tokens, how=how)
 
-    @rule(which=some, slots=st.sampled_from([1, 2, 3, 5, 8, 16]), how=new_each_time)
-    def lease_episodes(self, which: int, slots: int, how: str) -> None:
-        self.lease_some_episodes(which, slots, how)
+    @rule(
+        which=some,
+        slots=st.sampled_from([0, 1, 2, 3, 5, 8, 16]),
+        validation_slots=st.sampled_from([0, 1, 2, 8]),
+        how=new_each_time,
+    )
+    def lease_episodes(self, which: int, slots: int, validation_slots: int, how: str) -> None:
+        self.lease_some_episodes(which, slots, validation_slots, how)
 
     @precondition(lambda self: self.episodes)
     @rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
 
 from headrace_services.rollout.weight_engine import WeightChannelEngine, WeightChannelExtension, WeightUpdate
 
@@ -12,8 +13,8 @@ TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_pro
 
 
 class FaultyLoadEngine(WeightChannelEngine):
-    """`fault`: `tensor`, the bias of TENSOR; `copy`, the packed matrix of COPY; `head`, the packed copy of a tied head; `load`: nothing is
-    old, but loading fails in the last of the workers."""
+    """`fault`: `tensor`, the bias of TENSOR; `copy`, the packed matrix of COPY; `head`, the packed copy of a tied head; `adapter`, what
+    COPY has of an adapter; `load`: nothing is old, but loading fails in the last of the workers."""
 
     fault: str | None = None
 
@@ -38,6 +39,13 @@ class FaultyLoadEngine(WeightChannelEngine):
     def renew_copies(self) -> None:
         if self.fault != "head":
             super().renew_copies()
+
+    def put_adapter(self, adapter: LoRAModel) -> None:
+        stacked = dict(self.stacked()).get(f"{COPY}.lora_b_stacked.0")
+        before = stacked.clone() if self.fault == "adapter" else None
+        super().put_adapter(adapter)
+        if before is not None:
+            stacked.copy_(before)
 
 
 class FaultyLoadExtension(WeightChannelExtension):

@@ -78,9 +78,10 @@ def _ask(e: headrace.Episode, key: str, content: Any = "hi", **options: Any) -> 
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": content}], **options})
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     connection.request("POST", f"/s/{key}/v1/chat/completions", body, headers)
-    status = connection.getresponse().status
+    response = connection.getresponse()
+    response.read()  # who hangs up before its end was not given the answer
     connection.close()
-    return status
+    return response.status
 
 
 def _hub(e: headrace.Episode) -> list[str]:

@@ -110,12 +110,13 @@ class SmallReplica:
                 secret=rendezvous.secret,
             )
             self._channel = group, Channel.follow(place, deadline)
-        missing = set(self._model.state_dict()) - {"lm_head.weight"}
-        for bucket in receive(self._channel[1], rendezvous.manifest, deadline):
-            left = self._model.load_state_dict(dict(bucket), strict=False)
-            assert not left.unexpected_keys
-            missing -= dict(bucket).keys()
-        assert not missing
+        buckets = receive(self._channel[1], rendezvous.manifest, deadline)
+        self.load({name: tensor.clone() for bucket in buckets for name, tensor in bucket})
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        left = self._model.load_state_dict(weights, strict=False)
+        assert not left.unexpected_keys
+        assert set(left.missing_keys) <= {"lm_head.weight"}
 
     def _logprobs(self, ids: np.ndarray, start: int) -> Float32:
         """Log-probabilities of `ids[start:]`."""

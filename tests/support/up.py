@@ -37,7 +37,10 @@ class Up:
             assert self.process.poll() is None or line in self.said(), self.said()
             return line in self.said()
 
-        eventually(said, within_s=200)
+        try:
+            eventually(said, within_s=400)
+        except AssertionError as stood_still:
+            raise AssertionError(f"{stood_still}: no {line!r} in what it said:\n{self.said()}") from None
 
     def ends(self) -> int:
         return self.process.wait(timeout=280)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from headrace.addresses import hosts_of, own_address
@@ -34,17 +32,15 @@ def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:
     assert host_towards("redis://[::1]:6390/0") == "::1"
 
 
-def test_a_name_that_leads_back_to_this_machine_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_leads_back_to_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         weight_sender, "own_address", lambda host: {"redis.internal": "10.0.0.7"}.get(host, "127.0.1.1")
     )
-    with caplog.at_level(logging.WARNING):
-        assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
-        assert not caplog.messages
-        assert host_towards("rediss://gpu-1:6379/0") == "127.0.1.1"
-    assert caplog.messages[0].startswith("weight_channel.host: gpu-1 is 127.0.1.1 here (/etc/hosts)")
+    assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
+    with pytest.raises(
+        ServiceError, match=r"^weight_channel\.host is null, and gpu-1 .* 127\.0\.1\.1 \(/etc/hosts\).*: set it to"
+    ):
+        host_towards("rediss://gpu-1:6379/0")
 
 
 def test_a_name_that_is_nowhere_is_an_error_that_names_the_key() -> None:

@@ -56,6 +56,7 @@ def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _single_controller(values)
     yield from _trainers(values)
+    yield from _adapted_layers(values)
     yield from _conversations(values)
     yield from _splits(values)
     yield from _truncation(values)
@@ -96,6 +97,14 @@ def _trainers(values: dict[str, Any]) -> Iterator[Said]:
         for key in ("dtensor_cfg", "automodel_cfg"):
             if model.pop(key, None) is not None:
                 yield f"{section}.{key}", "with megatron_cfg.enabled, nothing of it is in force"
+
+
+def _adapted_layers(values: dict[str, Any]) -> Iterator[Said]:
+    """`match_all_linear` goes before the layers that are named."""
+    for trainer in ("dtensor_cfg", "automodel_cfg"):
+        lora = look(values, f"policy.{trainer}.lora_cfg")
+        if isinstance(lora, dict) and lora.get("match_all_linear") and lora.pop("target_modules", None):
+            yield f"policy.{trainer}.lora_cfg.target_modules", "match_all_linear is in force instead"
 
 
 def _splits(values: dict[str, Any]) -> Iterator[Said]:

@@ -71,6 +71,31 @@ def _activation_checkpointing(section: str, at: str) -> list[Rule]:
     return replaced("policy.activation_checkpointing is for both models", f"{at}.activation_checkpointing")
 
 
+def _lora(section: str, at: str, init: str, layers: list[Rule]) -> list[Rule]:
+    """`at` is the section of the adapter, `init` its key for what A is drawn from, `layers` the rules that say where the policy has one."""
+    if section != "policy":
+        return [
+            *refused("the value model is trained whole; set it to false", f"{at}.enabled"),
+            *replaced("no adapter", f"{at}.**"),
+        ]
+    return [
+        *layers,
+        *(renamed(f"{at}.{key}", f"policy.lora_cfg.{key}") for key in ("enabled", "dim", "alpha", "dropout")),
+        renamed(f"{at}.{init}", "policy.lora_cfg.init"),
+        *refused(
+            "dropout is that of the adapter's inputs; set it to pre, or dropout to 0",
+            f"{at}.dropout_position",
+            fine=lambda value, whole: (
+                value in (None, "pre")
+                or not any(look(whole, f"{name}.dropout") for name in (at, at.replace("automodel_cfg", "dtensor_cfg")))
+            ),
+        ),
+        *replaced(_KERNELS, f"{at}.use_triton", f"{at}.a2a_experimental"),
+        *replaced("an adapter is float32, as all that is trained", f"{at}.lora_dtype"),
+        *refused("B is 0 at the start; set it to zero", f"{at}.lora_B_init_method", fine=only("zero")),
+    ]
+
+
 def _automodel(section: str) -> list[Rule]:
     at = f"{section}.automodel_cfg"
     return [
@@ -91,8 +116,18 @@ def _automodel(section: str) -> list[Rule]:
             "checkpoints are safetensors that transformers loads, complete at every save",
             *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
         ),
-        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.lora_cfg.enabled"),
-        *replaced("no adapters", f"{at}.lora_cfg.**"),
+        *_lora(
+            section,
+            f"{at}.lora_cfg",
+            "lora_A_init",
+            [
+                renamed(f"{at}.lora_cfg.target_modules", "policy.lora_cfg.target_modules"),
+                renamed(f"{at}.lora_cfg.exclude_modules", "policy.lora_cfg.exclude_modules"),
+                *replaced(
+                    "policy.lora_cfg.target_modules: none is all linear layers", f"{at}.lora_cfg.match_all_linear"
+                ),
+            ],
+        ),
         *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
     ]
 
@@ -135,8 +170,16 @@ def _megatron(section: str) -> list[Rule]:
         *_activation_checkpointing(section, at),
         *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled"),
         *replaced("no fp8", f"{at}.fp8_cfg.**"),
-        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.peft.enabled"),
-        *replaced("no adapters", f"{at}.peft.**"),
+        *_lora(
+            section,
+            f"{at}.peft",
+            "lora_A_init_method",
+            refused(
+                "Megatron's names of layers are not those of the model's files; name these in policy.lora_cfg, or leave it out for all",
+                f"{at}.peft.target_modules",
+                f"{at}.peft.exclude_modules",
+            ),
+        ),
         *refused("multi-token prediction is not supported; set it to 0", f"{at}.mtp_num_layers", fine=only(0)),
         *refused(
             "multi-token prediction is not supported",

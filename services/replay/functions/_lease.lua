@@ -1,8 +1,8 @@
 -- Leases, as replicas (lease.lua) and runners (lease_episodes.lua) take and keep them.
 --
 -- Who takes groups is a `taker`: holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it
--- may still get), slots (trajectories that it can still start; a group starts with all that it misses, or not at all), cohort (what it holds, if
--- anything, are suspects), leases (what it got).
+-- may still get), slots (trajectories that it can still start, by lane; a group starts with all that it misses, or not at all), cohort (what it
+-- holds, if anything, are suspects), leases (what it got).
 --
 -- First those whose lease was lost, then validation, then the lowest orders as admission and memory allow. Suspects, whose holder died, go in
 -- cohorts to one that holds nothing, before anything else; it gets no more until it has none again. If the lowest ticket is a suspect, one
@@ -60,16 +60,16 @@ local function hold_lease(run, group, taker, deadline)
   return ends - run.now
 end
 
--- The taker has room for so many trajectories of one group; if not, it gets nothing more: what is wide must not starve.
-local function has_slots(taker, count)
-  if count <= taker.slots then return true end
-  taker.most = 0
+-- The taker has room for so many trajectories of one group; if not, it gets nothing more of that lane: what is wide must not starve.
+local function has_slots(taker, lane, count)
+  if count <= taker.slots[lane] then return true end
+  taker.slots[lane] = 0
   return false
 end
 
-local function give(taker, lease, count)
+local function give(taker, lease, lane, count)
   taker.leases[#taker.leases + 1] = lease
-  taker.most, taker.slots = taker.most - 1, taker.slots - count
+  taker.most, taker.slots[lane] = taker.most - 1, taker.slots[lane] - count
 end
 
 -- A queued group is leased; `ticket`: its place in line, if it has one.
@@ -91,7 +91,7 @@ local function grant(run, group, taker, count, worst, ticket)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt + 1,
     ticket = ticket, count = count,
-  }, count)
+  }, group.lane, count)
 end
 
 -- A queued group of the other kind gets its place in line, and its bytes.
@@ -197,12 +197,12 @@ local function go_on(run, group, taker, deadline)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
     ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes, tries = group.kind and tries_of(group) or {},
-  }, #indices)
+  }, group.lane, #indices)
 end
 
 -- Whether the taker can start what the group misses; a replica can start anything.
 local function can_start(run, taker, group)
-  return taker.slots == math.huge or has_slots(taker, misses(run, group))
+  return not taker.kind or taker.slots[group.lane] > 0 and has_slots(taker, group.lane, misses(run, group))
 end
 
 -- Groups that were given back, or whose lease lapsed, go on with this taker.
@@ -211,9 +211,10 @@ local function hand_on(run, taker)
   for _, id in ipairs(redis.call('ZRANGE', orphans, 0, taker.most - 1)) do
     if not lease_over(run, id) then
       local group = load_group(run, id)
-      if not can_start(run, taker, group) then break end
-      go_on(run, group, taker)
-      ids[#ids + 1] = id
+      if can_start(run, taker, group) then
+        go_on(run, group, taker)
+        ids[#ids + 1] = id
+      end
     end
   end
   if #ids > 0 then redis.call('ZREM', orphans, unpack(ids)) end
@@ -272,7 +273,7 @@ local QUEUED = {'state', 'lane', 'record', 'env', 'kind', 'n', 'worst', 'attempt
 -- not have yet.
 local function may_begin(run, taker, group, count, worst)
   local env = taker.any_broken and environment_of(run, group)
-  if env and not may_generate(run, env) or not has_slots(taker, count) or worst and not fits(run, worst) then return false end
+  if env and not may_generate(run, env) or not has_slots(taker, group.lane, count) or worst and not fits(run, worst) then return false end
   if env then begin_probe(run, env, group.id) end
   return true
 end

@@ -15,8 +15,8 @@ register('lease', {replica = name, most = positive, number = positive, nonce = n
       refuse('HR_NOT_VERIFIED', 'replica ' .. call.replica .. ' holds no verified weights of this timeline; it may not lease')
     end
     return lease_to(run, {
-      holder = call.replica, version = tonumber(version), nonce = call.nonce, most = math.min(call.most, BATCH), slots = math.huge,
-      cohort = cohort, leases = {},
+      holder = call.replica, version = tonumber(version), nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
+      slots = {train = math.huge, validation = math.huge}, leases = {},
     })
   end)
 end, false, true)

@@ -5,6 +5,7 @@ writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints intact
 are the run's, if another trainer of it wakes up late, is a matter of the chain beside them (`headrace.checkpoints`). Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
+    step_12/policy/adapter/  with `policy.lora_cfg`: the adapter in PEFT's format, which the weights beside it are merged with
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
     step_12/training/     counters, and of each trained model its optimizer and schedule (`learning.training_state`)
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it

@@ -359,9 +359,8 @@ class Loop:
         self._awaiting_scores = 0.0
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
-        epochs = self._config.algorithm.policy_epochs(self._version)
         devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
-        return init_metrics | self._context.meter.metrics(times, lengths, devices, epochs)
+        return init_metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
 
     async def _checkpoint(self) -> None:
         """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""
@@ -422,8 +421,11 @@ class Loop:
                 ids = repeat_text((tokens for _, tokens in context.prompts.encoded()), length)
             self._probe = ids, await context.torch(lambda: lead.probe(ids.tolist()))
         token_ids, logprobs = self._probe
+        adapter = Weights(lead, adapter_alone=True) if self._config.policy.lora_cfg.adapter_alone else None
         report = await self._call(
-            lambda: context.sender.refit(self._version, self._timeline, Weights(lead), token_ids, logprobs)
+            lambda: context.sender.refit(
+                self._version, self._timeline, Weights(lead), token_ids, logprobs, adapter=adapter
+            )
         )
         self._refitted = True
         failed = {replica: f"its refit failed: {report.refused[replica]}" for replica in report.failed}

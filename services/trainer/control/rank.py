@@ -163,8 +163,9 @@ class TrainerRank:
     def probe(self, token_ids: Sequence[int]) -> Float32:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for weight in self.learner.iter_weights(getattr(torch, rollout_dtype(self._config))):
+    def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        gathered_in = getattr(torch, rollout_dtype(self._config))
+        for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):
             self.ranks.progress.mark()
             yield weight
 
@@ -209,9 +210,9 @@ class LeadRank(TrainerRank):
         self._send("probe", list(map(int, token_ids)))
         return super().probe(token_ids)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._send("weights")
-        yield from super().weights()
+    def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        self._send("weights", adapter_alone)
+        yield from super().weights(adapter_alone)
 
     def save(self, folder: str) -> None:
         self._send("save", folder)
@@ -222,17 +223,19 @@ class LeadRank(TrainerRank):
 
 
 class Weights:
-    """The policy's weights as a source for the weight channel. Each iteration is a collective and must run to its end."""
+    """The policy's weights, or its adapter alone, as a source for the weight channel. Each iteration is a collective and must run to its
+    end."""
 
-    def __init__(self, lead: LeadRank) -> None:
+    def __init__(self, lead: LeadRank, *, adapter_alone: bool = False) -> None:
         self._lead = lead
+        self._adapter_alone = adapter_alone
 
     def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._lead.learner.weight_metadata()
+        return self._lead.learner.weight_metadata(adapter_alone=self._adapter_alone)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._lead.ranks.progress.working():
-            yield from self._lead.weights()
+            yield from self._lead.weights(self._adapter_alone)
 
 
 def dismiss(ranks: Ranks) -> None:
@@ -258,8 +261,8 @@ def _obey(rank: TrainerRank, command: list[Any]) -> None:
         case ["step", reservation, multipliers, shares]:
             with contextlib.suppress(BatchRejected):  # rank 0 gives the batch back
                 rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
-        case ["weights"]:
-            for _ in rank.weights():
+        case ["weights", adapter_alone]:
+            for _ in rank.weights(adapter_alone):
                 continue
         case [
             ("origins" | "scored" | "extents" | "error_by_replica" | "gather_batch" | "probe" | "save") as do,

@@ -98,10 +98,12 @@ class _Outcome(enum.Enum):
 @dataclasses.dataclass
 class _Refit:
     """The state that the attempts at one refit share; the last three grow from attempt to attempt. `silent`: members that did not say
-    within the deadline whether they had completed it."""
+    within the deadline whether they had completed it. `source` is `whole`, or the `adapter`, as the members of the attempt need it."""
 
     version: int
     timeline: str
+    whole: WeightSource
+    adapter: WeightSource | None
     source: WeightSource
     manifest: Manifest
     probe_ids: Int32
@@ -143,15 +145,24 @@ class WeightSender:
         self._channel: Channel | None = None
         self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
+        self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole
 
     @property
     def port(self) -> int:
         return self._meeting.port
 
     async def refit(
-        self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
+        self,
+        version: int,
+        timeline: str,
+        source: WeightSource,
+        probe_ids: Int32,
+        probe_logprobs: Float32,
+        *,
+        adapter: WeightSource | None = None,
     ) -> RefitReport:
-        """Send `version` to every live replica. It is verified if its log-probabilities of `probe_ids` [L] are the trainer's,
+        """Send `version` to every live replica: `source`, or the `adapter`, which is the end of it, where each member has the rest, which
+        doesn't change, from an earlier refit. It is verified if its log-probabilities of `probe_ids` [L] are the trainer's,
         `probe_logprobs` [L - 1] (temperature 1).
 
         Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
@@ -168,11 +179,7 @@ class WeightSender:
                 f"the weights of version {version} give the probe log-probabilities that are not finite: no replica could be verified with "
                 "them. Lower the learning rate, and start again from the last checkpoint"
             )
-        manifest = Manifest.of(
-            ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
-            self._config.bucket_size("cpu" if self._gpu is None else "cuda"),
-        )
-        refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
+        refit = _Refit(version, timeline, source, adapter, source, self._manifest(source), probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
             epoch, outcome = await self._attempt(refit)
             if outcome is not _Outcome.INTERRUPTED:
@@ -185,7 +192,7 @@ class WeightSender:
             refused=refit.refused,
             failed=frozenset(refit.excluded | refit.silent),
             seconds=refit.seconds,
-            nbytes=manifest.nbytes,
+            nbytes=refit.manifest.nbytes,
             attempts=attempt,
         )
 
@@ -201,6 +208,9 @@ class WeightSender:
             with _server_lost(epoch.id):
                 ended = await self._replay.end_epoch(epoch.id, aborted=True)
             return msgspec.structs.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
+        whole = refit.adapter is None or not self._have_model.issuperset(epoch.acknowledged)
+        refit.source = refit.whole if refit.adapter is None or whole else refit.adapter
+        refit.manifest = self._manifest(refit.source)
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
@@ -211,6 +221,8 @@ class WeightSender:
             outcome = await self._await_proofs(epoch, refit)
         with _server_lost(epoch.id):
             ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _Outcome.INTERRUPTED)
+        if whole:
+            self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
         if outcome is _Outcome.SETTLED:
@@ -220,6 +232,12 @@ class WeightSender:
         if set(ended.verified) != set(ended.members):
             self._close_channel()  # some member may have left the group
         return ended, outcome
+
+    def _manifest(self, source: WeightSource) -> Manifest:
+        return Manifest.of(
+            ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
+            self._config.bucket_size("cpu" if self._gpu is None else "cuda"),
+        )
 
     async def end_stray_epoch(self, timeline: str) -> None:
         """End an epoch of this timeline that no refit of this sender drives; replicas take no work while one is announced.
@@ -367,10 +385,9 @@ def host_towards(url: str) -> str:
             "machine that replicas can reach"
         ) from error
     if is_loopback(own) and not is_loopback(host):
-        logger.warning(
-            "weight_channel.host: %s is %s here (/etc/hosts), where replicas on other machines don't reach this one: set it for them",
-            host,
-            own,
+        raise ServiceError(
+            f"weight_channel.host is null, and {host} (replay.redis_url) is this machine by the address {own} (/etc/hosts), where replicas "
+            f"on other machines don't reach it: set it to an address that they reach, or to {own} if all are on this one"
         )
     return own
 

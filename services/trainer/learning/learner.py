@@ -23,7 +23,7 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.network.packing import PackedRows, Packing
+from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
 
@@ -39,10 +39,12 @@ class Counters:
 
 
 class Learner:
-    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required.
+    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
+    policy with an adapter the reference is the policy itself, without it.
 
-    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank. `broken` is the
-    reason why the learner can't go on, or None.
+    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank, `work` what
+    training the policy computed in it on all ranks, None if it was not trained. `broken` is the reason why the learner can't go on, or
+    None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
@@ -63,7 +65,9 @@ class Learner:
         self.policy_optimizer = ModelOptimizer(
             self.policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         )
-        self.reference = PolicyModel(config, trainable=False) if "ref" in passes else None
+        self.reference: PolicyModel | None = None
+        if "ref" in passes:
+            self.reference = self.policy if self.policy.adapter else PolicyModel(config, trainable=False)
         self.teacher = load_teacher(config, self.policy.vocab_size, self.tokenizer) if "teacher" in passes else None
         self.value: ValueModel | None = None
         self.value_optimizer: ModelOptimizer | None = None
@@ -74,6 +78,7 @@ class Learner:
             )
         self.broken: str | None = None
         self.seconds: dict[str, float] = {}
+        self.work: Work | None = None
         self.counters = self._load(checkpoint / "training") if checkpoint else Counters()
 
     @property
@@ -101,17 +106,20 @@ class Learner:
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
-    def weight_metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
-        return [(name, "float32", shape) for name, shape in self.policy.weight_shapes()]
+        return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
 
-    def iter_weights(self, gathered_in: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, as `PolicyModel.weights`, one at a time; all ranks must run the iterator to its end."""
+    def iter_weights(
+        self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight (`PolicyModel.weights`) once, unsharded, one at a time; all ranks must run the iterator to its end."""
         self.refuse_if_broken()
-        return self.policy.weights(gathered_in)
+        return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
     def save(self, folder: Path) -> None:
-        """Write `policy/` (a Hugging Face checkpoint with its tokenizer), `value/` where there is one, and `training/` into `folder`.
+        """Write `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/` where there is one, and `training/`
+        into `folder`.
 
         `folder` exists and is shared by the ranks. Raises `ServiceError` on every rank where any of them can't write.
         """

@@ -91,7 +91,8 @@ class ModelOptimizer:
         self.section = section
         self._max_grad_norm = max_grad_norm
         self._rate = LearningRate(settings.kwargs.lr, schedule, section)
-        self._optimizer = CLASSES[settings.name](model.parameters(), **self._arguments())
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._optimizer = CLASSES[settings.name](self._trained.values(), **self._arguments())
 
     @property
     def lr(self) -> float:
@@ -100,12 +101,12 @@ class ModelOptimizer:
 
     def grad_norm(self) -> float:
         """2-norm of all gradients together, before they are clipped."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained.values() if p.grad is not None])
         return float(full_tensor(norm))
 
     def step(self, grad_norm: float) -> None:
         """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`; take one optimizer step; drop the gradients."""
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, torch.tensor(grad_norm))
+        torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate.value
         self._optimizer.step()
@@ -126,7 +127,7 @@ class ModelOptimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         return {
             f"{names[parameter]}/{moment}": local_part(tensor).contiguous()
             for parameter, state in self._optimizer.state.items()
@@ -151,7 +152,7 @@ class ModelOptimizer:
             )
         state = {
             place: {key: with_local_part(parameter, tensor) for key, tensor in moments[name].items()}
-            for place, (name, parameter) in enumerate(self._model.named_parameters())
+            for place, (name, parameter) in enumerate(self._trained.items())
             if name in moments
         }
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})

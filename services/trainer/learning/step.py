@@ -1,7 +1,7 @@
 """One trainer step: rewards, passes without gradients, advantages, optimizer steps.
 
-With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn: the
-optimizer step of a trajectory follows from its place in the batch.
+With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn, but for
+the dropout of an adapter: the optimizer step of a trajectory follows from its place in the batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ from headrace_services.trainer.learning.rewards import (
     scale_rewards,
     shape_rewards,
 )
-from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, Work, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from headrace_services.trainer.network.value_model import ValueModel
 
@@ -46,7 +47,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one trainer step on the trajectories of all ranks; `batch` holds this rank's. Returns metrics of the whole batch.
 
     Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps; those of the value
-    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank.
+    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank, `learner.work` is what
+    training the policy computed on all of them.
 
     Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
     finite; weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
@@ -57,6 +59,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     warper = LogitsWarper.of(config.policy.generation)
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
+    learner.work = None
     learner.refuse_if_broken()
     _check(learner, batch)
 
@@ -87,7 +90,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             if warper.filters and needs_unfiltered(config):
                 batch.old_logprobs_unfiltered = logprobs_of(policy, warper.unfiltered)
         if learner.reference is not None:
-            batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
+            with learner.reference.without_adapter():
+                batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
         if learner.teacher is not None:
             batch.teacher_logprobs = logprobs_of(learner.teacher, warper.unfiltered)
         if value is not None:
@@ -165,16 +169,22 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
     if epochs:
         seen: list[tuple[tuple[int, ...], Tensor]] = []
+        work = Work()
 
         def loss_of_policy(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+            nonlocal work
+            work += packed.work
             output = policy.forward(packed, warper, entropy=True)
             if tokens.old_logprobs is None:
                 seen.append((packed.order, output.logprobs.detach()))
             return policy_loss(config.loss_fn, output, tokens, counts)
 
         packing = Packing.of(config.policy, training=True)
+        if config.policy.lora_cfg.drops:
+            torch.manual_seed(zlib.crc32(repr((algorithm.seed, step, ranks.rank)).encode()))
         with _timed(seconds, "policy_training"):
             metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy)
+        learner.work = Work(*ranks.sum(dataclasses.astuple(work)))
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:

@@ -1,38 +1,43 @@
 """Attention over rows of several trajectories, for transformers models; and which models can't do it.
 
-Rows with one trajectory each are causal and need nothing. On a CPU, other rows go through `tree_attention`, which computes each prompt and
-each completion separately and nothing that is masked (with a prompt of S tokens and completions of T_i, a mask over the row costs
-(S + ΣT_i)² per head; the pieces cost S²/2 and T_i·(S + T_i) each). On a GPU, the `position_ids` of packed rows show where a trajectory
-begins, and transformers makes the block-diagonal mask from that. A prompt with several completions needs its own mask: a block mask for
-flex attention, which skips what is masked, or [R, 1, W, W] for SDPA.
+Rows with one trajectory each are causal and need nothing. Other rows go through `tree_attention`, which computes nothing that is masked and
+makes no mask over a row: with a prompt of S tokens and completions of T_i, the mask would cost (S + ΣT_i)² per head, the prompt costs S²/2
+and each completion T_i·(S + T_i). In half precision on a GPU that is one call of flash attention for sequences of different lengths, each
+with the keys that it sees; else a call of SDPA for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from headrace.config.policy import PolicyConfig
 from headrace.errors import ServiceError
+from headrace_services.trainer.distributed import on_device
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 
 # the name of `tree_attention` in transformers
 TREE_ATTENTION = "headrace_trees"
+# queries that SDPA is given a mask for at once
+QUERIES = 1024
+# the largest head that flash attention computes
+FLASH_HEAD = 256
 
-# the kinds of layers for which a mask over the row, or `position_ids`, is enough
+# the kinds of layers that `tree_attention` computes, and those of which it computes shared prompts
 _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
-def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) -> None:
-    """Choose the attention for rows of several trajectories: `tree_attention` on a CPU, flex attention on a GPU if the model has it.
+def prepare_attention(model: Any, policy: PolicyConfig) -> None:
+    """Choose `tree_attention` for rows of several trajectories.
 
     Raises `ServiceError` for a model that would let the trajectories of a row see each other.
     """
@@ -45,11 +50,8 @@ def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) ->
             f"{key} true: {type(model).__name__} {problem}, so that several sequences in one row would see each other; "
             "set it to false (policy.dynamic_batching saves padding without it)"
         )
-    if device.type == "cpu":
-        AttentionInterface.register(TREE_ATTENTION, tree_attention)
-        model.set_attn_implementation(TREE_ATTENTION)
-    elif model._supports_flex_attn:
-        model.set_attn_implementation("flex_attention")
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    model.set_attn_implementation(TREE_ATTENTION)
 
 
 def _problem(model: Any, allowed: set[str]) -> str | None:
@@ -71,28 +73,89 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
 def attention_arguments(backbone: nn.Module, rows: PackedRows) -> dict[str, Any]:
     """The arguments of the backbone's forward besides `input_ids`, on the device of the rows."""
     attention: str = backbone.config.get_text_config()._attn_implementation  # type: ignore[union-attr, operator]
-    if attention == TREE_ATTENTION:
-        return {"position_ids": rows.position_ids, "trees": rows.spans}
-    if not (rows.packed or rows.shared):
+    if attention != TREE_ATTENTION:
         return {}
-    if not rows.shared:
-        return {"position_ids": rows.position_ids}
-    mask = block_mask(rows) if attention == "flex_attention" else rows.visible()
-    return {"position_ids": rows.position_ids, "attention_mask": mask}
+    device = rows.input_ids.device
+    sequences = Sequences.of(rows.spans, rows.input_ids.shape[1]).to(device) if device.type == "cuda" else None
+    return {"position_ids": rows.position_ids, "trees": rows.spans, "sequences": sequences}
 
 
-def block_mask(rows: PackedRows) -> BlockMask:
-    """`rows.visible()` for flex attention."""
-    tree, branch = rows.tree, rows.branch
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of a row, from `start`, that see each other causally; all of them see the whole piece `context` of the row before, if any."""
 
-    def visible(row: Tensor, head: Tensor, place: Tensor, other: Tensor) -> Tensor:
-        own = (branch[row, other] == 0) | (branch[row, other] == branch[row, place])
-        return (place >= other) & (tree[row, place] == tree[row, other]) & own
-
-    count, width = rows.input_ids.shape
-    return create_block_mask(visible, count, None, width, width, device=str(rows.input_ids.device))
+    start: int
+    length: int
+    context: int | None
 
 
+def pieces(spans: tuple[TreeSpan, ...]) -> list[Piece]:
+    """The pieces of a row, in order: of a tree with one completion the whole of it, else its prompt and each of its completions."""
+    found: list[Piece] = []
+    for span in spans:
+        if len(span.completions) == 1:
+            found.append(Piece(span.start, span.prompt + span.completions[0], None))
+            continue
+        prompt, at = len(found), span.start + span.prompt
+        found.append(Piece(span.start, span.prompt, None))
+        for length in span.completions:
+            found.append(Piece(at, length, prompt))
+            at += length
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The pieces of all rows as flash attention takes them: the queries of each, as they follow one another in the flattened rows, and its
+    keys, which end with the piece itself. Padding is a piece of each row, because what is not computed would be undefined.
+
+    `queries` and `keys` [pieces + 1] int32 are where those of each piece begin, and where the last one's end; `longest_queries` and
+    `longest_keys` the most that a piece has. `places` [keys] int64 are the keys' places in the flattened rows; None: those of the queries.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+    places: Tensor | None
+
+    @classmethod
+    def of(cls, trees: tuple[tuple[TreeSpan, ...], ...], width: int) -> Sequences:
+        """Those of rows of this width with these trees, on the CPU."""
+        places, lengths = [], []
+        for r, spans in enumerate(trees):
+            row = pieces(spans)
+            end = row[-1].start + row[-1].length
+            if end < width:
+                row.append(Piece(end, width - end, None))
+            for piece in row:
+                first = row[piece.context] if piece.context is not None else Piece(piece.start, 0, None)
+                places += [
+                    r * width + np.arange(first.start, first.start + first.length),
+                    r * width + np.arange(piece.start, piece.start + piece.length),
+                ]
+                lengths.append((piece.length, first.length + piece.length))
+        queries, keys = np.array(lengths).T
+        shared = (queries != keys).any()
+        return cls(
+            queries=_edges(queries),
+            keys=_edges(keys),
+            longest_queries=int(queries.max()),
+            longest_keys=int(keys.max()),
+            places=torch.from_numpy(np.concatenate(places)) if shared else None,
+        )
+
+    def to(self, device: torch.device) -> Sequences:
+        places = None if self.places is None else on_device(self.places, device)
+        queries, keys = on_device(self.queries, device), on_device(self.keys, device)
+        return dataclasses.replace(self, queries=queries, keys=keys, places=places)
+
+
+def _edges(lengths: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+@torch.compiler.disable  # it would be compiled anew for each layout
 def tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -101,6 +164,7 @@ def tree_attention(
     attention_mask: Tensor | None,
     *,
     trees: tuple[tuple[TreeSpan, ...], ...] | None = None,
+    sequences: Sequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -110,61 +174,111 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention over rows of trees, with the signature that transformers models call (`AttentionInterface`).
 
-    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], 0 on padding. `trees` are those of each row.
-    They come through the model's keyword arguments, so a model that does not pass them on raises an error rather than attending across
-    trajectories. Raises `ServiceError` for a case that it can't compute.
+    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], on padding anything finite. `trees` are those of
+    each row, `sequences` the same for a GPU. They come through the model's keyword arguments, so a model that does not pass them on raises
+    an error rather than attending across trajectories. Raises `ServiceError` for a case that it can't compute.
     """
     if trees is None or softcap is not None or s_aux is not None or dropout:
         raise ServiceError(
             f"{type(module).__name__}: its attention can't be computed tree by tree; set policy.share_prompts and "
             "policy.sequence_packing.enabled to false"
         )
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if sequences is not None and dtype.itemsize == 2 and key.shape[3] == value.shape[3] <= FLASH_HEAD:
+        return by_flash(query, key, value, sequences, dtype, scaling, sliding_window), None
     groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return by_pieces(query, key, value, trees, scaling, sliding_window), None
+
+
+def by_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    dtype: torch.dtype,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """The attention of all rows in one call of flash attention, computed in `dtype`."""
+    rows, heads, width, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if sequences.places is not None:
+        # in float32, in which the gradients of a prompt's keys are then summed over its completions
+        key, value = (x.float().index_select(0, sequences.places) for x in (key, value))
+    out = varlen_attn(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        sequences.queries,
+        sequences.keys,
+        sequences.longest_queries,
+        sequences.longest_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=heads != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (rows, width))
+
+
+def by_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    trees: tuple[tuple[TreeSpan, ...], ...],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """The attention of all rows, piece by piece; 0 on padding. `query`, `key` and `value` have equally many heads."""
     rows = []
     for r, spans in enumerate(trees):
+        row = pieces(spans)
+        lengths = [piece.length for piece in row]
+        rest = query.shape[2] - sum(lengths)
+        # the gradient of a split is one tensor; that of each slice would be as large as the row
+        q, k, v = (x[r, None].split([*lengths, rest], dim=2) for x in (query, key, value))
         parts = [
-            scaled_dot_product_attention(
-                query[r, None, :, start:end], k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+            _causal(q[i], k[i], v[i], scaling, window)
+            if piece.context is None
+            else _causal(
+                q[i],
+                torch.cat([k[piece.context], k[i]], dim=2),
+                torch.cat([v[piece.context], v[i]], dim=2),
+                scaling,
+                window,
             )
-            for span in spans
-            for start, end, k, v, mask in _pieces(span, key[r, None], value[r, None], sliding_window)
+            for i, piece in enumerate(row)
         ]
-        rest = query.shape[2] - sum(part.shape[2] for part in parts)
         parts.append(query.new_zeros(1, query.shape[1], rest, value.shape[3]))
         rows.append(torch.cat(parts, dim=2))
-    return torch.cat(rows).transpose(1, 2).contiguous(), None
+    return torch.cat(rows).transpose(1, 2).contiguous()
 
 
-def _pieces(
-    span: TreeSpan, key: Tensor, value: Tensor, window: int | None
-) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor | None]]:
-    """The pieces of a tree, in order: queries [start, end), the keys and values that they see, and a mask where causality is not enough."""
-    start, prompt = span.start, span.start + span.prompt
-    if len(span.completions) == 1:
-        end = prompt + span.completions[0]
-        yield start, end, key[:, :, start:end], value[:, :, start:end], _mask(end - start, end - start, window, key)
-        return
-    yield (
-        start,
-        prompt,
-        key[:, :, start:prompt],
-        value[:, :, start:prompt],
-        _mask(span.prompt, span.prompt, window, key),
-    )
-    at = prompt
-    for length in span.completions:
-        end = at + length
-        k, v = (torch.cat([x[:, :, start:prompt], x[:, :, at:end]], dim=2) for x in (key, value))
-        yield at, end, k, v, _mask(length, span.prompt + length, window, key)
-        at = end
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Queries are those of the last keys, and each sees its own and those before, at most `window` in all."""
+    count, keys = query.shape[2], key.shape[2]
+    if count == keys and (window is None or keys <= window):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    parts = []
+    for first in range(0, count, QUERIES):
+        last = min(first + QUERIES, count)
+        end = keys - count + last
+        begin = 0 if window is None else max(0, keys - count + first - window + 1)
+        mask = _mask(last - first, end - begin, window, key.device)
+        seen = slice(begin, end)
+        parts.append(
+            scaled_dot_product_attention(
+                query[:, :, first:last], key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scaling
+            )
+        )
+    return torch.cat(parts, dim=2)
 
 
-def _mask(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor | None:
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """The mask [queries, keys] bool with which the last `queries` of `keys` positions see themselves and those before, at most `window`
-    in all. None means causal."""
-    if queries == keys and (window is None or keys <= window):
-        return None
-    place = torch.arange(keys, device=like.device)
+    in all."""
+    place = torch.arange(keys, device=device)
     distance = place[keys - queries :, None] - place[None, :]
     return (distance >= 0) & (distance < (keys if window is None else window))

@@ -15,6 +15,7 @@ safetensors files (`checkpoint_shards`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from headrace_services.trainer.distributed import (
     several_ranks,
     shard,
 )
+from headrace_services.trainer.network.adapter import Adapter
 from headrace_services.trainer.network.attention import attention_arguments
 from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
 from headrace_services.trainer.network.packing import PackedRows
@@ -111,9 +113,10 @@ class Placed:
         precision: str,
         *,
         in_float32: Sequence[nn.Module] = (),
+        adapter: Adapter | None = None,
     ) -> None:
-        """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer, and fill it. What is `in_float32` is
-        computed so, whatever the precision.
+        """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer, and fill it, but for its `adapter`.
+        What is `in_float32` is computed so, whatever the precision.
 
         With activation checkpointing a layer of a model that is trained keeps only its input for the backward pass. Raises `ServiceError`
         for a model whose layers are not known, and for one that can't be filled.
@@ -127,10 +130,11 @@ class Placed:
                 "layers; set it to false"
             )
         if trained and config.policy.recomputes(device.type):
+            drops = adapter is not None and config.policy.lora_cfg.drops
             for layer in layers:
                 # transformers' own switch works only in training mode, which would turn on dropout
                 layer.forward = functools.partial(
-                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=drops
                 )
         bfloat16 = precision == "bfloat16"
         shard(
@@ -141,7 +145,8 @@ class Placed:
             in_float32=in_float32,
         )
         if several_ranks():
-            fill(model, device)
+            with adapter.taken_off() if adapter else contextlib.nullcontext():
+                fill(model, device)
         self._root, self._device = root, device
         self._autocast = bfloat16 and not several_ranks()
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -178,32 +183,37 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
-def iter_full_weights(model: Any, gathered_in: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. A collective.
+def iter_full_weights(
+    model: Any, adapter: Adapter | None = None, gathered_in: torch.dtype = torch.float32, *, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter; a tied head is
+    left out. A collective.
 
-    What is sharded is gathered in that dtype, anything else is float32.
+    They are float32; but where nothing is merged, those that are sharded are gathered in the dtype `gathered_in`.
     """
-    for name, parameter in model.named_parameters():
-        yield from _as_saved(model, name, full_tensor(parameter.detach(), gathered_in))
+    for name, tensor in _full_parameters(model, adapter, gathered_in, merged=merged):
+        yield from _as_saved(model, name, tensor)
 
 
-def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and full shapes in the order of `iter_full_weights`; gathers nothing."""
-    for name, parameter in model.named_parameters():
-        for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
+    with adapter.taken_off() if adapter else contextlib.nullcontext():
+        shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    for name, shape in shapes:
+        for saved, tensor in _as_saved(model, name, torch.empty(shape, device="meta")):
             yield saved, tuple(tensor.shape)
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
+def save_model(model: Any, folder: Path, adapter: Adapter | None = None) -> None:
+    """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
     keep = is_first_rank()
     whole: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensor = full_tensor(parameter.detach())
+    for name, tensor in _full_parameters(model, adapter, merged=True):
         if keep:
             whole[name] = tensor.cpu()
     if keep:
-        model.save_pretrained(folder, state_dict=whole)
+        with adapter.taken_off() if adapter else contextlib.nullcontext():
+            model.save_pretrained(folder, state_dict=whole)
 
 
 def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceError:
@@ -212,6 +222,16 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
         f"{key} {name!r}: can't load {what} ({reason}); give a directory with config.json, tokenizer and "
         "safetensors files, or the name of a model that can be downloaded or is in HF_HOME"
     )
+
+
+def _full_parameters(
+    model: Any, adapter: Adapter | None, gathered_in: torch.dtype = torch.float32, *, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if adapter is not None:
+        yield from adapter.weights(merged=merged)
+        return
+    for name, parameter in model.named_parameters():
+        yield name, full_tensor(parameter.detach(), gathered_in)
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

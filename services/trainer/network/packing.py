@@ -32,8 +32,6 @@ Row = tuple[Tree, ...]
 Rows = tuple[Row, ...]  # of a micro-batch; none: a pass of a rank that only keeps pace with the others
 Bins = list[list[int]]
 
-PADDING = -1
-
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -87,20 +85,30 @@ class TreeSpan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Work:
+    """What passes over rows compute: `places` that go through the layers, padding included; `targets`, the places of which logits are
+    computed; and `pairs` of a token and one that it attends to, a causal sequence of s tokens being s² / 2 of them."""
+
+    places: float = 0
+    targets: float = 0
+    pairs: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.places + other.places, self.targets + other.targets, self.pairs + other.pairs)
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedRows:
     """R rows of width W, and the N policy tokens in them; all tensors int64.
 
     `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's position in its own trajectory, 0 for the first of the
-    prompt. `tree` [R, W]: the tree of its row that a token belongs to (0, 1, …; -1 on padding); `branch` [R, W]: 0 in a prompt and
-    1, 2, … in its completions; `spans` give the same as positions of each row's trees. Per policy token, [N]: `before`, the index in the
-    flattened [R·W] of the token that precedes it in its trajectory (the model's output there predicts it), and `targets`, its id. `order`
-    holds the indices of the trajectories among those that were planned, in the order of their tokens in every [N].
+    prompt. `spans` are the trees of each row. Per policy token, [N]: `before`, the index in the flattened [R·W] of the token that precedes
+    it in its trajectory (the model's output there predicts it), and `targets`, its id. `order` holds the indices of the trajectories among
+    those that were planned, in the order of their tokens in every [N].
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    tree: Tensor
-    branch: Tensor
     before: Tensor
     targets: Tensor
     order: tuple[int, ...]
@@ -110,12 +118,10 @@ class PackedRows:
     def of_tokens(cls, token_ids: Int32) -> PackedRows:
         """One row of `token_ids` [L]; the last L - 1 count as policy tokens."""
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        place, branch = torch.arange(ids.numel()), (torch.arange(ids.numel()) > 0).long()
+        place = torch.arange(ids.numel())
         return cls(
             input_ids=ids[None],
             position_ids=place[None],
-            tree=torch.zeros_like(place)[None],
-            branch=branch[None],
             before=place[:-1],
             targets=ids[1:],
             order=(0,),
@@ -123,31 +129,22 @@ class PackedRows:
         )
 
     @property
-    def packed(self) -> bool:
-        """Whether a row holds more than one tree."""
-        return any(len(row) > 1 for row in self.spans)
-
-    @property
-    def shared(self) -> bool:
-        """Whether a tree has more than one completion."""
-        return any(len(tree.completions) > 1 for row in self.spans for tree in row)
+    def work(self) -> Work:
+        """Rows of one trajectory each attend as a whole, padding included; in others each tree attends to itself alone."""
+        rows, width = self.input_ids.shape
+        pairs = rows * width**2 / 2
+        trees = [tree for row in self.spans for tree in row]
+        if len(trees) > rows or any(len(tree.completions) > 1 for tree in trees):
+            pairs = sum(
+                tree.prompt**2 / 2 + sum(length * (tree.prompt + length / 2) for length in tree.completions)
+                for tree in trees
+            )
+        return Work(rows * width, self.targets.numel(), pairs)
 
     def to(self, device: torch.device) -> PackedRows:
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved: dict[str, Any] = {name: on_device(x, device) for name, x in tensors.items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, **moved)
-
-    def visible(self) -> Tensor:
-        """[R, 1, W, W] bool: whether the token at the third index sees the one at the fourth.
-
-        A token sees itself and what precedes it in its tree's prompt and in its own completion. Padding sees padding, because every
-        token must see something.
-        """
-        place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        causal = place[:, None] >= place[None, :]
-        same_tree = self.tree[:, :, None] == self.tree[:, None, :]
-        branch, other = self.branch[:, :, None], self.branch[:, None, :]
-        return (causal & same_tree & ((other == 0) | (other == branch)))[:, None]
 
 
 def plan(trajectories: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | None = None) -> list[Rows]:
@@ -180,24 +177,22 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
     """The tensors of one micro-batch. A micro-batch without rows becomes a single padding token with N = 0."""
     widest = max((sum(_length(trajectories, tree) for tree in row) for row in rows), default=1)
     shape = (max(len(rows), 1), packing.width(widest) if rows else 1)
-    ids, positions, branches = (np.zeros(shape, np.int64) for _ in range(3))
-    trees = np.full(shape, PADDING, np.int64)
+    ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     before: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
     targets: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
     spans: list[tuple[TreeSpan, ...]] = []
     for r, row in enumerate(rows):
         spans_of_row, end = [], 0
-        for t, tree in enumerate(row):
+        for tree in row:
             start, prompt = end, trajectories[tree[0]].prompt_token_ids
             cursor = start + prompt.size
             ids[r, start:cursor] = prompt
             positions[r, start:cursor] = np.arange(prompt.size)
-            for b, i in enumerate(tree, start=1):
+            for i in tree:
                 completion = trajectories[i].completion_token_ids
                 place = slice(cursor, cursor + completion.size)
                 ids[r, place] = completion
                 positions[r, place] = prompt.size + np.arange(completion.size)
-                branches[r, place] = b
                 own = np.flatnonzero(trajectories[i].loss_mask)
                 # the first token of a completion follows the end of the prompt, wherever in the row that is
                 previous = np.where(own == 0, start + prompt.size - 1, cursor + own - 1)
@@ -205,7 +200,6 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
                 targets.append(completion[own])
                 cursor = place.stop
             end = cursor
-            trees[r, start:end] = t
             spans_of_row.append(
                 TreeSpan(start, prompt.size, tuple(trajectories[i].completion_token_ids.size for i in tree))
             )
@@ -214,8 +208,6 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
     return PackedRows(
         input_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(positions),
-        tree=torch.from_numpy(trees),
-        branch=torch.from_numpy(branches),
         before=torch.from_numpy(np.concatenate(before).astype(np.int64)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         order=tuple(i for row in rows for tree in row for i in tree),

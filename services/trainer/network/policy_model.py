@@ -12,9 +12,11 @@ backward pass (`torch.utils.checkpoint`), so [N, vocabulary] never exists, forwa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.config.root import TEACHER_KEY
 from headrace.errors import ServiceError
+from headrace_services.trainer.network import adapter as adapters
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
@@ -86,12 +89,16 @@ class PolicyModel:
         other: tuple[str, str] | None = None,
     ) -> None:
         """Load the weights in `folder`, or those that `policy.model_name` names, or an `other` model, given as configuration key and
-        name.
+        name. With `policy.lora_cfg`, a model that is trainable is the one that `policy.model_name` names, with the adapter in `folder`.
 
         Raises `ServiceError` if they can't be loaded, or if the model can't process the rows that `policy` configures.
         """
         self.device = backbone.choose_device(config.trainer.device)
-        key, name = other or ("policy.model_name", str(folder) if folder else config.policy.model_name)
+        has_adapter = trainable and config.policy.lora_cfg.enabled
+        key, name = other or (
+            "policy.model_name",
+            str(folder) if folder and not has_adapter else config.policy.model_name,
+        )
         self.model = backbone.load_model(
             AutoModelForCausalLM,
             config,
@@ -108,9 +115,15 @@ class PolicyModel:
                 f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "
                 "that can be told from the rest of it; give a causal language model that has"
             )
-        prepare_attention(self.model, config.policy, self.device)
+        self.adapter: adapters.Adapter | None = None
+        if has_adapter:
+            self.adapter = adapters.Adapter(self.model, config, folder and folder / adapters.FOLDER)
+        self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
+        prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
-        self._placed = backbone.Placed(root, self.model, config, self.device, config.policy.precision)
+        self._placed = backbone.Placed(
+            root, self.model, config, self.device, config.policy.precision, adapter=self.adapter
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +134,8 @@ class PolicyModel:
 
         Only the positions before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
         """
+        if self.adapter is not None:
+            self.adapter.set_dropout(torch.is_grad_enabled())
         logprobs, unfiltered, *rest = self._placed(packed, warper, entropy)
         return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
 
@@ -129,20 +144,38 @@ class PolicyModel:
         until then."""
         self._placed.expect_backward(last=last)
 
-    def weights(self, gathered_in: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out.
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """In the context it computes without its adapter, if it has one: as the model that it started from."""
+        return contextlib.nullcontext() if self.adapter is None else self.adapter.switched_off()
 
-        It is float32, or of the dtype `gathered_in` if it has to be gathered, which then takes fewer bytes.
+    def weights(
+        self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight that replicas hold once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. The
+        weights are merged with the adapter; or after them comes the adapter, or it comes alone (`policy.lora_cfg.refit`).
+
+        They are float32; but without an adapter, those that are sharded are gathered in the dtype `gathered_in`, which takes fewer bytes.
         """
-        return backbone.iter_full_weights(self.model, gathered_in)
+        if self._adapter_alone is None:
+            yield from backbone.iter_full_weights(self.model, self.adapter, gathered_in)
+            return
+        if not adapter_alone:
+            yield from backbone.iter_full_weights(self.model, self.adapter, merged=False)
+        yield from self._adapter_alone.scaled()
 
-    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def weight_shapes(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and full shapes in the order of `weights`; gathers nothing."""
-        return backbone.weight_shapes(self.model)
+        if self._adapter_alone is None or not adapter_alone:
+            yield from backbone.weight_shapes(self.model, self.adapter)
+        if self._adapter_alone is not None:
+            yield from self._adapter_alone.shapes()
 
     def save(self, folder: Path) -> None:
-        """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them."""
-        backbone.save_model(self.model, folder)
+        """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them; and the adapter
+        into a folder in it."""
+        backbone.save_model(self.model, folder, self.adapter)
+        if self.adapter is not None:
+            self.adapter.save(folder / adapters.FOLDER)
 
 
 class CausalRoot(nn.Module):

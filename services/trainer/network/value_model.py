@@ -61,7 +61,7 @@ class ValueModel:
         model = backbone.load_model(AutoModel, config, key, name, what, config.value.hf_config_overrides)
         if config.value.freeze_moe_router:
             backbone.freeze_routers(model)
-        prepare_attention(model, config.policy, self.device)
+        prepare_attention(model, config.policy)
         self.root = ValueRoot(model)
         head = Path(name) / HEAD
         if folder or head.is_file():

@@ -1,29 +1,38 @@
-"""Model FLOPs of a training step, and the peak FLOP/s of a device.
+"""FLOPs that training passes compute, and the peak FLOP/s of a device.
 
-Model FLOPs are what the architecture needs for the tokens it is given (PaLM, appendix B; NeMo RL counts the same): a matrix
-product of [m, k] with [k, n] is 2mkn, the backward pass is twice the forward one, and of the attention matrix a causal model
-needs half. With hidden size h, L layers, a query projection of width q, keys and values of width k each, an MLP of width f with
-g matrices (3 gated, 2 plain) and a vocabulary of V, a sequence of s tokens takes
+A matrix product of [m, k] with [k, n] is 2mkn, the backward pass is twice the forward one (PaLM, appendix B; NeMo RL counts the same),
+and of the attention matrix a causal model needs half. With hidden size h, L layers, a query projection of width q, keys and values of
+width k each, an MLP of width f with g matrices (3 gated, 2 plain) and a vocabulary of V, a pass over p places, of which t are followed
+by a policy token, with a pairs of a token and one that it attends to, takes
 
-    6 s (L (2 h q + 2 h k + g h f) + h V) + 6 L q s^2
+    forward    2 p L (2 h q + 2 h k + g h f) + 2 t h V + 4 L q a
 
-A mixture of experts counts the experts that a token passes through, and the router. Recomputed activations are not model FLOPs.
-Computing a prompt once for its whole group, or projecting completion tokens only, shows as a higher utilization.
+and three times that with its backward pass. What is counted is what is computed, which is where this differs from NeMo RL's "model FLOPs"
+(whole sequences, each projected to the vocabulary, and nothing twice): padding goes through the layers; a prompt that a group shares is
+there once; only the places before policy tokens are projected; layers of which activation checkpointing keeps the input alone are computed
+again, but for the product that a layer ends with, if nothing needs it; so is a projection whose logits are computed in chunks. A mixture
+of experts counts the experts that a token passes through, and the router. Softmax, norms and what attention kernels compute again within
+themselves are not counted.
+With an adapter the weights are frozen and take no gradients: their backward pass costs as much as the forward one. The adapter itself, a
+hundredth of the model or less, is not counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from headrace_services.trainer.network.packing import Work
 
 # Types of Hugging Face configurations, by what their MLPs are made of.
 GATED = {"gemma", "gemma2", "glm", "glm4", "granite", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}  # fmt: skip
 PLAIN = {"gpt2", "gpt_neox", "phi", "starcoder2"}
 SPARSE = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+# Those whose layers end with a norm, which needs the product before it; dense layers of the others end with an addition, which does not.
+NORMED = {"gemma2", "glm4", "olmo2"}
 
 # Dense tensor-core rates of NVIDIA's data sheets in TFLOP/s (those with sparsity are twice that); float32 without TF32, as torch
 # multiplies by default. Keyed by the beginning of torch's name for the device; the longest match counts.
@@ -46,15 +55,18 @@ DATA_SHEETS = {
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The quantities of a model in the formula: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
-    projection; the number of layers; the total width of all heads."""
+    projection; the number of layers; the total width of all heads. `last_weights` of the layers' are those that a layer which is computed
+    again for its backward pass leaves out; `frozen` weights take no gradients."""
 
     layer_weights: int
     vocabulary_weights: int
     layers: int
     query_width: int
+    last_weights: int = 0
+    frozen: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Architecture | None:
+    def of(cls, config: Any, *, frozen: bool = False) -> Architecture | None:
         """From a Hugging Face model configuration; None for a type whose formula is not known here."""
         config = config.get_text_config()
         if config.model_type not in GATED | PLAIN | SPARSE:
@@ -68,20 +80,32 @@ class Architecture:
             vocabulary_weights=hidden * config.vocab_size,
             layers=layers,
             query_width=head * heads,
+            last_weights=layers * _last(config),
+            frozen=frozen,
         )
 
-    def training_flops(self, lengths: Sequence[int]) -> float:
-        """Forward and backward pass over whole sequences of `lengths` tokens."""
-        tokens = float(sum(lengths))
-        squares = float(sum(length * length for length in lengths))
-        weights = self.layer_weights + self.vocabulary_weights
-        return 6 * weights * tokens + 6 * self.layers * self.query_width * squares
+    def training_flops(self, work: Work, *, recompute: bool = False, chunked: bool = False) -> float:
+        """Forward and backward pass; with `recompute` of the layers, and of the projection where it is `chunked`."""
+        weights, attention = 2 * work.places * self.layer_weights, 4 * self.layers * self.query_width * work.pairs
+        again = weights + attention - 2 * work.places * self.last_weights if recompute else 0
+        projection = 2 * work.targets * self.vocabulary_weights
+        passes = 2 if self.frozen else 3
+        return passes * weights + 3 * attention + again + (passes + chunked) * projection
+
+
+def _width(config: Any) -> int:
+    """The width of a dense MLP."""
+    return getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+
+
+def _last(config: Any) -> int:
+    """Weights of the product that a layer ends with, if nothing in its backward pass needs the result."""
+    return 0 if config.model_type in NORMED | SPARSE else config.hidden_size * _width(config)
 
 
 def _mlp(config: Any, layer: int) -> int:
     """Weights of one layer's MLP that a token is multiplied with."""
-    hidden = config.hidden_size
-    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    hidden, width = config.hidden_size, _width(config)
     if config.model_type in PLAIN:
         return 2 * hidden * width
     if config.model_type in GATED:

@@ -222,7 +222,8 @@ METRIC_SECTIONS = (
         Metric("performance/training_worker_idle_time_ratio", "share",
                "exposed_generation / (the same + the training group's time + weight_sync)", "near 0"),
         Metric("performance/train_flops_per_gpu", "TFLOP/s",
-               "model FLOPs / policy_training / training GPUs; only for an architecture with a formula"),
+               "FLOPs that training the policy computed (padding and recomputation too) / policy_training / training GPUs; only for an "
+               "architecture with a formula"),
         Metric("performance/train_fp_utilization", "share",
                "train_flops_per_gpu / the device's peak (from its data sheet, else a measured matrix product)", "0.3-0.5 on one node"),
         Metric("gpu/<number>/util", "%", "mean use of a GPU of the trainer's machine since the step before"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import io
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
 from headrace_services.trainer.telemetry.samples import over_completion
 
+log = logging.getLogger(__name__)
+
 CURVES = "curves.html"  # in the run's folder
 
 COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
@@ -33,6 +36,7 @@ GREY = "#888888"  # legible on white and on black
 POINTS = 200  # per curve of the page; a longer curve shows the means of this many parts
 SMOOTHING = 5  # steps of the learning curve's running mean
 CHANGES = 5  # of builds, the newest, that the page names
+SAME = 1e-6  # values that differ by less, relative to them, are drawn as one: no ticks could tell them apart
 NARROW = 0.06  # share of a picture's width that is too small for a label
 
 SVG = "http://www.w3.org/2000/svg"
@@ -190,7 +194,14 @@ def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> s
     """One chart with its legend, which shows the newest values; "" if no curve has a value. `changes` are steps with a new build."""
     lines = _shown(chart, lines)
     found = [(curve.label, points) for curve in _named(chart.curves, lines) if (points := _points(curve, lines))]
-    return _drawn_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
+    try:
+        return _drawn_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
+    except Exception as error:  # a run is worth more than a picture of it
+        log.exception("%s can't be drawn", chart.title)
+        said = html.escape(
+            printable(f"can't be drawn, its values are in metrics.jsonl: {type(error).__name__}: {error}")
+        )
+        return f'<section><h2>{html.escape(chart.title)}</h2><p class="failures">{said}</p></section>'
 
 
 def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
@@ -230,7 +241,7 @@ def _drawn_card(
     for step in marks:
         axes.axvline(step, color=GREY, lw=1, ls=":")
     low, high = axes.dataLim.intervaly
-    if low == high:
+    if high - low <= SAME * max(abs(low), abs(high)):
         low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
     ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])

@@ -1,4 +1,4 @@
-"""The times and rates of a step: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them.
+"""The times and rates of a step: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them, but for FLOPs (`flops`).
 
 The loop's time is divided into intervals without gaps, so a step's idle time, overhead and work add up to the whole.
 """
@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from headrace.config import Config
 from headrace_services.trainer.network.backbone import choose_device
+from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.flops import Architecture, Peak, peak_of
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def performance_metrics(
     times: Mapping[str, float], samples: int, tokens: int, devices: Devices, flops: float | None, peak_tflops: float
 ) -> dict[str, float]:
     """Rates of a step on so many trajectories and `tokens` of whole sequences, prompts included. `times` are the step's `timing/train/*`
-    metrics; `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
+    metrics; `flops` what its training computed, None where the policy was not trained or its architecture has no known formula.
 
     Replicas generate while the trainer works, so generation had both the time that the trainer waited and the time that it worked. The idle
     ratio is never cut to 0 (NeMo RL does so after waits of more than 0.1 s, which inverts the guard's purpose).
@@ -129,32 +130,38 @@ def performance_metrics(
 
 @dataclasses.dataclass(frozen=True)
 class ThroughputMeter:
-    """Computes a step's time and rate metrics from the model's architecture (None: no formula is known for it) and a device's peak."""
+    """Computes a step's time and rate metrics from the model's architecture (None: no formula is known for it) and a device's peak. Whether
+    layers and projection are computed again in the backward pass: `recompute`, `chunked`."""
 
     architecture: Architecture | None
     peak: Peak
+    recompute: bool = False
+    chunked: bool = False
 
     @classmethod
     def of(cls, config: Config) -> ThroughputMeter:
         """The meter for the run's model and this process's device; blocking. Raises `ServiceError` for a GPU that is not there."""
         overrides = copy.deepcopy(config.policy.hf_config_overrides)
         model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
-        peak = peak_of(choose_device(config.trainer.device), config.policy.precision)
+        device = choose_device(config.trainer.device)
+        peak = peak_of(device, config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
-        architecture = Architecture.of(model)
+        architecture = Architecture.of(model, frozen=config.policy.lora_cfg.enabled)
         if architecture is None:
             log.warning("no FLOPs formula for a model of type %s: its utilisation is not measured", model.model_type)
-        return cls(architecture, peak)
+        chunked = config.policy.chunk_size(device.type) is not None
+        return cls(architecture, peak, config.policy.recomputes(device.type), chunked)
 
     def metrics(
-        self, times: StepTimes, lengths: Sequence[Sequence[int]], devices: Devices, epochs: int
+        self, times: StepTimes, lengths: Sequence[Sequence[int]], devices: Devices, work: Work | None
     ) -> dict[str, float]:
-        """Metrics of a step that trained the policy `epochs` times; `lengths` are the tokens of each trajectory's sequences."""
-        flops, sequences = None, [length for of_trajectory in lengths for length in of_trajectory]
-        if self.architecture is not None and epochs:
-            flops = epochs * self.architecture.training_flops(sequences)
+        """Metrics of a step; `lengths` are the tokens of each trajectory's sequences, `work` is what training the policy computed on all
+        devices, None if it was not trained."""
+        flops, tokens = None, sum(length for of_trajectory in lengths for length in of_trajectory)
+        if self.architecture is not None and work is not None:
+            flops = self.architecture.training_flops(work, recompute=self.recompute, chunked=self.chunked)
         timing = timing_metrics(times)
-        rates = performance_metrics(timing, len(lengths), sum(sequences), devices, flops, self.peak.tflops)
+        rates = performance_metrics(timing, len(lengths), tokens, devices, flops, self.peak.tflops)
         return timing | efficiency_metrics(times) | rates
 
 

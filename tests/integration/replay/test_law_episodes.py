@@ -155,6 +155,29 @@ async def test_a_runner_starts_whole_groups_only(replay: ReplayClient) -> None:
     assert (again.group.id, again.missing) == (first.group.id, (1,))
 
 
+async def test_law_6_validation_and_training_have_slots_of_their_own(replay: ReplayClient) -> None:
+    """What one of them has no room for keeps the other from nothing, be it new or passed on."""
+    await enqueue(replay, "ee")
+    held_out = [make_group(order, n=3, lane="validation", env_name="game", group_id=f"v{order}") for order in range(2)]
+    await replay.enqueue(held_out, (await replay.state()).timeline, validation=0)
+    await healthy_replica(replay)
+
+    async def given(slots: int, validation_slots: int) -> tuple[list[str], list[Lease]]:
+        leases = await replay.lease_episodes(await new_runner(replay), slots, validation_slots)
+        return [lease.group.id for lease in leases], leases
+
+    assert (await given(1, 2))[0] == []
+    assert (await given(0, 3))[0] == ["v0"]
+    names, training = await given(4, 2)
+    assert names == ["e0-train-0", "e0-train-1"]
+    names, validating = await given(1, 3)
+    assert names == ["v1"]
+    for lease in (*validating, *training):
+        await replay.release(lease, "shutdown", failed=False)
+    assert (await given(2, 2))[0] == ["e0-train-0"]
+    assert (await given(1, 3))[0] == ["v1"]
+
+
 async def test_law_2_a_lease_of_episodes_is_of_the_oldest_weights_that_may_answer(replay: ReplayClient) -> None:
     await enqueue(replay, "e")
     runner = await new_runner(replay)

@@ -331,6 +331,7 @@ def _ended(descriptor: int) -> None:
         os.close(descriptor)
 
 
+@pytest.mark.nightly  # test_calls.py has a refit in flight every day, in the same engine loop
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
     group = await fleet.enqueue(tokens=LONGEST)

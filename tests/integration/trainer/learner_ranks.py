@@ -43,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "loss_fn": {"reference_policy_kl_penalty": 0.1},
     },
 }
+# the rank of the adapter's matrices is odd, so that ranks hold unequal parts of them
+SETTINGS["lora"] = {**SETTINGS["grpo"], "policy": {**POLICY, "lora_cfg": {"enabled": True, "dim": 3}}}
 SETTINGS["episodes"] = {
     **SETTINGS["grpo"],
     "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False},

@@ -77,9 +77,9 @@ def kept(run: Callable[[], Tensor], weights: list[Tensor]) -> tuple[int, int]:
     return held[0], held[1]
 
 
-def measured(model: Path, precision: str) -> dict[str, int]:
+def measured(models: dict[str, Path], name: str, precision: str) -> dict[str, int]:
     """Bytes of each part of the training of a model on this rank, in micro-batches of one sequence of 45 tokens."""
-    chosen = sized(model, precision)
+    chosen = sized(models, name, precision)
     policy = PolicyModel(chosen)
     optimizer = ModelOptimizer(policy.model, chosen.policy.optimizer, [], 1.0, "policy")
     parameters = sum(local_part(parameter).nbytes for parameter in policy.model.parameters())
@@ -93,9 +93,11 @@ def measured(model: Path, precision: str) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "moments": moments, "activations": activations}
 
 
-def sized(model: Path, precision: str) -> Config:
+def sized(models: dict[str, Path], name: str, precision: str) -> Config:
+    """Of one of the models, or of `adapter`: one beside the deep one."""
     policy = {"max_total_sequence_length": 45, "train_micro_batch_size": 1, "activation_checkpointing": False}
-    return config(model, policy={**policy, "precision": precision})
+    lora = {"enabled": name == "adapter", "dim": 3}
+    return config(models.get(name, models["deep"]), policy={**policy, "precision": precision, "lora_cfg": lora})
 
 
 def in_bfloat16(model: Path) -> dict[str, Any]:
@@ -154,8 +156,8 @@ def two(models: dict[str, Path], folder: Path) -> None:
     found["loading"] = loading(models["large"])  # by now all that loads a model is imported
     found |= in_bfloat16(models["deep"])
     found["measured"] = {
-        f"{name} {precision}": measured(models[name], precision)
-        for name in ("deep", "experts")
+        f"{name} {precision}": measured(models, name, precision)
+        for name in ("deep", "experts", "adapter")
         for precision in ("float32", "bfloat16")
     }
     for how in ("micro_batch", "step"):

@@ -109,7 +109,7 @@ def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model
         Learner(distilled(tiny_model, other_model))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # what a step computes is compared above and recorded; that recipes learn is nightly
 @pytest.mark.timeout(900)  # the model may be in the making
 def test_a_policy_learns_from_its_teacher_without_a_reward(warm_model: Path, tmp_path: Path) -> None:
     """The warmed-up model's weights are shaken, and it is taught by the model it was: the divergence from its teacher, on what it

@@ -20,7 +20,7 @@ RECIPES = sorted(path.name for path in EXAMPLES.glob("*_arithmetic.yaml"))
 
 
 def test_every_recipe_is_here() -> None:
-    methods = {"cispo", "dapo", "dr_grpo", "gdpo", "gspo", "opd", "ppo", "reinforce_plus_plus", "rloo", "vapo"}
+    methods = {"cispo", "dapo", "dr_grpo", "gdpo", "gspo", "lora", "opd", "ppo", "reinforce_plus_plus", "rloo", "vapo"}
     assert {name.removesuffix("_arithmetic.yaml") for name in RECIPES} == methods
     assert (EXAMPLES / "arithmetic_tiny.yaml").is_file(), "GRPO, which the others build on"
 

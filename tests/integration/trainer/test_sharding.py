@@ -158,14 +158,14 @@ def test_a_whole_gradient_is_held_where_it_is_small() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["deep", "experts"])
+@pytest.mark.parametrize("name", ["deep", "experts", "adapter"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_planned_memory_is_what_is_taken(
     two_ranks: list[dict[str, Any]], models: dict[str, Path], ranks: int, name: str, precision: str
 ) -> None:
     """To the byte; activations to a sixth, under autocast to a third (experts: to half), which keeps both what it cast and the original."""
-    found = measured(models[name], precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
-    trainer, _, _ = plan(sized(models[name], precision), ranks, 1, 80 * 2**30)
+    found = measured(models, name, precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
+    trainer, _, _ = plan(sized(models, name, precision), ranks, 1, 80 * 2**30)
     assert trainer["policy: parameters, float32"] == found["parameters"]
     assert trainer["policy: gradients, float32"] == found["gradients"]
     assert trainer["policy: optimizer's moments, float32"] == found["moments"]

@@ -133,14 +133,14 @@ def settings(model: Path, *, recompute: bool = True, precision: str = "float32",
 
 class Engines:
     """The replicas of this module by name; each is started when a test first asks for it. `faulty` computes in bfloat16, the others in
-    float32; `parallel` has two workers."""
+    float32; `parallel` has two workers; `adapter` has a policy of its own."""
 
     def __init__(self, redis_url: str, tied: Path, untied: Path) -> None:
         self._redis_url = redis_url
         self.models = {"tied": tied, "untied": untied}
         self._started: dict[str, Replica] = {}
 
-    async def get(self, name: str) -> Replica:
+    async def get(self, name: str, policy: dict[str, Any] | None = None) -> Replica:
         if name not in self._started:
             untied = name == "untied"
             config = settings(
@@ -149,7 +149,8 @@ class Engines:
                 precision="bfloat16" if name == "faulty" else "float32",
                 workers=2 if name == "parallel" else 1,
             )
-            arguments = FAULTY if name in ("faulty", "parallel") else {}
+            config["policy"] |= policy or {}
+            arguments = FAULTY if name in ("faulty", "parallel", "adapter") else {}
             spec = {"config": config, "redis_url": self._redis_url, "arguments": arguments}
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -290,7 +291,7 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert np.abs(expected - np.array(again["logprobs"])).max() < TOLERANCE
 
 
-@pytest.mark.nightly  # so does rollout/test_service.py, with what the service makes of it
+@pytest.mark.nightly  # so does rollout/test_calls.py, with what the service makes of it
 async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
     replica = await run.join("tied", "a")
     weights = {0: run.source.weights()}

@@ -10,7 +10,7 @@ import pytest
 from headrace.cli import device_plan
 from headrace.cli.pipeline import Children
 from headrace.config import Config
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.devices import Device, Inventory
 from headrace.errors import ServiceError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.config.nemo_rl import Translation
 from headrace.errors import ConfigError
 

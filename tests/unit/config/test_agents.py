@@ -25,7 +25,11 @@ def config(env: dict[str, Any] | None = None, **sections: Any) -> Config:
     [
         ({"agents": {"slots": 7}}, r"agents\.slots 7 is less than 8"),
         ({"agents": {"slots": 8}, "replay": {"redundant_generations": 1}}, r"agents\.slots 8 is less than 9"),
-        ({"grpo": {"val_num_generations_per_prompt": 99}}, r"agents\.slots 64 is less than 99"),
+        ({"grpo": {"val_num_generations_per_prompt": 99}}, r"agents\.validation_slots 64 .* is less than 99"),
+        (
+            {"agents": {"slots": 99, "validation_slots": 3}, "grpo": {"val_num_generations_per_prompt": 4}},
+            r"agents\.validation_slots 3 .* is less than 4",
+        ),
         ({"replay": {"max_bytes": 2**24}}, r"agents\.max_episode_bytes 4194304"),
         (
             {"replay": {"max_bytes": 2 * 8 * 2**22}},

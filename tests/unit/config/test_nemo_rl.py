@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.config import load
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.errors import ConfigError
 from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
@@ -117,7 +117,7 @@ def test_what_takes_the_place_of_what_is_said(tmp_path: Path) -> None:
 def test_everything_that_cant_be_honoured_is_said_at_once_a_line_each(tmp_path: Path) -> None:
     said = refusal(
         tmp_path,
-        "policy: {dtensor_cfg: {lora_cfg: {enabled: true}}, draft: {enabled: true},\n"
+        "policy: {dtensor_cfg: {lora_cfg: {enabled: true, dropout: 0.1, dropout_position: post}}, draft: {enabled: true},\n"
         "  router_replay: {enabled: true}}\n"
         "grpo: {max_rollout_turns: 3, num_prompt_per_step: 3}\n"
         "env: {math: {math_verify_impl: exact}}\n"
@@ -126,13 +126,37 @@ def test_everything_that_cant_be_honoured_is_said_at_once_a_line_each(tmp_path: 
     )
     starts = {line.split(": ")[0] for line in said}
     assert starts == {
-        "policy.dtensor_cfg.lora_cfg.enabled", "policy.draft.enabled",
+        "policy.dtensor_cfg.lora_cfg.dropout_position", "policy.draft.enabled",
         "policy.router_replay.enabled", "grpo.max_rollout_turns", "grpo.num_prompt_per_step",
         "env.math.math_verify_impl", "logger.swanlab_enabled", "sft",
     }  # fmt: skip
     assert len(said) == len(starts)
     assert "policy.draft.enabled: true: draft models are not supported; set it to false" in said
     assert any("did you mean grpo.num_prompts_per_step?" in line for line in said)
+
+
+LORA = "enabled: true, dim: 16, alpha: 32, dropout: 0.0, dropout_position: post, use_triton: true, exclude_modules: [down_proj]"
+
+
+def test_an_adapter_has_its_own_section(tmp_path: Path) -> None:
+    config, translation = read(
+        tmp_path,
+        f"policy: {{dtensor_cfg: {{lora_cfg: {{{LORA}, lora_A_init: uniform, match_all_linear: true, target_modules: [q_proj]}}}}}}",
+    )
+    lora = config.policy.lora_cfg
+    assert (lora.enabled, lora.dim, lora.alpha, lora.init) == (True, 16, 32, "uniform")
+    assert (lora.target_modules, lora.exclude_modules) == ([], ["down_proj"])
+    said = {key: says for says, keys in translation.replaced.items() for key in keys}
+    assert said["policy.dtensor_cfg.lora_cfg.target_modules"] == "match_all_linear is in force instead"
+
+
+def test_megatron_s_adapter_is_the_same_but_for_the_names_of_layers(tmp_path: Path) -> None:
+    peft = "enabled: true, dim: 4, lora_A_init_method: xavier, lora_B_init_method: zero, lora_dtype: null, exclude_modules: []"
+    config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, peft: {{{peft}}}}}}}")
+    assert (config.policy.lora_cfg.enabled, config.policy.lora_cfg.dim) == (True, 4)
+    (line,) = refusal(tmp_path, "policy: {megatron_cfg: {enabled: true, peft: {target_modules: [linear_qkv]}}}")
+    assert "policy.megatron_cfg.peft.target_modules: [linear_qkv]" in line
+    assert "name these in policy.lora_cfg" in line
 
 
 def test_an_unknown_key_is_an_error_that_names_the_nearest_and_its_file(tmp_path: Path) -> None:

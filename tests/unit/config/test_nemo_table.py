@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.explain import known_keys, pattern
-from headrace.config.load import NEMO_RL_KEYS
+from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.translate import IMPLIED, TABLE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +32,12 @@ precision make_sequence_length_divisible_by max_grad_norm hf_config_overrides op
 optimizer.kwargs.weight_decay optimizer.kwargs.betas optimizer.kwargs.eps optimizer.kwargs.foreach optimizer.kwargs.fused scheduler
 automodel_cfg.enabled automodel_cfg.tensor_parallel_size automodel_cfg.context_parallel_size automodel_cfg.sequence_parallel
 automodel_cfg.activation_checkpointing automodel_cfg.cpu_offload automodel_cfg.custom_parallel_plan automodel_cfg.lora_cfg.enabled
-automodel_cfg.lora_cfg.dim automodel_cfg.lora_cfg.alpha megatron_cfg.enabled megatron_cfg.tensor_model_parallel_size
+automodel_cfg.lora_cfg.dim automodel_cfg.lora_cfg.alpha automodel_cfg.lora_cfg.dropout automodel_cfg.lora_cfg.dropout_position
+automodel_cfg.lora_cfg.lora_A_init automodel_cfg.lora_cfg.target_modules automodel_cfg.lora_cfg.exclude_modules
+automodel_cfg.lora_cfg.match_all_linear automodel_cfg.lora_cfg.use_triton megatron_cfg.peft.dim megatron_cfg.peft.alpha
+megatron_cfg.peft.dropout megatron_cfg.peft.dropout_position megatron_cfg.peft.lora_A_init_method megatron_cfg.peft.lora_B_init_method
+megatron_cfg.peft.target_modules megatron_cfg.peft.exclude_modules megatron_cfg.peft.a2a_experimental megatron_cfg.peft.lora_dtype
+megatron_cfg.enabled megatron_cfg.tensor_model_parallel_size
 megatron_cfg.pipeline_model_parallel_size megatron_cfg.context_parallel_size megatron_cfg.expert_model_parallel_size
 megatron_cfg.expert_tensor_parallel_size megatron_cfg.freeze_moe_router megatron_cfg.moe_router_dtype
 megatron_cfg.moe_router_load_balancing_type megatron_cfg.fp8_cfg.enabled megatron_cfg.peft.enabled megatron_cfg.optimizer.lr

@@ -28,6 +28,20 @@ def test_the_capacity_is_used_in_several_calls_and_never_exceeded() -> None:
     assert room.free == 4
 
 
+def test_an_environment_that_answers_at_once_gets_all_in_one_call() -> None:
+    room = stated(16)
+    room.hear(["SCORED"], longest_s=0.002)
+    assert (room.free, room.batch) == (16, 16)
+    room.hear(["SCORED", "SCORED"], longest_s=0.2)
+    assert room.batch == 4
+    room.hear(["SCORED"], longest_s=0.002)
+    room.hear(["FAILED"])
+    assert room.batch == 4
+    two_calls = stated(128, calls=2)
+    two_calls.hear(["SCORED"], longest_s=0.002)
+    assert two_calls.batch == 64
+
+
 def test_an_environment_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
     room = stated(128, calls=2)
     assert (room.free, room.batch) == (128, 64)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ServiceError
@@ -48,6 +49,20 @@ def test_the_models_configuration_is_overridden_where_it_is_asked_for() -> None:
     overridden = Config.model_validate({"policy": {"hf_config_overrides": {"max_position_embeddings": 9}}})
     assert engine_arguments(overridden, on_cpu=True)["hf_overrides"] == {"max_position_embeddings": 9}
     assert "hf_overrides" not in engine_arguments(config(), on_cpu=True)
+
+
+def test_the_engine_makes_room_for_an_adapter_that_comes_alone() -> None:
+    def arguments(**lora: Any) -> dict[str, Any]:
+        given = Config.model_validate({"policy": {"lora_cfg": {"enabled": True, "dim": 17, **lora}}})
+        return engine_arguments(given, on_cpu=True)
+
+    alone = arguments(refit="adapter")
+    assert (alone["enable_lora"], alone["max_lora_rank"]) == (True, 32)
+    assert arguments(refit="adapter", dim=512)["max_lora_rank"] == 512
+    assert "enable_lora" not in arguments()
+    assert "enable_lora" not in arguments(refit="adapter", enabled=False)
+    with pytest.raises(ValidationError, match=r"dim 513 with refit adapter: .*; set refit to merged"):
+        arguments(refit="adapter", dim=513)
 
 
 GPU = {
@@ -155,15 +170,18 @@ def vllm_config(
     model: dict[str, Any] | None = None,
     moe: str = "triton",
     device: str = "cuda",
+    lora: bool = False,
 ) -> SimpleNamespace:
     """What is looked at of a `VllmConfig`, which can be made without its model's files."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    sizes["tensor_parallel_size"] = 1
     kind = {"model": "M", "quantization": None, "enforce_eager": False, "use_mla": False, "is_moe": False}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes | (parallel or {})),
         model_config=SimpleNamespace(**kind | (model or {})),
         device_config=SimpleNamespace(device_type=device),
         kernel_config=SimpleNamespace(moe_backend=moe),
+        lora_config=SimpleNamespace() if lora else None,
     )
 
 
@@ -176,6 +194,12 @@ def vllm_config(
         ({"model": {"quantization": "fp8"}}, "M is quantised (fp8)"),
         ({"model": {"use_mla": True}}, "enforce_eager=true"),
         ({"model": {"is_moe": True}, "moe": "flashinfer_trtllm"}, "moe_backend flashinfer_trtllm"),
+        ({"model": {"is_moe": True}, "lora": True}, "refit adapter: the replica is a mixture of experts"),
+        ({"model": {"use_mla": True}, "lora": True, "device": "cpu"}, "latent attention (MLA), for which it is not"),
+        (
+            {"parallel": {"tensor_parallel_size": 2}, "lora": True},
+            "tensor parallel (2 ways), for which it is not proved",
+        ),
     ],
 )
 def test_a_model_that_can_not_be_refitted_safely_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
@@ -187,6 +211,8 @@ def test_a_model_that_can_not_be_refitted_safely_is_refused_with_the_reason(chan
     [
         {},
         {"model": {"is_moe": True}},
+        {"lora": True},
+        {"parallel": {"tensor_parallel_size": 2}},
         {"model": {"is_moe": True, "enforce_eager": True}, "moe": "auto"},
         {"model": {"use_mla": True, "enforce_eager": True}},
         {"model": {"is_moe": True, "use_mla": True}, "moe": "auto", "device": "cpu"},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config.grpo import GRPOAdvEstimatorConfig
@@ -92,7 +92,6 @@ def against_group(values: Sequence[float], i: int, leave_one_out: bool, normaliz
     return advantage
 
 
-@settings(max_examples=40)
 @given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans())
 def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_one_out: bool, normalize: bool) -> None:
     how = {"use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
@@ -106,7 +105,6 @@ def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_o
     assert found.returns is None
 
 
-@settings(max_examples=40)
 @given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans(), weighed=st.booleans())
 def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_batch(
     batch: Batch, leave_one_out: bool, normalize: bool, weighed: bool
@@ -138,7 +136,6 @@ def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -
 
 
 @LOSSES
-@settings(max_examples=40)
 @given(batch=batches(), minus_baseline=st.booleans(), kl_to_go=st.booleans())
 def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
     loss_fn: LossConfig, batch: Batch, minus_baseline: bool, kl_to_go: bool
@@ -155,7 +152,6 @@ def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
     check(found.advantages, whitened(batch, raw, biased))
 
 
-@settings(max_examples=40)
 @given(batch=batches(), normalize=st.booleans())
 def test_raw_reward_is_the_reward_whitened(batch: Batch, normalize: bool) -> None:
     raw = [[score.reward] * length for score, length in zip(batch.scores, lengths(batch), strict=True)]
@@ -174,7 +170,6 @@ def discounted_differences(rewards: list[float], values: Float64, gamma: float, 
 
 
 @LOSSES
-@settings(max_examples=40)
 @given(
     batch=batches(),
     gamma=st.sampled_from([1.0, 0.9, 0.0]),
@@ -239,7 +234,6 @@ def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> Non
     np.testing.assert_allclose((found.returns or ())[0], [3.0, 3.0, 3.0])
 
 
-@settings(max_examples=40)
 @given(batch=batches())
 def test_opd_is_the_teacher_s_log_probability_less_the_policy_s(batch: Batch) -> None:
     found = estimates(batch, configured(OPD, n=size_of_groups(batch), use_leave_one_out_baseline=False))

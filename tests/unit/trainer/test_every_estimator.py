@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config, LossConfig
@@ -42,7 +42,6 @@ def with_kl(estimator: Estimator, batch: Batch, **algorithm: float) -> Config:
 
 
 @EACH
-@settings(max_examples=40)
 @given(batch=batches(least=2), data=st.data())
 def test_any_split_over_ranks_gives_the_same_bits(estimator: Estimator, batch: Batch, data: st.DataObject) -> None:
     owners = data.draw(st.lists(st.integers(0, 2), min_size=batch.size, max_size=batch.size))
@@ -57,7 +56,6 @@ def test_any_split_over_ranks_gives_the_same_bits(estimator: Estimator, batch: B
 
 
 @EACH
-@settings(max_examples=40)
 @given(batch=batches(least=2))
 def test_tokens_over_age_are_seen_like_the_others(estimator: Estimator, batch: Batch) -> None:
     young = dataclasses.replace(batch, mask=np.ones_like(batch.mask))
@@ -66,7 +64,6 @@ def test_tokens_over_age_are_seen_like_the_others(estimator: Estimator, batch: B
 
 
 @EACH
-@settings(max_examples=40)
 @given(batch=batches(least=2), low=st.floats(-1, -0.1), high=st.floats(0.1, 1))
 def test_advantages_are_clamped_last_and_measured_as_they_are_trained_on(
     estimator: Estimator, batch: Batch, low: float, high: float

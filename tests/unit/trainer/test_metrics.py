@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.trajectory import AnyTrajectory
+from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown
@@ -69,7 +70,8 @@ def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_onc
     architecture = Architecture(layer_weights=1, vocabulary_weights=0, layers=1, query_width=1)
     meter = ThroughputMeter(architecture, Peak(1.0, "a data sheet"))
     times = StepTimes(1.0, 1.0, {"policy_training": 1.0}, 0, 0, 0, 0)
-    rates = meter.metrics(times, [one.paths for one in extents], Devices(1, 1), epochs=1)
+    work = Work(17, 0, (4**2 + 11**2 + 2**2) / 2)
+    rates = meter.metrics(times, [one.paths for one in extents], Devices(1, 1), work)
     assert (rates["performance/samples_per_sec"], rates["performance/tokens_per_sec"]) == (2, 17)
     assert rates["performance/train_flops_per_gpu"] * 1e12 == pytest.approx(6 * 17 + 6 * (4**2 + 11**2 + 2**2))
 

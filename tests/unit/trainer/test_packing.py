@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Trajectory
 from headrace_services.trainer.learning.batch import MicroBatch
-from headrace_services.trainer.network.attention import block_mask
+from headrace_services.trainer.network.attention import Sequences
 from headrace_services.trainer.network.packing import (
     BIN_PACKING,
     PackedRows,
@@ -59,6 +59,27 @@ def order_of(rows: Rows) -> list[int]:
     return [i for row in rows for tree in row for i in tree]
 
 
+def trees_and_branches(packed: PackedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Each [R, W]: the tree of its row that a token belongs to (-1 on padding), and 0 in a prompt, 1, 2, … in its completions."""
+    trees, branches = np.full((2, *packed.input_ids.shape), -1)
+    for r, spans in enumerate(packed.spans):
+        for t, span in enumerate(spans):
+            ends = np.cumsum([span.start, span.prompt, *span.completions])
+            trees[r, span.start : ends[-1]] = t
+            for branch, (start, end) in enumerate(itertools.pairwise(ends)):
+                branches[r, start:end] = branch
+    return trees, branches
+
+
+def visible(packed: PackedRows) -> np.ndarray:
+    """[R, W, W]: whether the token at the second index sees the one at the third: itself, and what precedes it in its tree's prompt and in
+    its own completion."""
+    trees, branches = trees_and_branches(packed)
+    place = np.arange(packed.input_ids.shape[1])
+    own = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    return (place[:, None] >= place) & (trees[:, :, None] == trees[:, None, :]) & own
+
+
 def length(one: Trajectory) -> int:
     return one.prompt_token_ids.size + one.completion_token_ids.size
 
@@ -67,7 +88,6 @@ def with_policy_tokens(trajectories: list[Trajectory]) -> list[int]:
     return [i for i, one in enumerate(trajectories) if one.loss_mask.any()]
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings(), data=st.data())
 def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
     trajectories: list[Trajectory], packing: Packing, data: st.DataObject
@@ -85,7 +105,6 @@ def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
                     assert len({trajectories[i].prompt_token_ids.tobytes() for i in tree}) == 1
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_no_micro_batch_is_over_its_budget(trajectories: list[Trajectory], packing: Packing) -> None:
     for rows in plan(trajectories, packing):
@@ -100,18 +119,17 @@ def test_no_micro_batch_is_over_its_budget(trajectories: list[Trajectory], packi
             assert width % packing.multiple == 0 or width == packing.tokens
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_what_a_token_may_see_spells_its_own_trajectory_up_to_it(
     trajectories: list[Trajectory], packing: Packing
 ) -> None:
-    """From mask and positions alone the trajectory of every value is read back, and its target follows it."""
+    """From spans and positions alone the trajectory of every value is read back, and its target follows it."""
     columns = batch(trajectories)
     columns.advantages = np.zeros(columns.trajectory.size)
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
         assert list(packed.order) == order_of(rows)
-        visible = packed.visible()[:, 0]
+        seen_by = visible(packed)
         width = packed.input_ids.shape[1]
         owners = [i for i in packed.order for _ in range(int(trajectories[i].loss_mask.sum()))]
         tokens = MicroBatch.of(columns, packed.order, torch.device("cpu"))
@@ -122,33 +140,38 @@ def test_what_a_token_may_see_spells_its_own_trajectory_up_to_it(
             own = trajectories[i]
             t = int(np.flatnonzero(own.loss_mask)[seen[i]])
             seen[i] += 1
-            context = packed.input_ids[r][visible[r, q]].tolist()
+            context = packed.input_ids[r][seen_by[r, q]].tolist()
             assert context == [*own.prompt_token_ids.tolist(), *own.completion_token_ids[:t].tolist()]
-            assert packed.position_ids[r][visible[r, q]].tolist() == list(range(len(context)))
+            assert packed.position_ids[r][seen_by[r, q]].tolist() == list(range(len(context)))
             assert target == own.completion_token_ids[t]
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
-def test_the_spans_of_trees_say_what_the_places_say(trajectories: list[Trajectory], packing: Packing) -> None:
+def test_flash_attention_s_sequences_are_what_each_token_sees(trajectories: list[Trajectory], packing: Packing) -> None:
+    """Every token is a query once, and the keys up to its own are those that it sees; padding sees no token."""
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
-        assert (packed.packed, packed.shared) == (
-            any(len(row) > 1 for row in rows),
-            any(len(tree) > 1 for row in rows for tree in row),
+        count, width = packed.input_ids.shape
+        found = Sequences.of(packed.spans, width)
+        queries, keys = (
+            np.arange(count * width),
+            np.arange(count * width) if found.places is None else found.places.numpy(),
         )
-        for r, spans in enumerate(packed.spans):
-            trees, branches = np.full((2, packed.input_ids.shape[1]), -1)
-            for t, span in enumerate(spans):
-                ends = np.cumsum([span.start, span.prompt, *span.completions])
-                trees[span.start : ends[-1]] = t
-                for branch, (start, end) in enumerate(itertools.pairwise(ends)):
-                    branches[start:end] = branch
-            assert packed.tree[r].tolist() == trees.tolist()
-            assert packed.branch[r][trees >= 0].tolist() == branches[trees >= 0].tolist()
+        assert (found.places is not None) == any(len(tree) > 1 for row in rows for tree in row)
+        own = list(zip(np.split(queries, found.queries[1:-1]), np.split(keys, found.keys[1:-1]), strict=True))
+        assert found.longest_queries == max(len(mine) for mine, _ in own)
+        assert found.longest_keys == max(len(seen) for _, seen in own)
+        sees = np.zeros((count, width, count, width), bool)
+        for mine, seen in own:
+            for nth, query in enumerate(mine, start=1):
+                sees[divmod(query, width)][np.divmod(seen[: len(seen) - len(mine) + nth], width)] = True
+        expected, (trees, _) = visible(packed), trees_and_branches(packed)
+        for r in range(count):
+            assert not sees[r][:, np.arange(count) != r].any()
+            assert (sees[r, :, r][trees[r] >= 0] == expected[r][trees[r] >= 0]).all()
+            assert not sees[r, :, r][trees[r] < 0][:, trees[r] >= 0].any()
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_shared_prompts_are_computed_once_where_they_fit(trajectories: list[Trajectory], packing: Packing) -> None:
     trees = [tree for rows in plan(trajectories, packing) for row in rows for tree in row]
@@ -168,7 +191,6 @@ def test_shared_prompts_are_computed_once_where_they_fit(trajectories: list[Traj
             assert whole > packing.tokens or len(own) == 1
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_values_go_to_a_micro_batch_and_back_to_where_they_came_from(
     trajectories: list[Trajectory], packing: Packing
@@ -200,7 +222,7 @@ def test_a_row_of_tokens_counts_all_but_the_first() -> None:
     packed = PackedRows.of_tokens(np.array([5, 6, 7], np.int32))
     assert (packed.input_ids.tolist(), packed.position_ids.tolist()) == ([[5, 6, 7]], [[0, 1, 2]])
     assert (packed.before.tolist(), packed.targets.tolist()) == ([0, 1], [6, 7])
-    assert packed.visible()[0, 0].tolist() == torch.ones(3, 3).tril().bool().tolist()
+    assert visible(packed)[0].tolist() == np.tri(3, dtype=bool).tolist()
 
 
 def test_a_trajectory_that_does_not_fit_is_refused() -> None:
@@ -216,28 +238,10 @@ def test_padded_rows_of_like_length_go_together() -> None:
     assert [[lengths[i] for i in order_of(rows)] for rows in planned] == [[9, 8], [8, 3], [2]]
 
 
-@settings(max_examples=20)
-@given(trajectories=made(), packing=packings())
-def test_flex_attention_s_mask_is_the_same(trajectories: list[Trajectory], packing: Packing) -> None:
-    for rows in plan(trajectories, packing)[:1]:
-        packed = pack(trajectories, rows, packing)
-        mask = block_mask(packed)
-        count, width = packed.input_ids.shape
-        indices = torch.meshgrid(
-            torch.arange(count),
-            torch.zeros(1, dtype=torch.int64),
-            torch.arange(width),
-            torch.arange(width),
-            indexing="ij",
-        )
-        assert torch.equal(mask.mask_mod(*indices), packed.visible())
-
-
 sizes = st.lists(st.integers(1, 60), max_size=40)
 
 
 @pytest.mark.parametrize("fill", [first_fit_decreasing, modified_first_fit_decreasing])
-@settings(max_examples=40)
 @given(sizes=sizes)
 def test_bins_hold_every_item_once_and_are_never_over_full(
     fill: Callable[[list[int], int], list[list[int]]], sizes: list[int]

@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.journal import Kind, Line
+from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.plots import CHANGES, CHARTS, POINTS, render_page, write_page
 
@@ -124,6 +125,18 @@ def test_the_limit_is_drawn_where_values_come_near_it(error: float, drawn: bool)
     assert ("stroke-dasharray: 3" in page) is drawn
 
 
+def test_a_chart_that_can_not_be_drawn_says_so_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(title: str, *rest: object) -> str:
+        if title == "Reward":
+            raise ValueError("no <ticks>")
+        return f"<section>{title}</section>"
+
+    monkeypatch.setattr(plots, "_drawn_card", drawn)
+    page = render_page([line(0, reward=1.0, entropy=1.0)], "run")
+    assert "can&#x27;t be drawn, its values are in metrics.jsonl: ValueError: no &lt;ticks&gt;" in page
+    assert "<section>Entropy</section>" in page
+
+
 def test_a_long_run_is_drawn_by_means() -> None:
     page = render_page([line(step, reward=float(step % 2)) for step in range(10 * POINTS)], "run")
     points = POINT.findall(page)
@@ -131,8 +144,14 @@ def test_a_long_run_is_drawn_by_means() -> None:
     assert points[-1][2] == f"step {10 * POINTS - 1}: 0.5"
 
 
-@given(st.lists(st.floats(-1e38, 1e38), min_size=1, max_size=20))
-@settings(deadline=None, max_examples=30)
+def _nearly(value: float) -> st.SearchStrategy[list[float]]:
+    """Values that differ by little more than the last digit, as metrics do that should be equal."""
+    return st.lists(st.floats(-1e-5, 1e-5).map(lambda part: value * (1 + part)), min_size=1, max_size=20)
+
+
+@given(st.lists(st.floats(-1e38, 1e38), min_size=1, max_size=20) | st.floats(-1e38, 1e38).flatmap(_nearly))
+@example([1.0000001637525064, 1.000000163758683])
+@settings(deadline=None, max_examples=40)
 def test_every_value_lies_within_the_frame(values: list[float]) -> None:
     page = render_page([line(step, reward=value) for step, value in enumerate(values)], "run")
     frame = FRAME.search(page)

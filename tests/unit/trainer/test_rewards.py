@@ -51,7 +51,6 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, 
     np.testing.assert_allclose(found, [0.25 - penalty])
 
 
-@settings(max_examples=40)
 @given(
     length=st.integers(0, 300),
     longest=st.integers(1, 200),

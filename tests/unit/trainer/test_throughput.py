@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
+from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter, efficiency_metrics
@@ -34,11 +35,11 @@ def metrics_of(
     lengths: list[list[int]],
     devices: Devices,
     architecture: Architecture | None = None,
-    epochs: int = 1,
+    work: Work | None = None,
 ) -> dict[str, float]:
     """Of a step of 10 s, of which 2 s were waited for a batch and 1 s for a refit."""
     times = StepTimes(10.0, 6.0, learner, buffer_starvation=2.0, refit_bubble=1.0, validation=0.0, checkpoint=0.0)
-    return ThroughputMeter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, epochs)
+    return ThroughputMeter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, work)
 
 
 def test_rates_are_those_of_nemo_rl() -> None:
@@ -60,15 +61,15 @@ MODEL = Architecture(layer_weights=10**9, vocabulary_weights=10**8, layers=1, qu
 
 
 def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
-    metrics = metrics_of({"policy_training": 4.0}, [[100], [200]], Devices(2, 1), MODEL, epochs=2)
-    done = 2 * 6 * 1.1e9 * 300 / 4 / 2 / 1e12
+    metrics = metrics_of({"policy_training": 4.0}, [[100], [200]], Devices(2, 1), MODEL, Work(300, 200))
+    done = 6 * (1e9 * 300 + 1e8 * 200) / 4 / 2 / 1e12
     assert metrics["performance/train_flops_per_gpu"] == pytest.approx(done)
     assert metrics["performance/train_fp_utilization"] == pytest.approx(done / 0.5)
 
 
 def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_policy() -> None:
     metrics = metrics_of(
-        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], Devices(1, 1), MODEL, epochs=0
+        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], Devices(1, 1), MODEL, None
     )
     assert (
         not {"performance/train_flops_per_gpu", "performance/policy_training_tokens_per_sec_per_gpu"} & metrics.keys()
@@ -85,9 +86,16 @@ def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
 
 def test_the_meter_is_of_the_model_that_is_trained(tiny_model: Path) -> None:
     def weights(overrides: dict[str, int]) -> int:
-        policy = {"model_name": str(tiny_model), "precision": "float32", "hf_config_overrides": overrides}
+        policy = {
+            "model_name": str(tiny_model),
+            "precision": "float32",
+            "hf_config_overrides": overrides,
+            "activation_checkpointing": True,
+            "logprob_chunk_size": 5,
+        }
         meter = ThroughputMeter.of(Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}}))
         assert meter.peak.tflops > 0
+        assert (meter.recompute, meter.chunked) == (True, True)
         assert meter.architecture is not None
         return meter.architecture.layer_weights
 

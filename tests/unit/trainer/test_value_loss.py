@@ -161,7 +161,6 @@ def test_explained_variance() -> None:
     assert of([x + 7 for x in returns]) == pytest.approx(1, abs=1e-6)
 
 
-@settings(max_examples=40)
 @given(pairs=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2))
 def test_explained_variance_is_one_less_the_share_of_variance_left(pairs: list[tuple[float, float]]) -> None:
     returns, values = np.array(pairs).T

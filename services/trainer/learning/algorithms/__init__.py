@@ -40,9 +40,10 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
 
 def required_passes(config: Config, optimizer_steps: int) -> set[str]:
     """The passes without gradients that a step of `optimizer_steps` makes: those that its estimator and its loss require, and `old`, unless
-    there is one optimizer step whose own pass computes it in time."""
+    there is one optimizer step whose own pass, without dropout, computes it in time."""
     passes = set(_estimator(config).required_passes(config))
-    if optimizer_steps > 1 or config.algorithm.seq_logprob_error_threshold is not None:
+    late = config.algorithm.seq_logprob_error_threshold is not None
+    if optimizer_steps > 1 or late or config.policy.lora_cfg.drops:
         passes.add("old")
     if config.loss_fn.kl_in_loss:
         passes.add("ref")

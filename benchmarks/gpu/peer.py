@@ -1,0 +1,32 @@
+"""Rank 1 of a group of two, as a process: takes `broadcasts` of `nbytes`, then `transfers` of a manifest, which it throws away."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from headrace.weights.manifest import Manifest
+from headrace_services.weight_channel.transport import Channel, GroupRank, receive
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    device = torch.device(spec["device"])
+    secret = bytes.fromhex(spec["secret"])
+    place = GroupRank(spec["group_id"], spec["backend"], "127.0.0.1", spec["port"], 1, 2, device, secret)
+    deadline = time.monotonic() + spec["timeout_s"]
+    channel = Channel.follow(place, deadline)
+    tensor = torch.empty(spec["nbytes"], dtype=torch.uint8, device=device)
+    for _ in range(spec["broadcasts"]):
+        channel.broadcast(tensor, deadline)
+    for _ in range(spec.get("transfers", 0)):
+        for _ in receive(channel, Manifest.decode(spec["manifest"]), deadline):
+            continue
+    sys.stdin.read()  # the leader ends this process
+
+
+if __name__ == "__main__":
+    main()

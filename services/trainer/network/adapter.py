@@ -1,0 +1,210 @@
+"""The policy's adapter (LoRA, by the library PEFT): two small matrices A and B beside the weight W of a linear layer, trained in its place.
+
+    y = W x + alpha / dim · B A x          merged: W + alpha / dim · B A
+
+PEFT puts a layer of its own around each linear layer, before the model is sharded, and gives parameters other names; what leaves this
+module has the names that it has without an adapter. A and B are drawn from the run's seed, whole and equal on every rank, so that the
+numbers don't depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headrace.config import Config
+from headrace.config.policy import LoRAConfig
+from headrace.errors import ServiceError
+from headrace.weights.manifest import ADAPTER
+from headrace_services.trainer.distributed import full_tensor, is_first_rank
+
+# of a checkpoint's policy: adapter_config.json and this file, PEFT's own format
+FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
+# PEFT's name of the only adapter there is
+_NAME = "default"
+
+
+class Adapter:
+    """The adapter of one model. With several ranks its iterators, and `save`, are collectives."""
+
+    def __init__(self, model: Any, config: Config, folder: Path | None = None) -> None:
+        """Freeze `model`, and put an adapter beside the linear layers that `policy.lora_cfg` names: a new one, which changes nothing yet,
+        or the one that `save` wrote to `folder`.
+
+        Raises `ServiceError` for a name that no such layer has, and for an adapter that can't be read.
+        """
+        # PEFT takes a second to import, which runs without an adapter are spared
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import Linear
+
+        settings = config.policy.lora_cfg
+        self._model = model
+        self._scale = settings.alpha / settings.dim
+        self._config = LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=config.policy.model_name,
+            r=settings.dim,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=targets(linear_layers(model), settings),
+        )
+        inject_adapter_in_model(self._config, model, _NAME)
+        model.eval()
+        self._layers: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if isinstance(module, Linear)
+        }
+        for layer in self._layers.values():  # those of a model on the meta device are there too
+            layer.lora_A.to_empty(device="cpu")
+            layer.lora_B.to_empty(device="cpu")
+        if folder is None:
+            self._draw(settings.init, config.algorithm.seed)
+        else:
+            self._load(folder / _WEIGHTS)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer, whole, by their names in PEFT's format."""
+        for name, layer in self._layers.items():
+            for part in ("lora_A", "lora_B"):
+                yield f"{ADAPTER}{name}.{part}.weight", _whole(getattr(layer, part))
+
+    def scaled(self) -> Iterator[tuple[str, Tensor]]:
+        """`tensors` with B times alpha / dim: of an adapter that counts once."""
+        for name, tensor in self.tensors():
+            yield name, tensor * self._scale if ".lora_B." in name else tensor
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes in the order of `tensors`; gathers nothing."""
+        for name, layer in self._layers.items():
+            for part in ("lora_A", "lora_B"):
+                yield f"{ADAPTER}{name}.{part}.weight", tuple(getattr(layer, part)[_NAME].weight.shape)
+
+    def weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
+        """The model's own parameters, whole; `merged`, those of the model that computes the same without an adapter."""
+        layers = {id(layer.base_layer.weight): layer for layer in self._layers.values()}
+        with self.taken_off():
+            parameters = list(self._model.named_parameters())
+        for name, parameter in parameters:
+            weight = full_tensor(parameter.detach())
+            if merged and (layer := layers.get(id(parameter))):
+                weight = torch.addmm(weight, _whole(layer.lora_B), _whole(layer.lora_A), alpha=self._scale)
+            yield name, weight
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """In the context the model computes without the adapter."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    @contextlib.contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """In the context the model has the modules that it has without the adapter."""
+        self._put(lambda layer: layer.base_layer)
+        try:
+            yield
+        finally:
+            self._put(lambda layer: layer)
+
+    def set_dropout(self, on: bool) -> None:
+        for layer in self._layers.values():
+            layer.lora_dropout.train(on)
+
+    def save(self, folder: Path) -> None:
+        """Write it to `folder` from rank 0, as `PeftModel.from_pretrained` reads it."""
+        keep = is_first_rank()
+        whole = {name: tensor.cpu() for name, tensor in self.tensors() if keep}
+        if keep:
+            self._config.save_pretrained(str(folder))
+            save_file(whole, folder / _WEIGHTS, metadata={"format": "pt"})
+
+    def _draw(self, init: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            a, b = _whole(layer.lora_A), _whole(layer.lora_B)
+            if init == "xavier":
+                nn.init.xavier_normal_(a, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+            nn.init.zeros_(b)
+
+    def _load(self, path: Path) -> None:
+        try:
+            saved = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ServiceError(
+                f"{path} can't be read ({error}); remove this checkpoint to go on from an earlier one"
+            ) from error
+        here = dict(self.tensors())
+        if {name: tensor.shape for name, tensor in saved.items()} != {
+            name: tensor.shape for name, tensor in here.items()
+        }:
+            raise ServiceError(
+                f"{path}: this adapter is not the one that policy.lora_cfg describes; give it the dim and the layers that it had"
+            )
+        for name, tensor in here.items():
+            tensor.copy_(saved[name])
+
+    def _put(self, chosen: Callable[[Any], nn.Module]) -> None:
+        for name, layer in self._layers.items():
+            parent, _, child = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), child, chosen(layer))
+
+
+def linear_layers(model: Any) -> list[str]:
+    """The names of the layers that an adapter can be put beside: linear ones that are trained. The head is none: where it is tied, what
+    changed it would change the embedding."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+    ]
+
+
+def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
+    """Of the linear `layers` those that the settings name. Raises `ServiceError` for a name that none has, and if none is left."""
+    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    for key, patterns in (
+        ("target_modules", settings.target_modules),
+        ("exclude_modules", settings.exclude_modules),
+    ):
+        for pattern in patterns:
+            if not any(_matches(layer, pattern) for layer in layers):
+                raise ServiceError(
+                    f"policy.lora_cfg.{key}: {pattern!r} is no linear layer of the policy; there are {names}, with whole names such as "
+                    f"{layers[0]} (for which * stands for anything). The head is never adapted"
+                )
+    found = [
+        layer
+        for layer in layers
+        if (not settings.target_modules or any(_matches(layer, pattern) for pattern in settings.target_modules))
+        and not any(_matches(layer, pattern) for pattern in settings.exclude_modules)
+    ]
+    if not found:
+        raise ServiceError(
+            f"policy.lora_cfg.exclude_modules {settings.exclude_modules}: no linear layer is left to put an adapter beside; there are "
+            f"{names}"
+        )
+    return found
+
+
+def _matches(layer: str, pattern: str) -> bool:
+    return pattern == layer.rpartition(".")[2] or fnmatchcase(layer, pattern)
+
+
+def _whole(part: Any) -> Tensor:
+    """A or B of a layer, unsharded."""
+    return full_tensor(part[_NAME].weight.detach())

@@ -1,0 +1,87 @@
+"""What finishes together is handed in together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from headrace.errors import LeaseLost, ReplayUnavailable
+from headrace.replay import BufferRetry, Lease, ReplayClient
+from headrace.replay.connection import open_redis
+from headrace_services.rollout.pushes import Pushes
+from tests.support.buffer import enqueue, healthy_replica, make_trajectory
+
+
+async def leases(replay: ReplayClient, count: int = 2) -> list[Lease]:
+    await enqueue(replay, range(count))
+    return await replay.lease(await healthy_replica(replay), count)
+
+
+async def calls(replay: ReplayClient) -> int:
+    """Of functions, until now."""
+    return int((await replay.redis.info("commandstats"))["cmdstat_fcall"]["calls"])
+
+
+async def test_what_finishes_together_is_one_call_and_what_comes_meanwhile_the_next(replay: ReplayClient) -> None:
+    pushes, (first, second) = Pushes(replay, BufferRetry()), await leases(replay)
+    before = await calls(replay)
+    together = [asyncio.create_task(pushes.push(first, make_trajectory(first, index))) for index in range(2)]
+    await asyncio.sleep(0)  # they wait
+    await asyncio.sleep(0)  # their call is under way
+    later = [asyncio.create_task(pushes.push(second, make_trajectory(second, index))) for index in range(2)]
+    await asyncio.gather(*together, *later)
+    assert await calls(replay) - before == 2
+    for lease in (first, second):
+        for index in range(2):
+            assert await replay.trajectory(lease.group.id, index) is not None
+
+
+async def test_a_refusal_is_that_of_its_own_trajectory(replay: ReplayClient) -> None:
+    pushes, (good, gone) = Pushes(replay, BufferRetry()), await leases(replay)
+    await replay.release(gone, "drain", failed=False)
+    lost, pushed = await asyncio.gather(
+        *(pushes.push(lease, make_trajectory(lease, 0)) for lease in (gone, good)), return_exceptions=True
+    )
+    assert isinstance(lost, LeaseLost)
+    assert pushed is None
+    assert await replay.trajectory(good.group.id, 0) is not None
+
+
+async def test_what_is_cancelled_before_its_call_is_not_sent(replay: ReplayClient) -> None:
+    pushes, (lease, _) = Pushes(replay, BufferRetry()), await leases(replay)
+    one, other = (asyncio.create_task(pushes.push(lease, make_trajectory(lease, index))) for index in range(2))
+    await asyncio.sleep(0)
+    one.cancel()
+    await other
+    with pytest.raises(asyncio.CancelledError):
+        await one
+    assert await replay.trajectory(lease.group.id, 0) is None
+    assert await replay.trajectory(lease.group.id, 1) is not None
+
+
+async def test_a_call_that_fails_fails_for_all_in_it_and_the_next_is_made(replay: ReplayClient) -> None:
+    (lease, _) = await leases(replay)
+    away = ReplayClient(open_redis("redis://127.0.0.1:1/0", retries=0), replay.run_id)
+    async with contextlib.aclosing(away):
+        pushes = Pushes(away, BufferRetry(deadline_s=0.0))
+        for _ in range(2):
+            errors = await asyncio.gather(
+                *(pushes.push(lease, make_trajectory(lease, index)) for index in range(2)), return_exceptions=True
+            )
+            assert [type(error) for error in errors] == [ReplayUnavailable, ReplayUnavailable]
+
+
+async def test_closed_it_ends_a_call_that_waits_for_the_buffer(replay: ReplayClient) -> None:
+    (lease, _) = await leases(replay)
+    away = ReplayClient(open_redis("redis://127.0.0.1:1/0", retries=0), replay.run_id)
+    async with contextlib.aclosing(away):
+        before = asyncio.all_tasks()
+        pushes = Pushes(away, BufferRetry())
+        one = asyncio.create_task(pushes.push(lease, make_trajectory(lease, 0)))
+        await asyncio.sleep(0)
+        one.cancel()
+        await pushes.aclose()
+        await asyncio.gather(one, return_exceptions=True)
+        assert asyncio.all_tasks() == before

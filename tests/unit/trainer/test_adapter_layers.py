@@ -1,0 +1,47 @@
+"""Which layers of a policy an adapter is put beside."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from headrace.config.policy import LoRAConfig
+from headrace.errors import ServiceError
+from headrace_services.trainer.network.adapter import linear_layers, targets
+
+IN_A_LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+IN_A_LAYER += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in IN_A_LAYER]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_linear_layers_but_the_head(tied: bool) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(**small, num_hidden_layers=2, vocab_size=11, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert linear_layers(model) == LAYERS
+    model.model.layers[1].requires_grad_(False)
+    assert linear_layers(model) == LAYERS[:7], "what is not trained gets no adapter"
+
+
+def named(**settings: list[str]) -> list[str]:
+    return targets(LAYERS, LoRAConfig(enabled=True, **settings))
+
+
+def test_layers_are_named_by_the_last_part_or_by_a_pattern_of_the_whole() -> None:
+    assert named() == LAYERS
+    assert named(target_modules=["q_proj"]) == [LAYERS[0], LAYERS[7]]
+    assert named(target_modules=["*.layers.0.*.q_proj", "down_proj"]) == [LAYERS[0], LAYERS[6], LAYERS[13]]
+    assert named(target_modules=["*_proj"], exclude_modules=["*.mlp.*"]) == [*LAYERS[:4], *LAYERS[7:11]]
+
+
+def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> None:
+    there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn' is no linear layer .*{there}"):
+        named(target_modules=["q_proj", "c_attn"])
+    with pytest.raises(ServiceError, match=r"target_modules: 'lm_head' .*The head is never adapted"):
+        named(target_modules=["lm_head"])
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj' is no linear layer"):
+        named(exclude_modules=["proj"])
+    with pytest.raises(ServiceError, match=f"no linear layer is left to put an adapter beside; {there}"):
+        named(exclude_modules=["*"])
