@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -58,9 +59,10 @@ async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: s
         f"{rate:,.0f} tokens/s, {rate / limit:.2g} of the limit",
         f"{limit:,.0f} tokens/s: the weights are read once for a token of each of {size.requests} requests, at {read / 1e9:,.0f} GB/s",
     )
-    found, sent = await refits(config, running, redis_url, source, rounds=REFITS)
+    samples, _, sent = await refits(config, running, redis_url, source, rounds=REFITS)
+    found = {phase: statistics.median(seconds) for phase, seconds in samples.items()}
     parts = ", ".join(f"{phase} {found[phase]:.2f}" for phase in PHASES)
-    stage.rows.add(REFIT, f"{sent / 1e9:.2g} GB in {found['whole refit']:.2f} s ({parts})")
+    stage.rows.add(REFIT, f"{sent / 1e9:.2g} GB in {found['whole']:.2f} s ({parts})")
 
 
 async def _decode(running: AsyncLLM, requests: int, tokens: int) -> float:

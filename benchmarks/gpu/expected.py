@@ -100,7 +100,9 @@ def _step(what: str, dtype: str, keys: dict[str, Any]) -> Expected:
     widest = max(packed.input_ids.numel() for packed in micro_batches)
     chunk = min(run.policy.chunk_size("cuda") or widest, max(packed.targets.numel() for packed in micro_batches))
     model = Trainee(ModelSize.of(SIZE.policy_config), 2 if dtype == "bfloat16" else 4, True, chunk, recompute)
-    parts = trainer_memory({"policy": model}, widest, shards=1, copies=1, reduce_gradients="auto", device=0, bucket=0)
+    parts = trainer_memory(
+        {"policy": model}, widest, shards=1, copies=1, reduce_gradients="auto", device=0, bucket=0, sent=0
+    )
     figure = f"{rate:,.0f} tokens/s, {SHARE} of the peak, {sum(parts.values()) / GIB:.0f} GiB"
     if dtype == "bfloat16":
         figure += ", gradient off by 1e-2"

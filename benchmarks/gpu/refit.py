@@ -32,7 +32,7 @@ def refit(stage: Stage) -> None:
     weights = {name: torch.ones(p.shape, device=stage.torch_device) for name, p in model.named_parameters()}
     manifest = Manifest.of(
         ((name, "bfloat16", tuple(tensor.shape)) for name, tensor in weights.items()),
-        Config().weight_channel.bucket_bytes,
+        Config().weight_channel.bucket_size(stage.device),
     )
     for backend, pair in pairs(stage):
         try:
@@ -53,10 +53,10 @@ def _sent(pair: Pair, manifest: Manifest, weights: dict[str, torch.Tensor], copy
     with pair.peer(PATIENCE_S, **asked):
         channel = pair.lead(PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
-        bucket, times = channel.buffer(nbytes), []
+        (bucket,), times = channel.buffers([nbytes]), []
         for _ in range(BROADCASTS):
             began = time.perf_counter()
-            channel.broadcast(bucket[:nbytes], deadline)
+            channel.broadcast(bucket, deadline)
             times.append(time.perf_counter() - began)
         began = time.perf_counter()
         send(channel, manifest, source(), deadline)

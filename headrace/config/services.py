@@ -213,7 +213,12 @@ class WeightChannelConfig(Section):
     timeout_s: float = Field(
         60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"
     )
-    bucket_bytes: int = Field(64 * 1024**2, ge=1024, description="weights are broadcast in flat buckets of this size")
+    bucket_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="weights are broadcast in flat buckets of whole layers, of this size at most; null: 256 MiB from a trainer on a GPU, "
+        "32 MiB on a CPU",
+    )
     verify_tolerance: float | None = Field(
         None,
         gt=0,
@@ -228,6 +233,10 @@ class WeightChannelConfig(Section):
     max_retries: int = Field(
         3, ge=0, description="further broadcasts of one version after a member was lost in the middle"
     )
+
+    def bucket_size(self, device: str) -> int:
+        """`bucket_bytes`, or what null means for a trainer on this kind of device."""
+        return self.bucket_bytes or (256 if device == "cuda" else 32) * 2**20
 
 
 class CheckpointingConfig(Section):

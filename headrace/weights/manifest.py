@@ -6,7 +6,9 @@ The layout is a pure function of the manifest, so trainer and replicas cut the s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,7 +60,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return _nbytes(self.tensors)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -115,21 +117,38 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return _nbytes(self.tensors)
 
     def buckets(self) -> list[Bucket]:
-        """Cut the tensors into buckets: in order, one dtype a bucket; a tensor larger than `bucket_bytes` gets its own.
+        """Cut the tensors into buckets: in order, one dtype a bucket, between layers. Only a layer larger than `bucket_bytes` is cut too,
+        and a tensor larger than that gets its own.
 
-        The order matters because a replica installs a layer as soon as it has the layer's last tensor, and buffers the others.
+        Order and cuts matter because a replica installs a layer as soon as it has the layer's last tensor, and until then keeps copies of
+        those that came in an earlier bucket.
         """
+        pieces: list[tuple[TensorSpec, ...]] = []
+        for _, run in itertools.groupby(self.tensors, lambda tensor: (tensor.dtype, _layer(tensor.name))):
+            layer = tuple(run)
+            pieces += [layer] if _nbytes(layer) <= self.bucket_bytes else [(tensor,) for tensor in layer]
         buckets: list[Bucket] = []
         current: list[TensorSpec] = []
         size = 0
-        for tensor in self.tensors:
-            if current and (tensor.dtype != current[0].dtype or size + tensor.nbytes > self.bucket_bytes):
+        for piece in pieces:
+            dtype, nbytes = piece[0].dtype, _nbytes(piece)
+            if current and (dtype != current[0].dtype or size + nbytes > self.bucket_bytes):
                 buckets.append(Bucket(current[0].dtype, tuple(current)))
                 current, size = [], 0
-            current.append(tensor)
-            size += tensor.nbytes
+            current += piece
+            size += nbytes
         buckets.append(Bucket(current[0].dtype, tuple(current)))
         return buckets
+
+
+def _layer(name: str) -> str:
+    """The layer of a tensor by its name, up to the first number; a tensor of no layer is one of its own."""
+    numbered = re.match(r"(?:.+?\.)?\d+(?=\.)", name)
+    return numbered[0] if numbered else name
+
+
+def _nbytes(tensors: Iterable[TensorSpec]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -68,7 +69,7 @@ class WeightUpdate(WeightTransferUpdateInfo):
 
 
 class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
-    """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload.
+    """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload, each while the next one travels.
 
     The model is on the meta device during a reload, and a generation step then would kill the engine. So the
     whole reload happens inside `receive_weights`, a single uninterrupted call, and vLLM's calls around it do nothing. If it fails, the
@@ -167,6 +168,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
                     try:
                         with disable_mtp_completeness_check():
                             proof.load(tensors, checksums)
+                        self._copy_kept(tensors)
                     except Exception as error:  # noqa: BLE001 - raised below
                         failure = error
             if failure is not None:
@@ -229,15 +231,15 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     @staticmethod
     def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
-        """The buckets without what they have of an adapter, which `arrived` gets."""
+        """The buckets without what they have of an adapter, of which `arrived` gets copies."""
         for tensors, checksums in buckets:
             pairs = list(zip(tensors, checksums, strict=True))
-            arrived |= {name: (tensor, known) for (name, tensor), known in pairs if name.startswith(ADAPTER)}
+            arrived |= {name: (tensor.clone(), known) for (name, tensor), known in pairs if name.startswith(ADAPTER)}
             own = [pair for pair in pairs if not pair[0][0].startswith(ADAPTER)]
             yield [tensor for tensor, _ in own], [known for _, known in own]
 
     def _buckets(self, update: WeightUpdate) -> Buckets:
-        """The tensors of a broadcast, a bucket at a time, with their checksums."""
+        """The tensors of a broadcast, a bucket at a time, with their checksums. The next bucket but one takes their memory."""
         if self._channel is None:
             raise WeightChannelError("this worker is in no group; the trainer must form one")
         manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s
@@ -253,6 +255,17 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         except WeightChannelError:
             self.shutdown()
             raise
+
+    def _copy_kept(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Give vLLM copies of those of `tensors` that it keeps, for layers that miss others: their memory is used again."""
+        storages = {tensor.untyped_storage()._cdata for _, tensor in tensors}
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+        for layer in self.model.modules():
+            for _, kept in get_layerwise_info(layer).loaded_weights:
+                kept.arguments.update(tree_map_only(torch.Tensor, copy, kept.arguments))
 
     def _abandon_reload(self) -> None:
         """Put the parameters of incomplete layers back in place, and forget what they had received.

@@ -92,7 +92,7 @@ class WeightProof(TorchDispatchMode):
                         name, layer, attribute, tensor.shape, tensor.dtype, storage
                     )
         self._known: Mapping[int, tuple[int, torch.Tensor]] = {}
-        self._columns: dict[int, list[int]] = {}
+        self._columns: dict[int, torch.Tensor] = {}
 
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]], checksums: Sequence[torch.Tensor]) -> None:
         """Have the model load `tensors`, which have these checksums."""
@@ -122,7 +122,8 @@ class WeightProof(TorchDispatchMode):
             known = checksum(source.to(parameter.dtype))
         parameter.checksums[part] = known
         if parameter.packed and part.size[1:] == parameter.shape[1:]:
-            parameter.columns[part.offset // parameter.shape[1]] = source[:, self._drawn(parameter)].to(parameter.dtype)
+            columns = source.index_select(1, self._drawn(parameter)).to(parameter.dtype)
+            parameter.columns[part.offset // parameter.shape[1]] = columns
 
     def check_parameters(self) -> None:
         """Raise `WeightChannelError` unless every parameter holds what was loaded into it, and nothing else."""
@@ -156,7 +157,7 @@ class WeightProof(TorchDispatchMode):
             if not parameter.packed:
                 continue
             tensor, drawn = parameter.tensor, self._drawn(parameter)
-            columns = {0: tensor[:, drawn]} if tensor.numel() else parameter.columns
+            columns = {0: tensor.index_select(1, drawn)} if tensor.numel() else parameter.columns
             packed = _read_back(parameter, drawn)
             same = [
                 bool(((packed[row : row + len(right)] - right).abs() <= _SMALLEST).all())
@@ -167,11 +168,11 @@ class WeightProof(TorchDispatchMode):
                     f"the engine computes with a packed copy of {parameter.name} that is not of what was received"
                 )
 
-    def _drawn(self, parameter: _Parameter) -> list[int]:
+    def _drawn(self, parameter: _Parameter) -> torch.Tensor:
         """The columns to read back of a matrix of this width."""
         width = parameter.shape[1]
         if width not in self._columns:
-            self._columns[width] = random.Random().sample(range(width), min(COLUMNS, width))
+            self._columns[width] = torch.tensor(random.Random().sample(range(width), min(COLUMNS, width)))
         return self._columns[width]
 
 
@@ -214,7 +215,7 @@ class AdapterProof(TorchDispatchMode):
                 raise WeightChannelError(f"the engine's adapter has numbers in {name} that were not received")
 
 
-def _read_back(parameter: _Parameter, columns: Sequence[int]) -> torch.Tensor:
+def _read_back(parameter: _Parameter, columns: torch.Tensor) -> torch.Tensor:
     """[rows, columns] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
     ones = torch.zeros(len(columns), parameter.shape[1], dtype=parameter.dtype)
     ones[range(len(columns)), columns] = 1

@@ -394,9 +394,12 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. A collective if `tensor` is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The unsharded tensor. A collective if `tensor` is sharded; then it travels, and comes, in `dtype` where one is given."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    cast: DTensor = tensor.to(dtype or tensor.dtype)  # type: ignore[assignment]
+    return cast.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:

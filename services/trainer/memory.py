@@ -215,10 +215,11 @@ def trainer_memory(
     reduce_gradients: str,
     device: int,
     bucket: int,
+    sent: int,
 ) -> dict[str, int]:
     """Bytes on the first GPU of a trainer, by part. `models` are those that it holds, by name; each is sharded over `shards` GPUs, of which
     there are `copies` times as many. `tokens` are those of a micro-batch, `device` is a GPU's memory, `bucket` that of the weight
-    channel."""
+    channel, and `sent` the bytes of a weight there."""
     parts: dict[str, int] = {}
     ranks = shards * copies
     peaks = []
@@ -245,8 +246,9 @@ def trainer_memory(
         parts["frozen models: layers gathered or cast"] = max(peaks)
     policy = next(iter(models.values())).size
     largest = max(math.prod(shape) for shape in policy.shapes)
-    copies_of_it = (ranks > 1) + bool(policy.adapter)  # gathered, merged
-    parts["a refit: two buckets and the largest weight"] = 2 * bucket + copies_of_it * 4 * largest
+    merged = 4 if policy.adapter else 0
+    gathered = (merged or sent) if ranks > 1 else 0
+    parts["a refit: two buckets and the largest weight"] = 2 * bucket + (gathered + merged) * largest
     return parts
 
 
@@ -276,6 +278,9 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     packing = Packing.of(config.policy, training=True)
     longest = config.policy.max_total_sequence_length
     tokens = packing.tokens or (packing.trajectories or 1) * longest
+    engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
+    assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
+    width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
     trainer = trainer_memory(
         models,
         tokens,
@@ -283,11 +288,9 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
         copies=hosts if config.trainer.shard_within_host else 1,
         reduce_gradients=config.trainer.reduce_gradients,
         device=device,
-        bucket=config.weight_channel.bucket_bytes,
+        bucket=config.weight_channel.bucket_size("cuda"),
+        sent=width,
     )
-    engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
-    assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
-    width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
     parallel = engine.tensor_parallel_size
     replica = replica_memory(
         policy.size, width, parallel, engine.kv_cache_memory_bytes, engine.gpu_memory_utilization, device

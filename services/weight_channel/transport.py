@@ -1,5 +1,8 @@
 """The collective that carries weights: a process group of its own, and a broadcast in which every step ends in time.
 
+Buckets of a transfer alternate between two buffers: while one travels, the sender fills the other, and a receiver loads the one before.
+On a GPU they travel on a stream of their own, so that the three overlap there too, and nothing goes through the host.
+
 Trainer (rank 0) and replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for
 as long as it runs, and each group of ranks meets there under an id of its own. `gloo` and `nccl` differ only in
 `_process_group`.
@@ -25,7 +28,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -37,7 +40,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from headrace.addresses import own_address
 from headrace.errors import Restartable, ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
-from headrace.weights.manifest import Manifest
+from headrace.weights.manifest import Bucket, Manifest
 from headrace_services.weight_channel.checksum import checksum
 
 Backend = Literal["gloo", "nccl"]
@@ -152,7 +155,8 @@ class Channel:
         self._threads: list[threading.Thread] = []
         self._over_by = 0.0  # when all of them are to have ended
         self._starting = threading.Lock()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._stream = torch.cuda.Stream(membership.device) if membership.device.type == "cuda" else None
         self._closed = threading.Event()
 
     @classmethod
@@ -196,24 +200,36 @@ class Channel:
             channel._answer(deadline)
         return channel
 
-    def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
-        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank. Blocks until it has arrived.
+    @contextlib.contextmanager
+    def broadcasting(self, tensor: torch.Tensor, deadline: float) -> Iterator[None]:
+        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank while the body runs, which leaves it
+        alone. The copy has arrived when the context ends. One at a time.
 
         Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
         """
         with self._closing_on_failure():
-            if tensor.is_cuda:  # the call runs on another thread, whose stream does not wait for this one's
-                torch.cuda.current_stream(tensor.device).synchronize()
             options = BroadcastOptions()
             options.rootRank = 0
             options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
-            self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
+            # what this thread's stream still does with the memory comes first
+            before = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+            arrived = self._begin(lambda: self._broadcast(tensor.view(-1), options, before), deadline)
+            yield
+            self._result("a broadcast", arrived, deadline)
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory on this rank's device, the same each time: touching fresh memory costs as much as sending it."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.membership.device)
-        return self._buffer
+    def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+        """`broadcasting`, with nothing beside it."""
+        with self.broadcasting(tensor, deadline):
+            pass
+
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Memory on this rank's device for buckets of these sizes: every second one has the same, in this transfer and in the next, because
+        touching fresh memory costs as much as sending it."""
+        for which in range(2):
+            largest = max(sizes[which::2], default=0)
+            if self._buffers[which].numel() < largest:
+                self._buffers[which] = torch.empty(largest, dtype=torch.uint8, device=self.membership.device)
+        return [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
 
     def close(self) -> None:
         """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
@@ -313,13 +329,16 @@ class Channel:
         with quiet[0], quiet[1]:
             return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, nccl)
 
-    def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions) -> None:
+    def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions, before: torch.cuda.Event | None) -> None:
         group = self._group
         if group is None:
             raise WeightChannelAborted("the group is over")
-        group.broadcast([tensor], options).wait()
-        if tensor.is_cuda:  # for nccl, wait() only orders streams
-            torch.cuda.synchronize(tensor.device)
+        with torch.cuda.stream(self._stream):  # on a CPU there is none, and this does nothing
+            if before is not None:
+                before.wait()
+            group.broadcast([tensor], options).wait()
+        if self._stream is not None:  # for nccl, wait() only orders streams
+            self._stream.synchronize()
 
     def _await_keys(self, keys: list[str], deadline: float) -> list[bytes]:
         if keys:
@@ -339,6 +358,10 @@ class Channel:
 
     def _in_time(self, what: str, deadline: float, call: Callable[[], T]) -> T:
         """Run a blocking call on a thread; abandon it at `deadline` or when the channel is closed."""
+        return self._result(what, self._begin(call, deadline), deadline)
+
+    def _begin(self, call: Callable[[], T], deadline: float) -> Future[T]:
+        """Of a blocking call on a thread."""
         future: Future[T] = Future()
         self._running = future
         if self._closed.is_set():
@@ -355,6 +378,9 @@ class Channel:
                     future.set_result(result)
 
         self._start("weight-channel-call", run, deadline)
+        return future
+
+    def _result(self, what: str, future: Future[T], deadline: float) -> T:
         try:
             return future.result(timeout=_left(deadline, what))
         except TimeoutError as error:
@@ -408,24 +434,16 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
     stream = iter(source)
     try:
         with channel._closing_on_failure():
+            checksums: list[torch.Tensor] = []
+            travelling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             plan = manifest.buckets()
-            buffer = channel.buffer(max(bucket.nbytes for bucket in plan))
-            checksums = []
-            for bucket in plan:
-                flat = buffer[: bucket.nbytes]
-                offset = 0
-                for spec in bucket.tensors:
-                    name, tensor = next(stream, ("the end", torch.empty(0)))
-                    found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                    part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
-                    castable = part.is_floating_point() and tensor.is_floating_point()
-                    if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
-                        raise ValueError(f"the manifest announces {spec}, the source gave {found}")
-                    part.copy_(tensor.detach().reshape(-1))
-                    checksums.append(checksum(part))
-                    offset += spec.nbytes
-                channel.broadcast(flat, deadline)
-            channel.broadcast(torch.stack(checksums), deadline)
+            for bucket, flat in zip(plan, channel.buffers([bucket.nbytes for bucket in plan]), strict=True):
+                with travelling:
+                    checksums += _fill(flat, bucket, stream)
+                travelling = channel.broadcasting(flat, deadline)
+            with travelling:
+                sums = torch.stack(checksums)
+            channel.broadcast(sums, deadline)
     finally:
         surplus = sum(1 for _ in stream)
     if surplus:
@@ -433,24 +451,42 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
 
 
+def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Write the bucket's tensors, which are next in `stream`; returns the checksum of each as it was written."""
+    checksums = []
+    offset = 0
+    for spec in bucket.tensors:
+        name, tensor = next(stream, ("the end", torch.empty(0)))
+        found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
+        castable = part.is_floating_point() and tensor.is_floating_point()
+        if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
+            raise ValueError(f"the manifest announces {spec}, the source gave {found}")
+        part.copy_(tensor.detach().reshape(-1))
+        checksums.append(checksum(part))
+        offset += spec.nbytes
+    return checksums
+
+
 def receive(
     channel: Channel, manifest: Manifest, deadline: float, checksums: list[torch.Tensor] | None = None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """A rank above 0: the manifest's tensors, a bucket at a time, each bucket in memory of its own that the caller may keep.
+    """A rank above 0: the manifest's tensors, a bucket at a time, while the next one travels. A bucket's memory is used again as soon as
+    the next one is asked for.
 
     `checksums` is given each tensor's, before its bucket is yielded. Raises `WeightChannelError`, at the end also if a tensor is not the
     one that was sent.
     """
     mine = [] if checksums is None else checksums
-    for bucket in manifest.buckets():
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
-        channel.broadcast(flat, deadline)
-        values = flat.view(getattr(torch, bucket.dtype))
-        parts = values.split([spec.numel for spec in bucket.tensors])
-        mine += map(checksum, parts)
-        yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
-    theirs = torch.empty(len(mine), dtype=torch.int64, device=channel.membership.device)
-    channel.broadcast(theirs, deadline)
+    plan = manifest.buckets()
+    theirs = torch.empty(len(manifest.names), dtype=torch.int64, device=channel.membership.device)
+    flats = channel.buffers([bucket.nbytes for bucket in plan])
+    channel.broadcast(flats[0], deadline)
+    for bucket, flat, coming in zip(plan, flats, [*flats[1:], theirs], strict=True):
+        with channel.broadcasting(coming, deadline):
+            values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
+            mine += map(checksum, values)
+            yield [(spec.name, value.view(spec.shape)) for spec, value in zip(bucket.tensors, values, strict=True)]
     if torn := [
         name for name, same in zip(manifest.names, (torch.stack(mine) == theirs).tolist(), strict=True) if not same
     ]:

@@ -110,7 +110,8 @@ class SmallReplica:
                 secret=rendezvous.secret,
             )
             self._channel = group, Channel.follow(place, deadline)
-        self.load(dict(item for bucket in receive(self._channel[1], rendezvous.manifest, deadline) for item in bucket))
+        buckets = receive(self._channel[1], rendezvous.manifest, deadline)
+        self.load({name: tensor.clone() for bucket in buckets for name, tensor in bucket})
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         left = self._model.load_state_dict(weights, strict=False)

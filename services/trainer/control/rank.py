@@ -21,6 +21,7 @@ from headrace.errors import CodecError, HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import AnyTrajectory, Float32, Group, Score
+from headrace.weights.probe import rollout_dtype
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
@@ -163,7 +164,8 @@ class TrainerRank:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        for weight in self.learner.iter_weights(adapter_alone=adapter_alone):
+        gathered_in = getattr(torch, rollout_dtype(self._config))
+        for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):
             self.ranks.progress.mark()
             yield weight
 

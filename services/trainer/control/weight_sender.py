@@ -59,8 +59,8 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class WeightSource(Protocol):
-    """The weights to send; floating point is cast to the replicas' dtype. Iterated at most once per attempt, always to its end, on a thread
-    other than the event loop's."""
+    """The weights to send; floating point that is not in the replicas' dtype yet is cast to it. Iterated at most once per attempt, always
+    to its end, on a thread other than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
         """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
@@ -236,7 +236,7 @@ class WeightSender:
     def _manifest(self, source: WeightSource) -> Manifest:
         return Manifest.of(
             ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
-            self._config.bucket_bytes,
+            self._config.bucket_size("cpu" if self._gpu is None else "cuda"),
         )
 
     async def end_stray_epoch(self, timeline: str) -> None:

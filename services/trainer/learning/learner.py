@@ -115,10 +115,12 @@ class Learner:
         """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
 
-    def iter_weights(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(
+        self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight (`PolicyModel.weights`) once, unsharded, one at a time; all ranks must run the iterator to its end."""
         self.refuse_if_broken()
-        return self.policy.weights(adapter_alone=adapter_alone)
+        return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
     def save(self, folder: Path) -> None:
         """Write `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/` where there is one, and `training/`

@@ -188,11 +188,14 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
 
 
 def iter_full_weights(
-    model: Any, adapter: Adapter | None = None, *, merged: bool = True
+    model: Any, adapter: Adapter | None = None, gathered_in: torch.dtype = torch.float32, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter; a tied head is
-    left out. A collective."""
-    for name, tensor in _full_parameters(model, adapter, merged=merged):
+    left out. A collective.
+
+    They are float32; but where nothing is merged, those that are sharded are gathered in the dtype `gathered_in`.
+    """
+    for name, tensor in _full_parameters(model, adapter, gathered_in, merged=merged):
         yield from _as_saved(model, name, tensor)
 
 
@@ -223,12 +226,14 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
     )
 
 
-def _full_parameters(model: Any, adapter: Adapter | None, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
+def _full_parameters(
+    model: Any, adapter: Adapter | None, gathered_in: torch.dtype = torch.float32, *, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
     if adapter is not None:
         yield from adapter.weights(merged=merged)
         return
     for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter.detach())
+        yield name, full_tensor(parameter.detach(), gathered_in)
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

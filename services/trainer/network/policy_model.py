@@ -148,11 +148,16 @@ class PolicyModel:
         """In the context it computes without its adapter, if it has one: as the model that it started from."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.switched_off()
 
-    def weights(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight that replicas hold once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is
-        left out. The weights are merged with the adapter; or after them comes the adapter, or it comes alone (`policy.lora_cfg.refit`)."""
+    def weights(
+        self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight that replicas hold once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. The
+        weights are merged with the adapter; or after them comes the adapter, or it comes alone (`policy.lora_cfg.refit`).
+
+        They are float32; but without an adapter, those that are sharded are gathered in the dtype `gathered_in`, which takes fewer bytes.
+        """
         if self._adapter_alone is None:
-            yield from backbone.iter_full_weights(self.model, self.adapter)
+            yield from backbone.iter_full_weights(self.model, self.adapter, gathered_in)
             return
         if not adapter_alone:
             yield from backbone.iter_full_weights(self.model, self.adapter, merged=False)

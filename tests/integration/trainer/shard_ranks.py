@@ -111,11 +111,13 @@ def in_bfloat16(model: Path) -> dict[str, Any]:
     with torch.no_grad():
         policy.forward(rows, LogitsWarper())
     after = dict(policy.weights())
+    sent = dict(policy.weights(torch.bfloat16))
     value, seen = ValueModel(chosen), []
     value.root.head.register_forward_hook(lambda head, given, out: seen.extend([given[0].dtype, head.weight.dtype]))
     value.forward(rows).sum().backward()
     return {
         "kept": held / sum(2 * weight.numel() for weight in exact.values()),
+        "sent": all(torch.equal(sent[name], exact[name].bfloat16()) for name in exact),
         "same_after_a_pass": all(torch.equal(exact[name], after[name]) for name in exact),
         "gradients": sorted(
             {str(parameter.grad.dtype) for parameter in policy.model.parameters() if parameter.grad is not None}

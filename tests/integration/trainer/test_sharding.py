@@ -122,6 +122,12 @@ def test_what_a_pass_gathers_is_not_taken_for_the_weights(two_ranks: list[dict[s
     assert all(found["same_after_a_pass"] for found in two_ranks)
 
 
+def test_what_is_gathered_in_the_dtype_of_replicas_is_what_a_cast_afterwards_gives(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    assert all(found["sent"] for found in two_ranks)
+
+
 def test_the_value_head_is_computed_in_float32(two_ranks: list[dict[str, Any]]) -> None:
     assert [found["head"] for found in two_ranks] == 2 * [["torch.float32", "torch.float32"]]
 

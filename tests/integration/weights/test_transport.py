@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
-from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, send
+from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
 
 SECRET = bytes(range(32))
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
@@ -137,6 +139,32 @@ def test_every_receiver_gets_every_tensor_again_and_again(fleet: Fleet) -> None:
         for peer in fleet.peers:
             sums = peer.expect("received")["sums"]
             assert sums == {name: tensor.double().sum().item() for name, tensor in tensors}
+
+
+def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -> None:
+    tensors = [(name, torch.full((4_000_000,), float(i))) for i, name in enumerate("abcd")]  # more than sockets hold
+    manifest = manifest_of(tensors)
+    asked = {name: threading.Event() for name, _ in tensors}
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            asked[name].set()
+            yield name, tensor
+
+    def follow() -> None:
+        place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 1, 2, torch.device("cpu"), SECRET)
+        channel = Channel.follow(place, time.monotonic() + PATIENCE_S)
+        assert asked["b"].wait(PATIENCE_S)  # nobody takes "a" yet
+        for ((name, tensor),), (_, sent) in zip(
+            receive(channel, manifest, time.monotonic() + PATIENCE_S), tensors, strict=True
+        ):
+            assert name != "a" or asked["d"].wait(PATIENCE_S)  # "b" has arrived
+            assert torch.equal(tensor, sent)
+
+    with ThreadPoolExecutor(1) as threads:
+        follower = threads.submit(follow)
+        send(fleet.lead(1), manifest, source(), time.monotonic() + PATIENCE_S)
+        follower.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -328,11 +356,11 @@ def test_a_tensor_that_arrives_with_other_bytes_is_named(fleet: Fleet) -> None:
     manifest = manifest_of(tensors, bucket_bytes=200)
 
     class Torn(Channel):
-        def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+        def broadcasting(self, tensor: torch.Tensor, deadline: float) -> contextlib.AbstractContextManager[None]:
             if tensor.numel() == 24 * 4:  # "d"
                 tensor = tensor.clone()
                 tensor[50] ^= 1
-            super().broadcast(tensor, deadline)
+            return super().broadcasting(tensor, deadline)
 
     fleet.start(manifest, 1)
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)

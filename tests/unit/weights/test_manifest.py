@@ -35,6 +35,21 @@ def test_neighbours_share_a_bucket_until_it_is_full() -> None:
     assert [bucket.nbytes for bucket in made.buckets()] == [64, 4, 4, 400]
 
 
+def test_layers_are_cut_only_where_they_are_larger_than_a_bucket() -> None:
+    names = ["embed", "layers.0.q.0.w", "layers.0.o.w", "layers.1.q.0.w", "layers.1.o.w", "layers.10.q.0.w", "head.w"]
+    made = Manifest.of(
+        [(name, "float32", [size]) for name, size in zip(names, [2, 4, 4, 4, 4, 17, 1], strict=True)], 64
+    )
+    assert [[tensor.name for tensor in bucket.tensors] for bucket in made.buckets()] == [
+        names[:3],
+        names[3:5],
+        names[5:6],
+        names[6:],
+    ]
+    small = Manifest(made.names, made.dtypes, made.shapes, 16)
+    assert [len(bucket.tensors) for bucket in small.buckets()] == 7 * [1]
+
+
 def test_a_scalar_is_one_item() -> None:
     assert manifest(("int64", [])).nbytes == ITEM_BYTES["int64"]
 
