@@ -167,6 +167,8 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     light = {"rollout": "refusable_rollout", "trainer": "talking_trainer"}
     run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
+    for name in ("rollout-1", "rollout-2"):  # one that is still starting would be refused, too
+        run.wait_for(f"{name}: waiting for weights")
     if not real:
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
