@@ -12,7 +12,6 @@ from tests.support.notebook import Notebook, notebook
 from tests.support.reward_hub import scoring, start_hub
 
 GROUPS, N = 2, 4
-# A trajectory goes to it in each call, so that those that hang keep no other's score.
 CAPACITY = 4
 REWARD = """
 import asyncio, headrace
@@ -57,7 +56,9 @@ async def reserve(replay: ReplayClient, step: int) -> tuple[set[float], set[str]
 async def test_law_3_one_build_a_reward_that_is_edited_in_a_cell_while_a_run_scores_is_never_mixed(
     replay: ReplayClient,
 ) -> None:
-    async with start_hub({"mine": {"attached": True}}) as hub, scoring(replay, hub.port), notebook() as cells:
+    # A trajectory goes to it in each call, so that those that hang keep no other's score.
+    environments: dict[str, object] = {"mine": {"attached": True, "max_batch_size": 1}}
+    async with start_hub(environments) as hub, scoring(replay, hub.port), notebook() as cells:
         attach = f'headrace.attach("127.0.0.1:{hub.port}", Mine(), name="mine", capacity={CAPACITY}'
 
         async def scored_in_part() -> bool:
