@@ -293,8 +293,8 @@ class EnvConfig(Section):
     )
     target: str | None = Field(
         None,
-        description="a custom environment: FILE.py:CLASS, which `headrace up` serves, or the host:port of a process that serves it over "
-        "gRPC",
+        description="a custom environment: FILE.py:CLASS, which `headrace up` serves, and without it the reward service, or the "
+        "host:port of a process that serves it over gRPC",
     )
     command: list[str] | None = Field(
         None,
@@ -509,5 +509,7 @@ class EnvConfig(Section):
 
     @property
     def address(self) -> str | None:
-        """Where that process listens; None of a built-in one, and of one that dials in. `port` is 0 until `headrace up` has taken one."""
-        return with_port(LOOPBACK, self.port) if self.is_started else self.target
+        """Where that process listens; None of a built-in one, of one that dials in, and of one to be started that has no port yet."""
+        if self.is_started:
+            return with_port(LOOPBACK, self.port) if self.port else None
+        return self.target

@@ -1,4 +1,4 @@
-"""The process of a program that is a function, or a verifiers environment: `python -m headrace_services.reward.function_process`.
+"""The process of a function, a verifiers environment or a file: `python -m headrace_services.reward.function_process`.
 
 Frames as in `scoring_worker`: the first one in is a `FunctionSpecification` as JSON, the answer `Started`. From then on it serves
 `EnvironmentService` on a socket, until its standard input ends, or the process that a verifiers environment has in turn.
@@ -16,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from headrace import environment_file
 from headrace.config.data import EnvConfig
 from headrace.environment import Environment
 from headrace.environment_server import serving
@@ -28,7 +29,7 @@ from headrace_services.reward.scoring_worker import Started
 
 
 class FunctionSpecification(msgspec.Struct):
-    """The environment `env.<name>`, and the address (unix:PATH) where its program is served."""
+    """The environment `env.<name>`, and the address (unix:PATH) where it is served."""
 
     name: str
     env: dict[str, object]
@@ -51,12 +52,12 @@ async def _serve(specification: FunctionSpecification, requests: IO[bytes], repl
     name = specification.name
     async with contextlib.AsyncExitStack() as stack:
         try:
-            program, died = await stack.enter_async_context(_program(specification))
+            environment, died = await stack.enter_async_context(_environment(specification))
         except HeadraceError as error:
             write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
             return
-        await stack.enter_async_context(serving(program, specification.address))
-        write_frame(replies, msgspec.json.encode(Started(builds={name: program.build})))
+        await stack.enter_async_context(serving(environment, specification.address))
+        write_frame(replies, msgspec.json.encode(Started(builds={name: environment.build})))
         stopped, ended = asyncio.ensure_future(_end_of(requests)), asyncio.ensure_future(died())
         await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -64,14 +65,16 @@ async def _serve(specification: FunctionSpecification, requests: IO[bytes], repl
 
 
 @contextlib.asynccontextmanager
-async def _program(
+async def _environment(
     specification: FunctionSpecification,
 ) -> AsyncIterator[tuple[Environment, Callable[[], Awaitable[object]]]]:
-    """The program, and what returns once it can play no more. Raises `HeadraceError`."""
+    """It, and what returns once it can do no more. Raises `HeadraceError`."""
     name, env = specification.name, EnvConfig.model_validate(specification.env)
     if env.kind(name) == "verifiers":
         async with playing(name, env, f"{specification.address.removeprefix('unix:')}-verifiers") as (program, process):
             yield program, process.wait
+    elif env.target is not None:
+        yield environment_file.load(env.target), asyncio.Event().wait
     else:
         yield load(name, str(env.function), env.concurrency), asyncio.Event().wait
 

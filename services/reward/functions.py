@@ -1,4 +1,4 @@
-"""Programs that are functions, or verifiers environments: each in a process of its own that the hub starts, and starts again when it
+"""The user's own functions, verifiers environments and files: each in a process of its own that the hub starts, and starts again when it
 dies."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace import rpc
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.program_verifiers import LOAD_S
-from headrace.v1 import environment_pb2, episode_pb2
+from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.function_process import FunctionSpecification
 from headrace_services.reward.hub import RemoteBackend
@@ -22,7 +22,7 @@ from headrace_services.reward.pool import WorkerProcess
 
 
 class FunctionProcess(WorkerProcess):
-    """The process of a function: of the user's own surroundings, without what is for services."""
+    """It has the user's own surroundings, without what is for services."""
 
     start_timeout_s = LOAD_S
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.function_process")
@@ -32,11 +32,12 @@ class FunctionProcess(WorkerProcess):
 
 
 class FunctionBackend:
-    """A program in its process, which is called as one that is served is: on a socket that this user alone reaches."""
+    """An environment in its process, which is called as one that is served is: on a socket that this user alone reaches."""
 
-    kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = True
 
     def __init__(self, name: str, env: EnvConfig) -> None:
+        self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
         address = f"unix:{self._folder / 'program'}"
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address))
@@ -46,9 +47,15 @@ class FunctionBackend:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `ServiceError` with the reason if the program can't be loaded."""
+        """Raises `ServiceError` with the reason if the environment can't be loaded."""
         await self._process.start()
         self._keeping = asyncio.create_task(self._keep())
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
+        return await self._remote.score(trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """As `RemoteBackend.run_episode`."""

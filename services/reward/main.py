@@ -95,6 +95,13 @@ async def running(config: Config) -> AsyncIterator[Running]:
         environments: dict[str, EnvironmentBackend] = {
             name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
+
+        async def started(name: str, env: EnvConfig) -> FunctionBackend:
+            function = FunctionBackend(name, env)
+            stack.push_async_callback(function.aclose)
+            await function.start()
+            return function
+
         for name, env in built_in.items():
             if env.kind(name) in HOSTED:
                 hosted = make_hosted(name, env, config)
@@ -102,16 +109,15 @@ async def running(config: Config) -> AsyncIterator[Running]:
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
             elif env.kind(name) in PROGRAMS:
-                function = FunctionBackend(name, env)
-                stack.push_async_callback(function.aclose)
-                await function.start()
-                environments[name] = EpisodeBackend(name, env, function, environments)
+                environments[name] = EpisodeBackend(name, env, await started(name, env), environments)
         attached: dict[str, AttachedBackend] = {}
         for name in config.env.keys() - built_in.keys():
             env = config.env[name]
-            backend: AttachedBackend | RemoteBackend
+            backend: AttachedBackend | FunctionBackend | RemoteBackend
             if env.attached:
                 backend = attached[name] = AttachedBackend(name, env, with_port(reached(reward.host), port))
+            elif env.address is None:  # a file that `headrace up` doesn't serve
+                backend = await started(name, env)
             else:
                 backend = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
                 stack.push_async_callback(backend.aclose)
@@ -156,12 +162,10 @@ def _scored_by(name: str, config: Config) -> Iterator[str]:
 
 
 def _check_started(config: Config) -> None:
-    """Raises `ConfigError` for an environment that nobody has started: only `headrace up` does, and gives it a port."""
+    """Raises `ConfigError` for a program that nobody has started: only `headrace up` does, and gives it a port."""
     for name, env in config.env.items():
-        if env.is_started and not env.port:
-            given = f"target {env.target}" if env.command is None else f"command {' '.join(env.command)}"
-            start = f"`headrace env serve {env.target} --port 50400`" if env.command is None else "the program"
+        if env.command is not None and not env.port:
             raise ConfigError(
-                f"env.{name}.{given}: only `headrace up` starts environments. Start {start} yourself, as a service beside this one, and "
-                f"give its address: env.{name}.target=HOST:50400" + (f" env.{name}.command=null" if env.command else "")
+                f"env.{name}.command {' '.join(env.command)}: only `headrace up` starts programs. Start it yourself, as a service "
+                f"beside this one, and give its address: env.{name}.target=HOST:50400 env.{name}.command=null"
             )

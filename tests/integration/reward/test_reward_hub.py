@@ -164,26 +164,11 @@ async def test_an_environment_that_is_not_running_has_not_started_and_is_named()
             assert "can't be reached" in report["message"]
 
 
-@pytest.mark.parametrize(
-    ("mine", "words"),
-    [
-        (
-            {"target": "my_env.py:Exact"},
-            [
-                r"env\.mine\.target my_env\.py:Exact: only `headrace up` starts",
-                "headrace env serve my_env.py:Exact --port",
-            ],
-        ),
-        ({"command": ["./judge", "-v"]}, [r"env\.mine\.command \./judge -v: only", r"env\.mine\.command=null"]),
-    ],
-)
-async def test_a_hub_without_headrace_up_says_who_has_to_start_an_environment(
-    mine: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as refused:
+async def test_a_hub_without_headrace_up_says_who_has_to_start_a_program() -> None:
+    mine = {"command": ["./judge", "-v"]}
+    with pytest.raises(ConfigError, match=r"env\.mine\.command \./judge -v: only .*env\.mine\.command=null"):
         async with start_hub({"mine": mine}):
             pass
-    assert all(re.search(word, str(refused.value)) for word in words)
     async with start_hub({"mine": {**mine, "port": 1}}) as hub:  # started by hand, where the configuration says
         assert (await hub.environments())["mine"].target == "127.0.0.1:1"
 

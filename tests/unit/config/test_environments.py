@@ -20,6 +20,7 @@ from headrace.config.data import EnvConfig
         ({"target": "dns:///judge:50400"}, True, False, "dns:///judge:50400"),
         ({"target": "unix:/run/judge.sock"}, True, False, "unix:/run/judge.sock"),
         ({"target": "rewards/my_env.py:Exact", "port": 7}, True, True, "127.0.0.1:7"),
+        ({"target": "rewards/my_env.py:Exact"}, True, True, None),
         ({"command": ["./judge"], "port": 8}, True, True, "127.0.0.1:8"),
         ({"attached": True}, True, False, None),
     ],

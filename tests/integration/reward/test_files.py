@@ -1,0 +1,128 @@
+"""`FILE.py:CLASS` where no `headrace up` serves it: the reward service does, in a container too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace import Episode, Sample, rpc
+from headrace.config import load
+from headrace.credentials import Credentials
+from headrace.errors import ServiceError
+from headrace.scripted_policy import ScriptedPolicy
+from headrace.v1 import reward_pb2, reward_pb2_grpc
+from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
+from tests.support.command import said
+from tests.support.ports import free_ports
+from tests.support.reward_hub import WAIT_S, start_hub, until
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+SOURCE = """
+import beside
+import headrace
+
+
+class Exact(headrace.Environment):
+    def score(self, sample):
+        return beside.worth * (sample.completion.strip() == sample.extra_env_info["answer"])
+
+
+class Asks(headrace.Environment):
+    async def episode(self, e):
+        said = await e.chat(list(e.messages))
+        return float(said["content"] == e.public["answer"])
+"""
+RECIPE = """
+env:
+  exact: {target: "examples/my_env.py:Exact"}
+data:
+  train: {dataset_name: arithmetic, env_name: exact}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As the image has it: recipes and what lies beside them."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "my_env.py").write_text(SOURCE)
+    (tmp_path / "examples" / "beside.py").write_text("worth = 0.5")
+    (tmp_path / "examples" / "mine.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+async def test_the_hub_serves_scores_and_episodes_of_a_file(folder: Path) -> None:
+    file = folder / "examples" / "my_env.py"
+    envs = {
+        "exact": {"target": f"{file}:Exact"},
+        "asks": {"target": f"{file}:Asks", "episodes": True, "public": ["answer"]},
+    }
+    right, wrong = (Sample(text, {"answer": "2"}, environment="exact") for text in ("2", "3"))
+    with ScriptedPolicy() as policy:
+        async with start_hub(envs) as hub:
+            assert [score.reward for score in await hub.score([right, wrong])] == [0.5, 0]
+            session = policy.session(["2"])
+            episode = Episode(
+                session.base_url,
+                session.api_key,
+                ({"role": "user", "content": "1+1"},),
+                {"answer": "2"},
+                deadline=time.monotonic() + WAIT_S,
+                environment="asks",
+            )
+            request = reward_pb2.RunEpisodeRequest(episode=episode_to_wire(episode))
+            outcome = outcome_from_wire((await hub.stub.RunEpisode(request, timeout=WAIT_S)).outcome)
+            assert outcome.score is not None
+            assert outcome.score.reward == 1
+            listed = await hub.environments()
+            assert {each.kind for each in listed.values()} == {reward_pb2.EnvironmentStatus.KIND_SERVED}
+
+
+async def test_a_file_that_cannot_be_served_ends_the_service_with_the_reason(folder: Path) -> None:
+    with pytest.raises(ServiceError, match=r"env\.exact can't start: .*my_env\.py defines no Other; it has Exact"):
+        async with start_hub({"exact": {"target": f"{folder}/examples/my_env.py:Other"}}):
+            pass
+
+
+async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, the variables, the secrets and the check of the service `reward` in deploy/docker-compose.yml."""
+    monkeypatch.chdir(folder)
+    service = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["reward"]
+    recipe, secrets, (port, http_port) = "examples/mine.yaml", folder / "secrets", free_ports(2)
+    said("certs", "--dir", secrets, "reward")
+    said("credentials", recipe, "--dir", secrets)
+    for name in ("pem", "key"):
+        (secrets / f"reward.{name}").rename(secrets / f"tls.{name}")
+    own = {**service["environment"], "HEADRACE_REWARD__PORT": port, "HEADRACE_REWARD__HTTP_PORT": http_port}
+    for name, value in own.items():
+        told = re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(value)).replace("/run/headrace", str(secrets))
+        monkeypatch.setenv(name, told)
+    command = [re.sub(r"\$\{CONFIG:-.*\}", recipe, word) for word in service["command"]]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "headrace.cli", *command)
+    try:
+        await until(lambda: process.returncode is not None or listens(http_port))
+        check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
+        assert await check.wait() == 0
+        token = Credentials(secrets / "credentials").presented("scorer")
+        async with rpc.channel(f"localhost:{port}", security=load(recipe).security, token=token) as channel:
+            sample = sample_to_wire(Sample("2", {"answer": "2"}, environment="exact"))
+            request = reward_pb2.ScoreRequest(trajectories=[sample])
+            response = await reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=WAIT_S)
+        assert [result.reward for result in response.results] == [0.5]
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
