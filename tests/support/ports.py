@@ -19,3 +19,9 @@ def free_ports(count: int) -> list[int]:
     finally:
         for sock in sockets:
             sock.close()
+
+
+def listens(port: int) -> bool:
+    """Whether something takes connections on this port of the loopback interface."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,8 +19,9 @@ from headrace.scripted_policy import ScriptedPolicy
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 from tests.support.command import said
-from tests.support.ports import free_ports
-from tests.support.reward_hub import WAIT_S, start_hub, until
+from tests.support.ports import free_ports, listens
+from tests.support.processes import eventually
+from tests.support.reward_hub import WAIT_S, start_hub
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SOURCE = """
@@ -106,7 +106,8 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
     command = [re.sub(r"\$\{CONFIG:-.*\}", recipe, word) for word in service["command"]]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "headrace.cli", *command)
     try:
-        await until(lambda: process.returncode is not None or listens(http_port))
+        # two processes start, one after the other
+        await asyncio.to_thread(eventually, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
         check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
         assert await check.wait() == 0
         token = Credentials(secrets / "credentials").presented("scorer")
@@ -121,8 +122,3 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
