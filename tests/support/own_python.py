@@ -24,7 +24,15 @@ def own_python(folder: Path, name: str) -> Path:
 
 def pip(python: Path, *arguments: str) -> None:
     """Skips the test if the registry can't be reached."""
-    argv = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    _install(python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
+
+
+def uv(python: Path, *arguments: str) -> None:
+    """`uv pip install` of the uv that this Python has. Skips the test if the registry can't be reached."""
+    _install(python.with_name("uv"), "pip", "install", "--quiet", "--python", str(python), *arguments)
+
+
+def _install(*argv: str | Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode and (unreachable := _UNREACHABLE.search(done.stderr)):
         pytest.skip(f"the registry can't be reached from here ({unreachable[0]})")

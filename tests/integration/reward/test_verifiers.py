@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tarfile
 import threading
 import time
@@ -25,7 +26,8 @@ from headrace.trajectory import Message
 from headrace.v1 import reward_pb2
 from headrace.wire import episode_to_wire, outcome_from_wire
 from tests.support.gateways import open_episode
-from tests.support.own_python import own_python, pip
+from tests.support.own_python import own_python, pip, uv
+from tests.support.ports import free_ports, listens
 from tests.support.reward_hub import Hub, start_hub, until
 from tests.support.toy_policy import ToyPolicy
 
@@ -34,6 +36,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 WAIT_S = 600.0
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SERVER = Path(__file__).parents[2] / "support" / "openenv_environment.py"
 # of verifiers: a chat loop, on this machine
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
@@ -227,3 +230,31 @@ async def test_what_is_trained_is_what_the_harness_was_given(python: Path, tmp_p
     assert [call.trained for call in ending.calls] == [True, True]
     assert [call.parent for call in ending.calls] == [-1, 0]
     assert not ending.dropped
+
+
+async def test_a_task_set_of_openenv_is_played(python: Path, tmp_path: Path) -> None:
+    """Installed as docs/agents.md says; last, because the others need none of it."""
+    override, (port,) = tmp_path / "fastmcp.txt", free_ports(1)
+    override.write_text("fastmcp>=4,<5")
+    requirements = Path(__file__).parents[3] / "requirements" / "verifiers.txt"
+    own = ("--override", str(override), "-r", str(requirements), "openenv==0.10.0")
+    uv(python, *own)
+    taskset = {"id": "openenv", "base_url": f"http://127.0.0.1:{port}", "resets": [{"secret": 4}, {"secret": 5}]}
+    env: dict[str, Any] = {"type": "verifiers", "python": str(python)}
+    env["verifiers"] = {"taskset": taskset, "player": SEAT}
+    row, _ = rows(env)
+    server = await asyncio.create_subprocess_exec(python, SERVER, str(port))
+    try:
+        await until(lambda: server.returncode is not None or listens(port))
+        with ScriptedPolicy() as policy:
+            async with start_hub({"openenv": env}) as hub:
+                sessions = [
+                    policy.session(answers) for answers in (["4"], ['{"number": 5}', '{"number": 4}'], ["soon"])
+                ]
+                scores = await asyncio.gather(*(run(hub, "openenv", row, session) for session in sessions))
+    finally:
+        server.kill()
+        await server.wait()
+    assert [(score.status, score.reward) for score in scores] == [("SCORED", 1.0), ("SCORED", 1.0), ("FAILED", None)]
+    assert [len(session.calls) for session in sessions] == [1, 2, 1]
+    assert json.loads(str(sessions[1].calls[1].messages[-1]["content"]))["observation"]["said"] == "no"
