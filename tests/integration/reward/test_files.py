@@ -90,6 +90,7 @@ async def test_a_file_that_cannot_be_served_ends_the_service_with_the_reason(fol
             pass
 
 
+@pytest.mark.nightly  # four commands, each with Python to start; the hub itself is tested above
 async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, the variables, the secrets and the check of the service `reward` in deploy/docker-compose.yml."""
     monkeypatch.chdir(folder)
