@@ -47,7 +47,7 @@ from headrace_services.rollout.weight_receiver import WeightReceiver
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.demo_models import tiny
 
-ROUNDS = 9
+ROUNDS = 30
 TIMELINE = "benchmark"
 PATIENCE = timedelta(seconds=600)
 PHASES = {

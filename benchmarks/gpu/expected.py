@@ -28,8 +28,8 @@ SIZE = SIZES["full"]
 PEAK = DATA_SHEETS["NVIDIA H100"]
 MEMORY_GB_S, PCIE_GB_S = 3350.0, 63.0
 SHARE = 0.4  # of the peak: what large matrix products leave over, an assumption
-# docs/results.md: 101 MB in 79 ms on two busy x86 cores
-GLOO_GB_S = 1.3
+# docs/results.md: 101 MB in 32 to 42 ms on two busy x86 cores, the least of nine in each of several runs
+GLOO_GB_S = 2.5
 
 
 @functools.cache

@@ -36,12 +36,11 @@ from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
 from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
 from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, HANGS, INTERRUPTED
-from headrace_services.weight_channel.transport import Backend, Channel, ClosedChannels, GroupRank, receive
+from headrace_services.weight_channel.transport import Arrived, Backend, Channel, ClosedChannels, GroupRank, receive
 
 logger = logging.getLogger(__name__)
 
-# named tensors, and their checksums
-Buckets = Iterator[tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]]
+Buckets = Iterator[list[Arrived]]
 # the tensors of an adapter by name, each with its checksum
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -163,12 +162,12 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         proof = WeightProof(self.model)
         failure: Exception | None = None
         try:
-            for tensors, checksums in buckets:
+            for bucket in buckets:
                 if failure is None:
                     try:
                         with disable_mtp_completeness_check():
-                            proof.load(tensors, checksums)
-                        self._copy_kept(tensors)
+                            proof.load(bucket)
+                        self._copy_kept(bucket)
                     except Exception as error:  # noqa: BLE001 - raised below
                         failure = error
             if failure is not None:
@@ -232,33 +231,30 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     @staticmethod
     def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
         """The buckets without what they have of an adapter, of which `arrived` gets copies."""
-        for tensors, checksums in buckets:
-            pairs = list(zip(tensors, checksums, strict=True))
-            arrived |= {name: (tensor.clone(), known) for (name, tensor), known in pairs if name.startswith(ADAPTER)}
-            own = [pair for pair in pairs if not pair[0][0].startswith(ADAPTER)]
-            yield [tensor for tensor, _ in own], [known for _, known in own]
+        for bucket in buckets:
+            arrived |= {name: (tensor.clone(), known) for name, tensor, known in bucket if name.startswith(ADAPTER)}
+            yield [one for one in bucket if not one.name.startswith(ADAPTER)]
 
     def _buckets(self, update: WeightUpdate) -> Buckets:
-        """The tensors of a broadcast, a bucket at a time, with their checksums. The next bucket but one takes their memory."""
+        """The tensors of a broadcast, a bucket at a time."""
         if self._channel is None:
             raise WeightChannelError("this worker is in no group; the trainer must form one")
         manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s
-        checksums: list[torch.Tensor] = []
-        buckets = receive(self._channel, manifest, deadline, checksums)
+        buckets = receive(self._channel, manifest, deadline)
         try:
             while True:
                 with _mark_interrupted():
-                    tensors = next(buckets, None)
-                if tensors is None:
+                    bucket = next(buckets, None)
+                if bucket is None:
                     return
-                yield tensors, checksums[-len(tensors) :]
+                yield bucket
         except WeightChannelError:
             self.shutdown()
             raise
 
-    def _copy_kept(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Give vLLM copies of those of `tensors` that it keeps, for layers that miss others: their memory is used again."""
-        storages = {tensor.untyped_storage()._cdata for _, tensor in tensors}
+    def _copy_kept(self, bucket: list[Arrived]) -> None:
+        """Give vLLM copies of those tensors that it keeps, for layers that miss others: their memory is used again."""
+        storages = {one.tensor.untyped_storage()._cdata for one in bucket}
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor

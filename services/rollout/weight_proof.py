@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
+from headrace_services.weight_channel.transport import Arrived
 
 # Columns of a packed matrix that are read back, others in each update. A matrix is packed as a whole, so an old copy is old in all of them.
 COLUMNS = 8
@@ -94,13 +95,11 @@ class WeightProof(TorchDispatchMode):
         self._known: Mapping[int, tuple[int, torch.Tensor]] = {}
         self._columns: dict[int, torch.Tensor] = {}
 
-    def load(self, tensors: Sequence[tuple[str, torch.Tensor]], checksums: Sequence[torch.Tensor]) -> None:
-        """Have the model load `tensors`, which have these checksums."""
-        self._known = {
-            tensor.data_ptr(): (tensor.numel(), known) for (_, tensor), known in zip(tensors, checksums, strict=True)
-        }
+    def load(self, bucket: Sequence[Arrived]) -> None:
+        """Have the model load these tensors. Their checksums are read later."""
+        self._known = {one.tensor.data_ptr(): (one.tensor.numel(), one.checksum) for one in bucket}
         with self:
-            self._model.load_weights(tensors)  # type: ignore[operator]
+            self._model.load_weights((one.name, one.tensor) for one in bucket)  # type: ignore[operator]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):

@@ -266,7 +266,14 @@ class WeightReceiver:
 
     async def _pause(self) -> None:
         """Pause the engine until an update has succeeded (idempotent)."""
-        await self._call("pausing", self._engine.pause_generation(mode="keep", clear_cache=self._clear_cache), 0.0)
+        await self._call("pausing", self._stop_scheduling(), 0.0)
+
+    async def _stop_scheduling(self) -> None:
+        """What vLLM's `pause_generation` does, but for the 20 ms that it sleeps then, so that what was sampled before comes back first. It
+        comes with its version whenever it comes."""
+        if self._clear_cache:
+            await self._engine.renderer.clear_mm_cache_async()
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
 
     async def _probe(self, epoch: Epoch, rendezvous: Rendezvous) -> Float32:
         probe = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)

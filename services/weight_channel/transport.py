@@ -29,9 +29,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -424,6 +424,15 @@ class ClosedChannels:
             channel.join(timeout_s)
 
 
+class Arrived(NamedTuple):
+    """A tensor that was received. Its checksum is there when the next bucket is asked for: it is computed meanwhile, by a thread beside the
+    one that loads."""
+
+    name: str
+    tensor: torch.Tensor
+    checksum: torch.Tensor
+
+
 def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
     """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket, and then their checksums.
 
@@ -468,29 +477,37 @@ def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.
     return checksums
 
 
-def receive(
-    channel: Channel, manifest: Manifest, deadline: float, checksums: list[torch.Tensor] | None = None
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[Arrived]]:
     """A rank above 0: the manifest's tensors, a bucket at a time, while the next one travels. A bucket's memory is used again as soon as
     the next one is asked for.
 
-    `checksums` is given each tensor's, before its bucket is yielded. Raises `WeightChannelError`, at the end also if a tensor is not the
-    one that was sent.
+    Raises `WeightChannelError`, at the end also if a tensor is not the one that was sent.
     """
-    mine = [] if checksums is None else checksums
+    device = channel.membership.device
     plan = manifest.buckets()
-    theirs = torch.empty(len(manifest.names), dtype=torch.int64, device=channel.membership.device)
+    mine, theirs = (torch.empty(len(manifest.names), dtype=torch.int64, device=device) for _ in range(2))
     flats = channel.buffers([bucket.nbytes for bucket in plan])
+    places = mine.split([len(bucket.tensors) for bucket in plan])
     channel.broadcast(flats[0], deadline)
-    for bucket, flat, coming in zip(plan, flats, [*flats[1:], theirs], strict=True):
-        with channel.broadcasting(coming, deadline):
-            values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
-            mine += map(checksum, values)
-            yield [(spec.name, value.view(spec.shape)) for spec, value in zip(bucket.tensors, values, strict=True)]
-    if torn := [
-        name for name, same in zip(manifest.names, (torch.stack(mine) == theirs).tolist(), strict=True) if not same
-    ]:
+    with ThreadPoolExecutor(1, "weight-channel-sums") as beside:
+        for bucket, flat, sums, coming in zip(plan, flats, places, [*flats[1:], theirs], strict=True):
+            with channel.broadcasting(coming, deadline):
+                values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
+                summed = beside.submit(_sum, values, sums, torch.cuda.current_stream(device) if flat.is_cuda else None)
+                yield [
+                    Arrived(spec.name, value.view(spec.shape), known)
+                    for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
+                ]
+                summed.result()
+    if torn := [name for name, same in zip(manifest.names, (mine == theirs).tolist(), strict=True) if not same]:
         raise WeightChannelError(f"{len(torn)} tensors arrived with other bytes than were sent, {torn[0]} first")
+
+
+def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    """Write the tensors' checksums, by `stream` if they are on a GPU."""
+    with torch.cuda.stream(stream):
+        for tensor, place in zip(tensors, sums, strict=True):
+            place.copy_(checksum(tensor))
 
 
 def _left(deadline: float, what: str) -> float:

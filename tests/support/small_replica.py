@@ -111,7 +111,7 @@ class SmallReplica:
             )
             self._channel = group, Channel.follow(place, deadline)
         buckets = receive(self._channel[1], rendezvous.manifest, deadline)
-        self.load({name: tensor.clone() for bucket in buckets for name, tensor in bucket})
+        self.load({name: tensor.clone() for bucket in buckets for name, tensor, _ in bucket})
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         left = self._model.load_state_dict(weights, strict=False)

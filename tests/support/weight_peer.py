@@ -40,7 +40,7 @@ def main() -> None:
             sums = {}
             for bucket in receive(channel, manifest, started + spec["timeout_s"]):
                 say(event="bucket")
-                sums.update({name: tensor.double().sum().item() for name, tensor in bucket})
+                sums.update({name: tensor.double().sum().item() for name, tensor, _ in bucket})
             say(event="received", sums=sums)
     except WeightChannelError as error:
         say(event="error", type=type(error).__name__, message=str(error), seconds=time.monotonic() - started)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
+from headrace_services.weight_channel.checksum import checksum
 from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
 
 SECRET = bytes(range(32))
@@ -155,11 +156,14 @@ def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -
         place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 1, 2, torch.device("cpu"), SECRET)
         channel = Channel.follow(place, time.monotonic() + PATIENCE_S)
         assert asked["b"].wait(PATIENCE_S)  # nobody takes "a" yet
-        for ((name, tensor),), (_, sent) in zip(
+        sums = []
+        for ((name, tensor, known),), (_, sent) in zip(
             receive(channel, manifest, time.monotonic() + PATIENCE_S), tensors, strict=True
         ):
             assert name != "a" or asked["d"].wait(PATIENCE_S)  # "b" has arrived
             assert torch.equal(tensor, sent)
+            sums.append(known)
+        assert sums == [checksum(sent) for _, sent in tensors]
 
     with ThreadPoolExecutor(1) as threads:
         follower = threads.submit(follow)
