@@ -77,12 +77,12 @@ async def _measure(scores: int, rounds: int) -> None:
                 for level, pool in pools.items():
                     row = f"in a child, sandbox {level}"
                     started = time.perf_counter()
-                    futures = [pool.submit(trajectory, _TIMEOUT_S) for _ in range(scores)]
+                    futures = [pool.submit([trajectory], _TIMEOUT_S)[0] for _ in range(scores)]
                     for result in await asyncio.gather(*futures):
                         _check(result)
                     rates[row][name].append(scores / (time.perf_counter() - started))
                     started = time.perf_counter()
-                    _check(await pool.submit(trajectory, _TIMEOUT_S))
+                    _check(await pool.submit([trajectory], _TIMEOUT_S)[0])
                     alone[row].append(1000 * (time.perf_counter() - started))
     finally:
         for pool in pools.values():

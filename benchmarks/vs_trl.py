@@ -6,7 +6,8 @@ The job is that of `examples/arithmetic_tiny.yaml`: 32 prompts x 16 completions 
 0.2, token-level loss over the whole batch, no KL, float32. TRL generates and trains in turns in one process with two threads. Headrace
 runs as `headrace up` starts it, one thread in the replica and one in the trainer: on-policy (age 0), where it does what TRL
 does, and with weights up to one step old (age 1), where generation and training overlap. Seconds count from the start of the
-command, so that starting up is in them; the table gives a step's seconds without the first ones.
+command, so that starting up is in them; the table gives a step's seconds without the first ones. The line of each run of Headrace has
+the milliseconds of CPU time (user and system) that each process spent on a trajectory in those steps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cpu_times import PROCESSES, Meter
 from benchmarks.curves import dress, model_folder
 from benchmarks.peer import free_port, peer_environment, peer_python, run
 from headrace.config import Config, load
@@ -34,6 +36,7 @@ from headrace_services.trainer.data import PromptOrder, load_problems
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "arithmetic_tiny.yaml"
+TRAJECTORIES = 32 * 16  # of a step
 WARM_UP = 5
 GOAL = 0.9
 COLOURS = {"TRL 1.16": "#888888", "Headrace, age 0": "#4477aa", "Headrace, age 1": "#cc6677"}
@@ -41,12 +44,14 @@ COLOURS = {"TRL 1.16": "#888888", "Headrace, age 0": "#4477aa", "Headrace, age 1
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One run: of each step its mean reward, and when it ended in seconds from the start of the command."""
+    """One run: of each step its mean reward, and when it ended in seconds from the start of the command; of the pipeline, milliseconds of
+    CPU time a trajectory by process."""
 
     name: str
     seed: int
     rewards: tuple[float, ...]
     seconds: tuple[float, ...]
+    cpu_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -87,7 +92,10 @@ def main() -> None:
 
 
 def line(curve: Curve) -> str:
-    return f"{curve.name}, seed {curve.seed}: reward {curve.rewards[0]:.2f} -> {curve.last():.2f}, {curve.step_s:.2f} s a step"
+    learnt = f"reward {curve.rewards[0]:.2f} -> {curve.last():.2f}, {curve.step_s:.2f} s a step"
+    spent = ", ".join(f"{name} {ms:.2f}" for name, ms in curve.cpu_ms.items())
+    cpu = f", load {os.getloadavg()[0]:.0f}; ms of CPU a trajectory: {spent}, all {sum(curve.cpu_ms.values()):.2f}"
+    return f"{curve.name}, seed {curve.seed}: {learnt}{cpu if spent else ''}"
 
 
 def settings(model: Path, steps: int, seed: int, age: int, folder: Path) -> list[str]:
@@ -115,9 +123,12 @@ def run_pipeline(model: Path, steps: int, seed: int, age: int) -> Curve:
         folder = Path(name)
         began = time.time()
         words = settings(model, steps, seed, age, folder)
+        journal = folder / f"age-{age}-seed-{seed}" / "metrics.jsonl"
+        meter = Meter(journal, WARM_UP, steps - 1)
+        meter.start()
         run([sys.executable, "-m", "headrace.cli", "up", str(EXAMPLE), *words], dict(os.environ))
-        journal = (folder / f"age-{age}-seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-    lines = [entry for entry in map(json.loads, journal) if entry["kind"] == "train"]
+        cpu_s = meter.a_step()
+        lines = [entry for entry in map(json.loads, journal.read_text().splitlines()) if entry["kind"] == "train"]
     if len(lines) != steps:
         raise SystemExit(f"the pipeline made {len(lines)} of {steps} steps")
     return Curve(
@@ -125,6 +136,7 @@ def run_pipeline(model: Path, steps: int, seed: int, age: int) -> Curve:
         seed,
         tuple(entry["metrics"]["reward"] for entry in lines),
         tuple(entry["time"] - began for entry in lines),
+        {name: 1000 * cpu_s[name] / TRAJECTORIES for name in PROCESSES if name in cpu_s},
     )
 
 

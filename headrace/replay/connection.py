@@ -362,18 +362,20 @@ class BufferConnection:
 
 
 class WakeupSubscription:
-    """A client's subscription to its run's wake-ups, opened at the first wait."""
+    """A client's subscriptions to its run's wake-ups, to each channel from the first wait on it: a message that wakes nobody costs the
+    server and its reader as much as one that does."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self._connection = connection
-        self._events = {channel: asyncio.Event() for channel in ("work", "ready", "scoring", "epoch")}
-        self._reader: asyncio.Task[None] | None = None
+        self._events: dict[str, asyncio.Event] = {}
+        self._readers: list[asyncio.Task[None]] = []
 
     async def wait(self, channel: str, timeout_s: float) -> None:
         """Return at a wake-up on `channel` since the last wait, or after `timeout_s` or a second, whichever is less."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-        event = self._events[channel]
+        event = self._events.get(channel)
+        if event is None:
+            event = self._events[channel] = asyncio.Event()
+            self._readers.append(asyncio.create_task(self._read(channel, event)))
         with contextlib.suppress(TimeoutError):
             # not wait_for: before Python 3.12 it loses a cancellation that arrives with the wake-up
             async with asyncio.timeout(min(timeout_s, _POLL_S)):
@@ -381,25 +383,23 @@ class WakeupSubscription:
         event.clear()
 
     async def aclose(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
+        for reader in self._readers:
+            reader.cancel()
+        for reader in self._readers:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+                await reader
 
-    async def _read(self) -> None:
-        """Read wake-ups from the channels. While the server is away, waits fall back to polling, and their callers get the error."""
-        prefix = f"{self._connection.key}:wake:"
+    async def _read(self, channel: str, event: asyncio.Event) -> None:
+        """Read wake-ups from the channel. While the server is away, waits fall back to polling, and their callers get the error."""
         while True:
             async with self._connection.redis.pubsub() as pubsub:
                 with contextlib.suppress(*Unreachable):
                     with keeping_cancellation():
-                        await pubsub.subscribe(*(prefix + channel for channel in self._events))
-                    # events before the subscription was active were missed
-                    for event in self._events.values():
-                        event.set()
+                        await pubsub.subscribe(f"{self._connection.key}:wake:{channel}")
+                    event.set()  # events before the subscription was active were missed
                     while True:
                         with keeping_cancellation():
                             message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
                         if message is not None:
-                            self._events[message["channel"].decode().removeprefix(prefix)].set()
+                            event.set()
             await asyncio.sleep(_POLL_S)

@@ -59,7 +59,7 @@ class BuiltInBackend:
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
         """One result per trajectory, in order, within `timeout_s`. Does not raise."""
-        pending = [self._pool.submit(trajectory, self._env.timeout_s) for trajectory in trajectories]
+        pending = self._pool.submit(trajectories, self._env.timeout_s)
         try:
             await asyncio.wait(pending, timeout=timeout_s)
             late = trajectory_pb2.Result(

@@ -21,13 +21,15 @@ from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.frames import LENGTH
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import TIMEOUT, Specification, Started
+from headrace_services.reward.scoring_worker import Asked, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
 _RESTART_PAUSE_S = 1.0
 _END_TIMEOUT_S = 5.0
 # A worker kills a child that is late itself; if it doesn't answer this much later, it is the worker that hangs.
 _GRACE_S = 5.0
+# What the frame of an answer has besides its results, for each of them.
+_OVERHEAD_BYTES = 16
 # Libraries must start no threads of their own: a worker forks.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LEVELS = {
@@ -39,6 +41,7 @@ _REMEDY = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
     "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does)"
 )
+_RESULTS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,10 @@ class _Job:
 
 class WorkerPool:
     """`size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
-    trajectories behind it nothing."""
+    trajectories behind it nothing.
+
+    What came together, a worker looks through first, and answers at once for those that it can tell at sight: a frame for each would cost
+    far more than the comparison. The others are scored one by one."""
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class WorkerPool:
             [level for level in levels if level is not Level.NONE or not self._guarded],
         )
         self._workers = [WorkerProcess(specification) for _ in range(size if environments else 0)]
-        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._queue: asyncio.Queue[Sequence[_Job]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -103,11 +109,16 @@ class WorkerPool:
             said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
-    def submit(self, trajectory: pb.Trajectory, timeout_s: float) -> asyncio.Future[pb.Result]:
-        """A future of its result: TIMED_OUT after `timeout_s` in a worker, FAILED if its process died. Cancel it to withdraw."""
-        future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Job(trajectory.environment, trajectory.SerializeToString(), timeout_s, future))
-        return future
+    def submit(self, trajectories: Sequence[pb.Trajectory], timeout_s: float) -> list[asyncio.Future[pb.Result]]:
+        """A future of the result of each; all are of one environment. TIMED_OUT after `timeout_s` in a worker, FAILED if its process died.
+        Cancel it to withdraw."""
+        loop = asyncio.get_running_loop()
+        jobs = [
+            _Job(trajectory.environment, trajectory.SerializeToString(), timeout_s, loop.create_future())
+            for trajectory in trajectories
+        ]
+        self._queue.put_nowait(jobs)
+        return [job.result for job in jobs]
 
     def problem(self) -> str | None:
         """Why a worker can't be restarted; None if all run."""
@@ -125,14 +136,23 @@ class WorkerPool:
 
     async def _serve(self, worker: WorkerProcess) -> None:
         while True:
-            job = await self._queue.get()
-            if job.result.done():  # withdrawn
+            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others are withdrawn
+            if not jobs:
                 continue
-            if not worker.alive:  # it died while idle, which is not this trajectory's fault
+            if not worker.alive:  # it died while idle, which is not these trajectories' fault
                 await worker.restart()
-            result = await worker.score(job.environment, job.trajectory, job.timeout_s)
-            if not job.result.done():
-                job.result.set_result(result)
+            first, *others = jobs
+            results: list[pb.Result | None]
+            if others:
+                trajectories = [job.trajectory for job in jobs]
+                results = await worker.tell_at_sight(first.environment, trajectories, first.timeout_s)
+            else:
+                results = [await worker.score(first.environment, first.trajectory, first.timeout_s)]
+            for job, result in zip(jobs, results, strict=True):
+                if result is None:
+                    self._queue.put_nowait([job])
+                elif not job.result.done():
+                    job.result.set_result(result)
             if not worker.alive:
                 await worker.restart()
 
@@ -210,8 +230,9 @@ class WorkerProcess:
     async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s + _GRACE_S):
-                answer = await self.ask(TIMEOUT.pack(timeout_s) + trajectory)
+            (answer,) = await self._results([trajectory], timeout_s)
+            if answer is None:
+                raise OSError("it answered no result")
             return self._checked(environment, answer, time.monotonic() - began)
         except TimeoutError:
             self._usable = False
@@ -221,6 +242,35 @@ class WorkerProcess:
             self._usable = False
             reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
+
+    async def tell_at_sight(
+        self, environment: str, trajectories: Sequence[bytes], timeout_s: float
+    ) -> list[pb.Result | None]:
+        """The results of those that can be told at sight. None has to answer for a worker that is late or dies meanwhile: which of them
+        is to blame is found out when each is scored alone."""
+        began = time.monotonic()
+        try:
+            answers = await self._results(trajectories, timeout_s)
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            self._usable = False
+            return [None] * len(trajectories)
+        took_s = (time.monotonic() - began) / len(trajectories)
+        return [None if answer is None else self._checked(environment, answer, took_s) for answer in answers]
+
+    async def _results(self, trajectories: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
+        """What the worker answers for each. Raises as `ask` does, and `TimeoutError`."""
+        async with asyncio.timeout(timeout_s + _GRACE_S):
+            answer = await self.ask(
+                msgspec.msgpack.encode(Asked(list(trajectories), timeout_s)),
+                len(trajectories) * (MAX_RESULT_BYTES + _OVERHEAD_BYTES),
+            )
+        try:
+            results = _RESULTS.decode(answer)
+        except msgspec.DecodeError as error:
+            raise OSError(f"it answered what are no results: {error}") from error
+        if len(results) != len(trajectories):
+            raise OSError(f"it answered {len(results)} results for {len(trajectories)} trajectories")
+        return results
 
     def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
         """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is and how long it took is not for it to
@@ -249,8 +299,9 @@ class WorkerProcess:
             self._process.kill()
             await self._process.wait()
 
-    async def ask(self, frame: bytes) -> bytes:
-        """The answer to a frame. Raises `OSError` or `IncompleteReadError` if there is none, after which the process is of no use."""
+    async def ask(self, frame: bytes, most: int = MAX_RESULT_BYTES) -> bytes:
+        """The answer to a frame, of at most `most` bytes. Raises `OSError` or `IncompleteReadError` if there is none, after which the
+        process is of no use."""
         assert self._process
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin
@@ -258,8 +309,8 @@ class WorkerProcess:
         stdin.write(LENGTH.pack(len(frame)) + frame)
         await stdin.drain()
         (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
-        if length > MAX_RESULT_BYTES:
-            raise OSError(f"it answered {length} bytes, more than {MAX_RESULT_BYTES}")
+        if length > most:
+            raise OSError(f"it answered {length} bytes, more than {most}")
         return await stdout.readexactly(length)
 
     async def exit_reason(self, error: Exception) -> str:

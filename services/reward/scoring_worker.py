@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +30,6 @@ from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
-TIMEOUT = struct.Struct(">d")
 _LEAST_S = 1.0  # for a judge, whatever came before it
 
 
@@ -52,6 +50,14 @@ class Started(msgspec.Struct):
     level: Level = Level.NONE
     denials: list[str] = []
     builds: dict[str, str] = {}
+
+
+class Asked(msgspec.Struct, array_like=True):
+    """Trajectories that are to be scored, each in at most `timeout_s`; of several, only those that can be told at sight. The answer has
+    a result for each, or None."""
+
+    trajectories: list[bytes]
+    timeout_s: float
 
 
 def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
@@ -81,9 +87,16 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
         return
     builds = {name: environment.build for name, environment in environments.items()}
     write_frame(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
+    decoder = msgspec.msgpack.Decoder(Asked)
     while (request := read_frame(requests)) is not None:
-        (timeout_s,) = TIMEOUT.unpack_from(request)
-        write_frame(replies, _result(sandbox, environments, request[TIMEOUT.size :], timeout_s))
+        asked = decoder.decode(request)
+        results: list[bytes | None]
+        match asked.trajectories:
+            case [one]:
+                results = [_result(sandbox, environments, one, asked.timeout_s)]
+            case several:
+                results = [_at_sight(environments, each) for each in several]
+        write_frame(replies, msgspec.msgpack.encode(results))
 
 
 def _load(
@@ -107,6 +120,17 @@ def _check_threads() -> None:
         raise ServiceError(
             f"the scorers' libraries started {threads - 1} threads, and a process that forks must have none"
         )
+
+
+def _at_sight(environments: Mapping[str, BuiltInEnvironment], trajectory: bytes) -> bytes | None:
+    """The result, if it can be told at sight; of an error too its own turn has to say so."""
+    wire = pb.Trajectory.FromString(trajectory)
+    environment = environments[wire.environment]
+    try:
+        found = environment.at_sight(sample_from_wire(wire))
+    except Exception:  # noqa: BLE001
+        return None
+    return None if found is None else score_to_wire(checked(environment, found)).SerializeToString()
 
 
 def _result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from headrace.config.data import EnvConfig
@@ -10,11 +11,18 @@ from headrace.trajectory import Score
 from headrace_services.reward.environments import BuiltInEnvironment
 from headrace_services.reward.scoring_worker import main
 
+ENDS_AT_SIGHT = "end"
+
 
 class Evaluating(BuiltInEnvironment):
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
+
+    def at_sight(self, sample: Sample) -> Score | None:
+        if sample.completion == ENDS_AT_SIGHT:
+            os._exit(1)
+        return Score("SCORED", reward=0.0) if sample.completion == "" else None
 
     def judge(self, sample: Sample) -> float | Score:
         names: dict[str, Any] = {"reward": 0.0, "self": self}

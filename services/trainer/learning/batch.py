@@ -198,10 +198,14 @@ class Batch:
         """The name of trajectory `i` in errors."""
         return f"trajectory {self.trajectories[i].group_id!r}[{self.trajectories[i].index}]"
 
+    def span_of(self, i: int) -> slice:
+        """Where among the N the policy tokens of trajectory `i` are."""
+        return slice(self._ends[i] - self.lengths[i], self._ends[i])
+
     def tokens_of(self, order: Sequence[int]) -> Int:
         """The indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
-        ends, lengths = self._ends, self.lengths
-        return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
+        spans = map(self.span_of, order)
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(span.start, span.stop) for span in spans)])
 
     def tokens_of_paths(self, order: Sequence[int]) -> Int:
         """The indices among the N of the policy tokens of these paths, one path after the other."""

@@ -304,9 +304,10 @@ def _check(learner: Learner, batch: Batch) -> None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
     longest, chained = learner.config.policy.max_total_sequence_length, learner.config.needs_one_path
+    vocabulary = learner.vocab_size  # read from the model's configuration, at the cost of the check itself
     found: dict[str, str] = {}
     for i, trajectory in enumerate(batch.trajectories):
-        problem = batch.problem_of(i, learner.vocab_size, longest)
+        problem = batch.problem_of(i, vocabulary, longest)
         if problem is None and chained is not None and batch.branches(i):
             problem = f"an episode with branches, and {chained} is computed along one path (agents.branches: refuse)"
         if problem is not None:

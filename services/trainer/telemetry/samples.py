@@ -26,7 +26,7 @@ def over_completion(batch: Batch, i: int, values: npt.NDArray[Any] | None) -> Fl
     trajectory = batch.trajectories[i]
     whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
     if values is not None:
-        whole[trajectory.places] = values[batch.tokens_of([i])]
+        whole[trajectory.places] = values[batch.span_of(i)]
     return whole
 
 
@@ -34,8 +34,8 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
     """A line of `train_data_step<N>`, trajectory `i` of the batch, with NeMo RL's names where it has them."""
 
     def column(values: Float32 | Float64 | None) -> list[float] | None:
-        whole = over_completion(batch, i, values)
-        return None if np.isnan(whole).all() else rounded(whole)
+        whole = None if values is None else over_completion(batch, i, values)
+        return None if whole is None or np.isnan(whole).all() else rounded(whole)
 
     return {
         "step": step,

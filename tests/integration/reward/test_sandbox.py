@@ -23,6 +23,7 @@ from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
 from headrace_services.reward.pool import WorkerPool, WorkerProcess
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
 from headrace_services.reward.scoring_worker import Specification
+from tests.support.evaluating_worker import ENDS_AT_SIGHT
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub
 
@@ -37,6 +38,12 @@ class EvaluatingWorker(WorkerProcess):
     async def run(self, code: str, timeout_s: float = TIMEOUT_S) -> Score:
         sample = sample_to_wire(Sample(code, environment="evaluating"))
         return score_from_wire(await self.score("evaluating", sample.SerializeToString(), timeout_s))
+
+    async def look_through(self, *completions: str) -> list[Score | None]:
+        samples = [sample_to_wire(Sample(completion, environment="evaluating")) for completion in completions]
+        wires = [sample.SerializeToString() for sample in samples]
+        found = await self.tell_at_sight("evaluating", wires, TIMEOUT_S)
+        return [None if result is None else score_from_wire(result) for result in found]
 
 
 @contextlib.asynccontextmanager
@@ -171,6 +178,27 @@ async def test_law_6_liveness_an_endless_completion_costs_its_own_time_alone(lev
     assert [result.status for result in (endless, asleep, after)] == ["TIMED_OUT", "TIMED_OUT", "SCORED"]
 
 
+async def test_what_can_be_told_at_sight_is_told_together_and_nothing_of_the_rest_runs(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    async with evaluating(Level.A, Level.B) as worker:
+        seen, unseen, also_seen = await worker.look_through("", f"open({str(mark)!r}, 'w'); reward = 1", "")
+        assert worker.alive
+    assert (seen, also_seen) == (seen, seen)
+    assert seen is not None
+    assert (seen.status, seen.reward, seen.build) == ("SCORED", 0.0, "1")
+    assert unseen is None
+    assert not mark.exists()
+
+
+async def test_a_worker_that_dies_over_what_it_looks_through_is_the_fault_of_none_of_it() -> None:
+    async with evaluating(Level.A, Level.B) as worker:
+        assert await worker.look_through("", ENDS_AT_SIGHT, "") == [None, None, None]
+        assert not worker.alive
+        await worker.restart()
+        alone = [await worker.run(""), await worker.run(ENDS_AT_SIGHT)]
+    assert [score.status for score in alone] == ["SCORED", "FAILED"]
+
+
 async def test_whose_result_it_is_is_not_for_the_child_to_say() -> None:
     claim = "from headrace.trajectory import Score\nreward = Score('SCORED', 1.0, environment='math', build='9')"
     async with evaluating(Level.A, Level.B) as worker:
@@ -190,7 +218,7 @@ async def test_a_hub_without_a_sandbox_refuses_with_the_remedy_unless_told_other
     await pool.start()
     try:
         right = sample_to_wire(Sample("132", {"answer": "132"}, environment="math"))
-        assert (await pool.submit(right, TIMEOUT_S)).reward == 1
+        assert (await pool.submit([right], TIMEOUT_S)[0]).reward == 1
         assert pool.level is Level.NONE
     finally:
         await pool.aclose()
@@ -293,7 +321,7 @@ async def test_law_7_failure_is_not_zero_every_task_scores_in_the_sandbox_as_it_
             entry = dataset[0]
             for said in (str(entry["answer"]).strip(), "<answer>7</answer>"):
                 sample = Sample(said, {"task": task, "entry": to_json(entry)}, environment="gym")
-                result = score_from_wire(await pool.submit(sample_to_wire(sample), TIMEOUT_S))
+                result = score_from_wire(await pool.submit([sample_to_wire(sample)], TIMEOUT_S)[0])
                 assert (result.status, result.message) == ("SCORED", ""), (task, said)
                 if said != "<answer>7</answer>":
                     assert result.reward == pytest.approx(float(dataset.score_answer(said, entry))), task
