@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,13 +46,15 @@ from headrace_services.trainer.distributed import (
 from headrace_services.trainer.network.adapter import Adapter
 from headrace_services.trainer.network.attention import attention_arguments
 from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
-from headrace_services.trainer.network.compilation import compile_layers
 from headrace_services.trainer.network.packing import PackedRows
 
 # writes what was copied of a model to a folder; any thread may call it
 Write = Callable[[Path], None]
 # of a safetensors file, which one tensor may exceed
 SHARD_SIZE = "50GB"
+# How many versions of one function torch may make; beyond that it would compute as if nothing were compiled. Versions are those for passes
+# with and without gradients, one row and several, one place and several, and for each kind of model.
+VERSIONS = 64
 
 
 def choose_device(name: str) -> torch.device:
@@ -62,6 +66,24 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Have torch compile each layer when it is first called. Raises `ServiceError` without the compiler that torch calls for this device.
+
+    The layers are alike, so what is made for the first serves all of them. Lengths and numbers of rows are variables in it, so that rows of
+    other lengths need no new one; `tree_attention` stays outside.
+    """
+    variable, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
+    compiler = os.environ.get(variable, usual)
+    if shutil.which(compiler) is None:
+        raise ServiceError(
+            f"policy.torch_compile true: torch compiles by {compiler!r} here, and there is none; install it (apt-get install "
+            f"{usual} python3-dev), name another in {variable}, or set the key to false"
+        )
+    torch._dynamo.config.recompile_limit = VERSIONS
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def load_model(

@@ -201,6 +201,7 @@ class Judge(headrace.Environment):
 """
 
 
+@pytest.mark.nightly  # a minute of a core; each of these is tested every day without a run
 def test_environments_are_started_attached_waited_for_started_again_and_repaired_while_the_run_goes_on(
     up: Start, folder: Path, tmp_path: Path
 ) -> None:

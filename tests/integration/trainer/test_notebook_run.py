@@ -17,7 +17,8 @@ from tests.support.reward_hub import scoring, start_hub
 from tests.support.small_replica import SmallReplica, running
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, ended, settled
 
-pytestmark = pytest.mark.slow
+# nightly: `integration/reward/test_notebook.py` edits a reward every day, without a trainer
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 # It hangs on half of each group from the prompt `hangs_from` of the run on.
 REWARD = """
