@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headrace.config import Config
 from headrace.errors import ServiceError
@@ -254,7 +257,13 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
         config.save_pretrained(folder)
         if generation is not None:
             generation.save_pretrained(folder)
-        save_torch_state_dict(whole, folder, max_shard_size=SHARD_SIZE)
+        split = split_torch_state_dict_into_shards(whole, max_shard_size=SHARD_SIZE)
+        for name, tensors in split.filename_to_tensors.items():
+            shard = {tensor: whole[tensor].contiguous() for tensor in tensors}
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
     return write
 

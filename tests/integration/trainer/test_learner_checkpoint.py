@@ -17,6 +17,7 @@ from headrace.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network import backbone
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.trainer.learner_saves import PPOConfig, train_and_save
 from tests.support.forks import fork
@@ -96,6 +97,16 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     messages = [{"role": "user", "content": "1+2"}]
     assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
+
+
+def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbone, "SHARD_SIZE", "1MB")
+    learner = Learner(config(tiny_model))
+    learner.snapshot().write(tmp_path)
+    assert len([*(tmp_path / "policy").glob("model-*-of-*.safetensors")]) > 1
+    assert_same_weights(learner, Learner(config(tiny_model), tmp_path))
 
 
 def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
