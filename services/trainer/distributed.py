@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -392,6 +392,24 @@ def place_of(tensor: Tensor) -> Place:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, made on the CPU, on this device. A copy to a GPU is made from pinned memory, so that nobody waits for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def host_copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> dict[str, Tensor]:
+    """Copies of `tensors` in host memory, complete once this has returned; with `keep` false none, but all of `tensors` is gone through.
+
+    Those from a GPU go to pinned memory, all of them before the first is waited for. torch keeps that memory for the next copies.
+    """
+    copies: dict[str, Tensor] = {}
+    device: torch.device | None = None
+    for name, tensor in tensors:
+        if keep:
+            on_gpu = tensor.is_cuda and tensor.numel() > 0
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+            device = tensor.device if on_gpu else device
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,14 +2,16 @@
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
 publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
-refill, and between a refill and the word that it is done. Others are SIGSTOP before the publication of a checkpoint
-(`frozen_in_checkpoint:version`), a successor while a batch is about to be read (`superseded_before_reading:step`), and batches that can't
-be trained on as they are read (`broken_batches:number`; `overwritten_payloads`, one of each kind).
+refill, and between a refill and the word that it is done. By then the checkpoint before is committed. Others are SIGSTOP before the
+publication of a checkpoint (`frozen_in_checkpoint:version`), a disk that is full from the publication of one on (`full_disk:version`),
+a successor while a batch is about to be read (`superseded_before_reading:step`), and batches that can't be trained on as they are read
+(`broken_batches:number`; `overwritten_payloads`, one of each kind).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import signal
@@ -30,6 +32,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints, Checkpoint
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.main import main
+from tests.support.buffer import eventually
 
 T = TypeVar("T")
 
@@ -38,12 +41,23 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def checkpoint_committed(replay: ReplayClient, step: int, period: int) -> None:
+    """Return once the checkpoint before `step` is: it is written while training goes on."""
+
+    async def committed() -> bool:
+        return (await replay.state()).committed >= step - step % period
+
+    await eventually(committed)
+
+
 class DyingReplay(ReplayClient):
     after_reserve = before_commit = -1
+    period = 1
 
     async def reserve(self, step: int, timeline: str) -> Any:
         reply = await super().reserve(step, timeline)
         if isinstance(reply, Reservation) and step == self.after_reserve:
+            await checkpoint_committed(self, step, self.period)
             die()
         return reply
 
@@ -92,9 +106,11 @@ class SupersededReplay(ReplayClient):
     """Before it reads the batch of a step, another trainer has gone on from an earlier version, trained that step and committed it."""
 
     step = -1
+    period = 1
 
     async def read_each(self, keys: Sequence[str]) -> Any:
         if (await self.state()).next_step - 1 == self.step:
+            await checkpoint_committed(self, self.step, self.period)
             await self.rewind(self.step - 1, "another")
             await self.redis.delete(keys[0])
         return await super().read_each(keys)
@@ -141,6 +157,15 @@ class DyingCheckpoints(Checkpoints):
         return super().publish(state, ledger, keep, files)
 
 
+class FullDisk(Checkpoints):
+    version = -1
+
+    def _make_way(self, version: int, timeline: str) -> None:
+        if version == self.version and self.unfinished(version, timeline).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super()._make_way(version, timeline)
+
+
 @dataclasses.dataclass
 class DyingSource:
     source: Any
@@ -157,11 +182,14 @@ class DyingSource:
 
 class DyingSender(WeightSender):
     version = -1
+    period = 1
 
     async def refit(
         self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any, *, adapter: Any = None
     ) -> Any:
-        source = DyingSource(source) if version == self.version else source
+        if version == self.version:
+            await checkpoint_committed(self._replay, version, self.period)
+            source = DyingSource(source)
         return await super().refit(version, timeline, source, probe_ids, probe_logprobs, adapter=adapter)
 
 
@@ -170,9 +198,10 @@ def changed(kind: type[T], **attributes: object) -> type[T]:
     return type(kind.__name__, (kind,), attributes)
 
 
-def dependencies(fault: str, version: int) -> Dependencies:
+def dependencies(fault: str, version: int, period: int) -> Dependencies:
+    """`period` is that of the checkpoints."""
     if fault == "after_reserve":
-        return Dependencies(replay=changed(DyingReplay, after_reserve=version).connect)
+        return Dependencies(replay=changed(DyingReplay, after_reserve=version, period=period).connect)
     if fault == "before_commit":
         return Dependencies(replay=changed(DyingReplay, before_commit=version).connect)
     if fault == "in_refill":
@@ -184,15 +213,15 @@ def dependencies(fault: str, version: int) -> Dependencies:
     if fault == "broken_batches":
         return Dependencies(replay=changed(BrokenReplay, times=version).connect)
     if fault == "superseded_before_reading":
-        return Dependencies(replay=changed(SupersededReplay, step=version).connect)
+        return Dependencies(replay=changed(SupersededReplay, step=version, period=period).connect)
     if fault == "overwritten_payloads":
         return Dependencies(replay=OverwrittenReplay.connect)
-    if fault in ("in_checkpoint", "frozen_in_checkpoint"):
-        kind = DyingCheckpoints if fault == "in_checkpoint" else FrozenCheckpoints
-        dying = changed(kind, version=version)
+    faulty = {"in_checkpoint": DyingCheckpoints, "frozen_in_checkpoint": FrozenCheckpoints, "full_disk": FullDisk}
+    if fault in faulty:
+        dying = changed(faulty[fault], version=version)
         return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
-        return Dependencies(sender=changed(DyingSender, version=version))
+        return Dependencies(sender=changed(DyingSender, version=version, period=period))
     return Dependencies()
 
 
@@ -200,7 +229,8 @@ def run(settings: str, fault: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     name, _, at = fault.partition(":")
     try:
-        main(Config.model_validate_json(settings), dependencies(name, int(at or -1)))
+        config = Config.model_validate_json(settings)
+        main(config, dependencies(name, int(at or -1), config.checkpointing.save_period))
     except HeadraceError as error:
         sys.exit(f"error: {error}")
 

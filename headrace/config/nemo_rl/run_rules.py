@@ -253,9 +253,9 @@ CHECKPOINTING = [
         "checkpointing.save_consolidated",
         "checkpointing.model_cache_dir",
         "checkpointing.model_repo_id",
-        "checkpointing.is_async",
         "checkpointing.peft_config",
     ),
+    *replaced("every checkpoint is written while training goes on", "checkpointing.is_async"),
     *refused(
         "one period and one choice of what is kept: save_period and keep_top_k",
         "checkpointing.ft_save_period",

@@ -52,8 +52,8 @@ FAILURES = "failures.bitmap"
 
 
 class Ledger:
-    """The prompts that the weights were trained on: the `order` of each so far (`trained`), and, step by step, the groups since the last
-    published checkpoint (`steps`). A roaring bitmap takes at most about two bytes per prompt, and much less where they are dense."""
+    """The prompts that the weights were trained on: the `order` of each so far (`trained`), and, step by step, the groups since the newest
+    checkpoint (`steps`). A roaring bitmap takes at most about two bytes per prompt, and much less where they are dense."""
 
     def __init__(self, trained: Iterable[int] = ()) -> None:
         self.trained = BitMap(trained)
@@ -82,9 +82,10 @@ class Ledger:
             self.trained.add(order)
         self.steps[step] = list(groups)
 
-    def published(self) -> None:
-        """Forget `steps`, because the checkpoint that contains them is safe on disk."""
-        self.steps = {}
+    def cut(self) -> dict[int, list[str]]:
+        """The `steps`, for a new checkpoint; those of the next one begin here."""
+        steps, self.steps = self.steps, {}
+        return steps
 
     @property
     def last(self) -> int:

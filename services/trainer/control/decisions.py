@@ -1,8 +1,8 @@
 """Decides what the trainer does next: a pure function of `LoopState`, so that every turn of the loop can be tested without running it.
 
-The order of actions matters. A checkpoint is published before the fleet gets its weights. The fleet gets a version before that version is
-validated or trained on. A validation of older weights ends before they are replaced. While `reserve` has nothing,
-replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
+The order of actions matters. The snapshot for a checkpoint is taken before the fleet gets its weights, and is written meanwhile. The fleet
+gets a version before that version is validated or trained on. A validation of older weights ends before they are replaced. While `reserve`
+has nothing, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class Plan:
 class LoopState:
     """The input of a decision. Times are seconds of one monotonic clock.
 
-    `refitted`: a refit to this version has been carried out, successful or not. `validated`: a validation of this version has begun.
-    `validating`: the version under validation while results are missing; `awaited_since`: when the loop began to wait for it, if it has.
+    `saved`: a checkpoint of this version is published or being written. `refitted`: a refit to this version has been carried out,
+    successful or not. `validated`: a validation of this version has begun. `validating`: the version under validation while results are
+    missing; `awaited_since`: when the loop began to wait for it, if it has.
     `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those of them that hold verified weights;
     `healthy_at` is when one was last seen, or one that loads (or the wait for one began). `refit_due`: some replica that is not at this
     version may be tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached

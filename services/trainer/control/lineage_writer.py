@@ -70,13 +70,14 @@ class LineageWriter:
             self._changes.append((step, self._timeline))
 
     def fsync(self) -> None:
-        """Flush to disk: everything written so far survives a power cut once this has returned."""
-        if not self._unsynced:
+        """Flush to disk: everything written so far survives a power cut once this has returned. Another thread may write meanwhile."""
+        unsynced = list(self._unsynced)
+        if not unsynced:
             return
         with self._disk_errors():
-            for path in (*self._unsynced, self._folder):
+            for path in (*unsynced, self._folder):
                 fsync(path)
-        self._unsynced.clear()
+        del self._unsynced[: len(unsynced)]
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ from headrace.errors import (
     ReplayUnavailable,
     SamplingStarved,
     ServiceError,
-    WrongStep,
     WrongTimeline,
 )
 from headrace.headlines import accuracy_name, build_changes
@@ -34,6 +33,7 @@ from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids, is_exact, repeat_text
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
+from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
 from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
@@ -74,10 +74,13 @@ class Loop:
         self._resumed = resumed
         self._timeline = resumed.timeline
         self._ledger = resumed.ledger
+        self._writer = CheckpointWriter(context, resumed.timeline)
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
         # the weights: their version, and the progress made with it
         self._version = resumed.version
-        self._saved = resumed.version if resumed.version > 0 else None  # the newest checkpoint
+        self._saved = (
+            resumed.version if resumed.version > 0 else None
+        )  # the newest checkpoint, published or being written
         self._saved_in_time = False
         self._reply: Reservation | Waiting | End | None = None
         self._reward: float | None = None
@@ -140,11 +143,13 @@ class Loop:
             if feeding is not None:
                 feeding.cancel()
                 await asyncio.wait([feeding])
+            await self._writer.close()
 
     async def _take_turns(self, feeding: asyncio.Task[None]) -> bool:
         while True:
             if feeding.done():
                 feeding.result()  # if it failed, so does the run
+            await self._writer.look()
             fleet = await self._call(self._replay.replicas)
             if self._validation is not None and await self._validation.poll():
                 await self._report_validation(self._validation)
@@ -155,6 +160,7 @@ class Loop:
             began = self._clock()
             match decision.action:
                 case Action.STOP:
+                    await self._writer.finish()
                     log.info(
                         "stopped at version %d; the next start goes on from checkpoint %s%s",
                         self._version, "of the initial model" if self._saved is None else self._saved,
@@ -168,6 +174,7 @@ class Loop:
                 case Action.FINISH:
                     if isinstance(self._reply, End) and self._version < self._plan.last_version:
                         log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
+                    await self._writer.finish()
                     await self._finish()
                     return True
                 case Action.CHECKPOINT:
@@ -361,10 +368,12 @@ class Loop:
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
         devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
-        return init_metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
+        metrics = init_metrics | self._writer.take_metrics()
+        return metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
 
     async def _checkpoint(self) -> None:
-        """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""
+        """Take a snapshot for a checkpoint, once the one before it is published."""
+        await self._writer.finish()
         context, retries = self._context, self._context.feeder.retries
         ended = await self._call(self._replay.ended)
         counters = context.lead.learner.counters
@@ -385,31 +394,9 @@ class Loop:
         )
         keep = {self._validation.version} if self._validation else set()
         files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
-
-        def write() -> None:
-            folder = context.checkpoints.begin(state.version, state.timeline)
-            try:
-                context.lead.save(str(folder))
-            except ServiceError:
-                # a successor that removed the folder is the reason, rather than the disk
-                context.checkpoints.require_newest(state.timeline)
-                raise
-            context.lineage.fsync()
-            context.checkpoints.publish(state, self._ledger.steps, keep, files)
-
-        await context.torch(write)
-        trained = self._ledger.steps
-        self._ledger.published()
+        await self._writer.save(state, self._ledger.cut(), keep, files)
         self._saved = state.version
         self._saved_in_time |= self._plan.must_save_now(self._clock() - self._began, self._step_s)
-        log.info("checkpoint %s", context.checkpoints.path(state.version))
-        try:
-            await self._call(lambda: self._replay.commit(state.version, state.timeline, trained))
-        except WrongStep as refusal:
-            raise ReplayUnavailable(
-                f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
-                "and restores the buffer"
-            ) from refusal
 
     # -- the fleet -------------------------------------------------------------------------------------------------------
 
@@ -498,7 +485,7 @@ class Loop:
             metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
             log.info("the run ends: %s is at least %g", metric, threshold)
         named = {f"val:{name}": value for name, value in metrics.items()}
-        await asyncio.to_thread(self._context.checkpoints.add_metrics, version, self._timeline, named)
+        self._writer.add_metrics(version, named)
 
     def _reaches_target(self, metrics: Mapping[str, float]) -> bool:
         algorithm = self._config.algorithm

@@ -1,4 +1,4 @@
-"""The work of each trainer rank: load, step, probe, gather weights, save.
+"""The work of each trainer rank: load, step, probe, gather weights, save. A thread of each writes what is saved; it enters no collective.
 
 Rank 0's `LeadRank` sends each command to the others before it acts itself, so that all ranks enter the same collective. Each rank reads
 its own trajectories from the buffer.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class TrainerRank:
         self._read = read
         self._learner: Learner | None = None
         self._batch: Batch | None = None  # of the newest step
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._part: Future[None] | None = None
 
     @property
     def learner(self) -> Learner:
@@ -169,8 +172,24 @@ class TrainerRank:
             self.ranks.progress.mark()
             yield weight
 
+    @property
+    def part(self) -> Future[None]:
+        """This rank's part of the checkpoint that was saved last; done once it is written."""
+        assert self._part is not None
+        return self._part
+
     def save(self, folder: str) -> None:
-        self.learner.save(Path(folder))
+        """Take a snapshot, and begin to write it to `folder`. The one before has been written (`saved`)."""
+        self._part = self._writer.submit(self.learner.snapshot().write, Path(folder))
+
+    def saved(self) -> bool:
+        """Whether every rank has written its part. Raises `ServiceError` on every rank if any can't."""
+        done = self.part.done()
+        failed = self.part.exception() if done else None
+        if failed is not None and not isinstance(failed, ServiceError):
+            raise failed
+        self.ranks.raise_any([] if failed is None else [str(failed)])
+        return all(self.ranks.all_gather(done, bool))
 
 
 class LeadRank(TrainerRank):
@@ -217,6 +236,12 @@ class LeadRank(TrainerRank):
     def save(self, folder: str) -> None:
         self._send("save", folder)
         super().save(folder)
+
+    def saved(self) -> bool:
+        if not self.part.done():
+            return False
+        self._send("saved")
+        return super().saved()
 
     def _send(self, do: str, *arguments: Any) -> None:
         self.ranks.send(msgspec.msgpack.encode([do, *arguments]))
@@ -265,7 +290,7 @@ def _obey(rank: TrainerRank, command: list[Any]) -> None:
             for _ in rank.weights(adapter_alone):
                 continue
         case [
-            ("origins" | "scored" | "extents" | "error_by_replica" | "gather_batch" | "probe" | "save") as do,
+            ("origins" | "scored" | "extents" | "error_by_replica" | "gather_batch" | "probe" | "save" | "saved") as do,
             *arguments,
         ]:
             getattr(rank, do)(*arguments)

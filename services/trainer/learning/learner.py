@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +26,7 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.network.backbone import choose_device
+from headrace_services.trainer.network.backbone import Write, choose_device
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
@@ -41,6 +42,24 @@ class Counters:
     total_valid_tokens: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes of a checkpoint, in host memory. Nothing that trains changes it, so a thread may write it meanwhile."""
+
+    parts: Sequence[tuple[str, Write]]  # each with its folder
+    tokenizer: Any  # None on a rank that writes none
+
+    def write(self, folder: Path) -> None:
+        """Write it to `folder`, which exists and is shared by the ranks. Raises `ServiceError` if that can't be written."""
+        try:
+            for name, write in self.parts:
+                write(folder / name)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder / "policy")
+        except (OSError, SafetensorError) as error:
+            raise cannot_write_checkpoint(folder, error) from error
+
+
 class Learner:
     """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
     policy with an adapter the reference is the policy itself, without it.
@@ -51,7 +70,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
-        """Start from the initial models, or continue from `checkpoint`, a folder that `save` wrote.
+        """Start from the initial models, or continue from `checkpoint`, a folder that a `snapshot` wrote.
 
         Raises `ServiceError` for a model or checkpoint that can't be loaded.
         """
@@ -122,23 +141,16 @@ class Learner:
         self.refuse_if_broken()
         return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
-    def save(self, folder: Path) -> None:
-        """Write `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/` where there is one, and `training/`
-        into `folder`.
-
-        `folder` exists and is shared by the ranks. Raises `ServiceError` on every rank where any of them can't write.
-        """
+    def snapshot(self) -> Snapshot:
+        """Copy what a checkpoint holds to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/`
+        where there is one, and `training/`. It is complete once this has returned."""
         self.refuse_if_broken()
-        self._write(folder, lambda: self.policy.save(folder / "policy"))
+        parts = [("policy", self.policy.snapshot())]
         if self.value is not None:
-            value = self.value
-            self._write(folder, lambda: value.save(folder / "value"))
-        self._write(folder, lambda: self.ranks.rank or self.tokenizer.save_pretrained(folder / "policy"))
+            parts.append(("value", self.value.snapshot()))
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
-        self._write(
-            folder,
-            lambda: training_state.save(folder / "training", counters, self._optimizers, moments=moments),
-        )
+        parts.append(("training", training_state.snapshot(counters, self._optimizers, moments=moments)))
+        return Snapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:
@@ -158,12 +170,3 @@ class Learner:
             problems = [str(error)]
         self.ranks.raise_any(problems)
         return counters
-
-    def _write(self, folder: Path, write: Callable[[], object]) -> None:
-        """Write on this rank; raise on every rank if any rank can't write."""
-        problems = []
-        try:
-            write()
-        except (OSError, SafetensorError) as error:
-            problems = [str(cannot_write_checkpoint(folder, error))]
-        self.ranks.raise_any(problems)

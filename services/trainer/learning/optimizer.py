@@ -129,7 +129,7 @@ class ModelOptimizer:
         """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         return {
-            f"{names[parameter]}/{moment}": local_part(tensor).contiguous()
+            f"{names[parameter]}/{moment}": local_part(tensor)
             for parameter, state in self._optimizer.state.items()
             for moment, tensor in state.items()
         }

@@ -21,7 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import ServiceError
+from headrace.files import fsync
+from headrace_services.trainer.distributed import host_copies
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.network.backbone import Write
 
 _STATE, _OLD = "state.json", ".metadata"
 
@@ -41,23 +44,32 @@ class TrainingState(msgspec.Struct, frozen=True):
     trained: dict[str, ModelState]
 
 
-def save(folder: Path, counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> None:
-    """Write this rank's part to `folder`. Raises `OSError` and `SafetensorError`."""
+def snapshot(counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> Write:
+    """Copy this rank's part to host memory. What it returns writes it to a folder; that raises `OSError` and `SafetensorError`."""
     place = next(iter(optimizers.values())).place  # that of all of them
-    if not place.writes:
-        return
-    folder.mkdir(exist_ok=True)
     held = {name: optimizer.moments() if moments else {} for name, optimizer in optimizers.items()}
-    own = {f"{name}/{key}": tensor for name, tensors in held.items() for key, tensor in tensors.items()}
-    save_file(own, folder / _file(place.index, place.count))
-    if place.index == 0:
-        trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
-        state = TrainingState(place.count, dict(counters), trained)
-        (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    own = host_copies(
+        ((f"{name}/{key}", tensor) for name, tensors in held.items() for key, tensor in tensors.items()),
+        keep=place.writes,
+    )
+    trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
+    state = TrainingState(place.count, dict(counters), trained)
+
+    def write(folder: Path) -> None:
+        if not place.writes:
+            return
+        folder.mkdir(exist_ok=True)
+        path = folder / _file(place.index, place.count)
+        save_file(own, path)
+        fsync(path)  # the rank that publishes can't flush what another machine holds
+        if place.index == 0:
+            (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+    return write
 
 
 def load(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> TrainingState:
-    """Load what `save` wrote into `optimizers`. Raises `ServiceError` if it can't be read, or lacks one of the models."""
+    """Load what a `snapshot` wrote into `optimizers`. Raises `ServiceError` if it can't be read, or lacks one of the models."""
     if (folder / _OLD).exists():
         raise ServiceError(
             f"checkpoint {folder.parent}: an older build wrote its training state, pickled, which this one doesn't read; finish the run "

@@ -25,7 +25,7 @@ from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace.errors import ServiceError
 from headrace.weights.manifest import ADAPTER
-from headrace_services.trainer.distributed import full_tensor, is_first_rank
+from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank
 
 # of a checkpoint's policy: adapter_config.json and this file, PEFT's own format
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
@@ -34,11 +34,11 @@ _NAME = "default"
 
 
 class Adapter:
-    """The adapter of one model. With several ranks its iterators, and `save`, are collectives."""
+    """The adapter of one model. With several ranks its iterators, and `snapshot`, are collectives."""
 
     def __init__(self, model: Any, config: Config, folder: Path | None = None) -> None:
         """Freeze `model`, and put an adapter beside the linear layers that `policy.lora_cfg` names: a new one, which changes nothing yet,
-        or the one that `save` wrote to `folder`.
+        or the one that a `snapshot` wrote to `folder`.
 
         Raises `ServiceError` for a name that no such layer has, and for an adapter that can't be read.
         """
@@ -126,13 +126,16 @@ class Adapter:
         for layer in self._layers.values():
             layer.lora_dropout.train(on)
 
-    def save(self, folder: Path) -> None:
-        """Write it to `folder` from rank 0, as `PeftModel.from_pretrained` reads it."""
-        keep = is_first_rank()
-        whole = {name: tensor.cpu() for name, tensor in self.tensors() if keep}
-        if keep:
-            self._config.save_pretrained(str(folder))
-            save_file(whole, folder / _WEIGHTS, metadata={"format": "pt"})
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy it to host memory of rank 0. What this returns writes it from there, as `PeftModel.from_pretrained` reads it."""
+        whole = host_copies(self.tensors(), keep=is_first_rank())
+
+        def write(folder: Path) -> None:
+            if whole:
+                self._config.save_pretrained(str(folder))
+                save_file(whole, folder / _WEIGHTS, metadata={"format": "pt"})
+
+        return write
 
     def _draw(self, init: str, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -18,17 +18,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headrace.config import Config
 from headrace.errors import ServiceError
@@ -36,6 +40,7 @@ from headrace_services.trainer.distributed import (
     Sharding,
     end_pass,
     full_tensor,
+    host_copies,
     is_first_rank,
     reduce_gradients,
     several_ranks,
@@ -46,6 +51,10 @@ from headrace_services.trainer.network.attention import attention_arguments
 from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
 from headrace_services.trainer.network.packing import PackedRows
 
+# writes what was copied of a model to a folder; any thread may call it
+Write = Callable[[Path], None]
+# of a safetensors file, which one tensor may exceed
+SHARD_SIZE = "50GB"
 # How many versions of one function torch may make; beyond that it would compute as if nothing were compiled. Versions are those for passes
 # with and without gradients, one row and several, one place and several, and for each kind of model.
 VERSIONS = 64
@@ -229,16 +238,34 @@ def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[
             yield saved, tuple(tensor.shape)
 
 
-def save_model(model: Any, folder: Path, adapter: Adapter | None = None) -> None:
-    """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
+def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
+    """Copy the weights, merged with the adapter, to host memory of rank 0. A collective; what it returns is none, and touches `model` no
+    more: it writes config and safetensors as `from_pretrained` reads them, from rank 0."""
     keep = is_first_rank()
-    whole: dict[str, Tensor] = {}
-    for name, tensor in _full_parameters(model, adapter, merged=True):
-        if keep:
-            whole[name] = tensor.cpu()
-    if keep:
+    whole = host_copies(_full_parameters(model, adapter, merged=True), keep=keep)
+    if not keep:
+        return lambda folder: None
+    if model._weight_conversions:
         with adapter.taken_off() if adapter else contextlib.nullcontext():
-            model.save_pretrained(folder, state_dict=whole)
+            whole = revert_weight_conversion(model, whole)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard gives its class another name
+    config.dtype = "float32"
+    generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
+
+    def write(folder: Path) -> None:
+        config.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        split = split_torch_state_dict_into_shards(whole, max_shard_size=SHARD_SIZE)
+        for name, tensors in split.filename_to_tensors.items():
+            shard = {tensor: whole[tensor].contiguous() for tensor in tensors}
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+    return write
 
 
 def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceError:

@@ -170,12 +170,18 @@ class PolicyModel:
         if self._adapter_alone is not None:
             yield from self._adapter_alone.shapes()
 
-    def save(self, folder: Path) -> None:
-        """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them; and the adapter
-        into a folder in it."""
-        backbone.save_model(self.model, folder, self.adapter)
-        if self.adapter is not None:
-            self.adapter.save(folder / adapters.FOLDER)
+    def snapshot(self) -> backbone.Write:
+        """Copy the weights to host memory of rank 0. What it returns writes them from there, merged with the adapter, as `from_pretrained`
+        reads them; and the adapter into a folder beside them."""
+        write_model = backbone.snapshot_model(self.model, self.adapter)
+        write_adapter = None if self.adapter is None else self.adapter.snapshot()
+
+        def write(folder: Path) -> None:
+            write_model(folder)
+            if write_adapter is not None:
+                write_adapter(folder / adapters.FOLDER)
+
+        return write
 
 
 class CausalRoot(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from headrace.config import Config
-from headrace_services.trainer.distributed import full_tensor, is_first_rank
+from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
@@ -50,7 +50,7 @@ class ValueModel:
     """
 
     def __init__(self, config: Config, folder: Path | None = None) -> None:
-        """Load `folder`, which `save` wrote, or what `value.model_name` names.
+        """Load `folder`, which a `snapshot` wrote, or what `value.model_name` names.
 
         Raises `ServiceError` if it can't be loaded, or if the model can't process the rows that `policy` configures.
         """
@@ -81,10 +81,15 @@ class ValueModel:
         """As that of `PolicyModel`."""
         self._placed.expect_backward(last=last)
 
-    def save(self, folder: Path) -> None:
-        """Write the backbone as `AutoModel.from_pretrained` reads it, and the head beside it, from rank 0."""
-        backbone.save_model(self.root.model, folder)
+    def snapshot(self) -> backbone.Write:
+        """As that of `PolicyModel`; the backbone is written as `AutoModel.from_pretrained` reads it, and the head beside it."""
+        write_model = backbone.snapshot_model(self.root.model)
         parameters = self.root.head.named_parameters()
-        head = {name: full_tensor(parameter.detach()).cpu() for name, parameter in parameters}
-        if is_first_rank():
-            save_file(head, folder / HEAD)
+        head = host_copies(((name, full_tensor(parameter)) for name, parameter in parameters), keep=is_first_rank())
+
+        def write(folder: Path) -> None:
+            write_model(folder)
+            if head:
+                save_file(head, folder / HEAD)
+
+        return write

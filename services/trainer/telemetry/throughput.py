@@ -28,7 +28,7 @@ class StepTimes:
 
     `training`: from the batch to its new weights; `learner` has its parts, named as in `timing/train/*`. `buffer_starvation`: no batch
     was ready; for `awaiting_scores` of it, because groups waited for their scores. `refit_bubble`: weights were sent. `validation`: a refit
-    waited for a validation. `checkpoint`: one was written. `upkeep` is the rest: deciding, and writing metrics and samples.
+    waited for a validation. `checkpoint`: the loop waited for one. `upkeep` is the rest: deciding, and writing metrics and samples.
     """
 
     total: float

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace_services.trainer.control.rank import TrainerRank
+from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
@@ -83,7 +85,8 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         (folder / kind).mkdir()
     dist.barrier()
-    learner.save(folder / kind)
+    learner.snapshot().write(folder / kind)
+    dist.barrier()  # all ranks read what each has written
     metrics += steps(learner, range(2, STEPS))
     again = steps(Learner(chosen, folder / kind), range(2, STEPS))
     weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
@@ -108,10 +111,28 @@ def refuse(model: Path, folder: Path) -> None:
     (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))
 
 
+def save_to_a_full_disk(model: Path, folder: Path) -> None:
+    """What each rank says of a checkpoint of which the second can't write its part."""
+    rank = TrainerRank(config(model), Ranks(), lambda keys: [])
+    rank.load(None)
+    place = folder / f"disk{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        place.mkdir()
+    rank.save(str(place))
+    said = ""
+    try:
+        while not rank.saved():
+            pass
+    except ServiceError as error:
+        said = str(error)
+    (folder / f"unwritten{dist.get_rank()}.json").write_text(json.dumps(said))
+
+
 def run_rank(model: Path, teacher: Path, folder: Path) -> None:
     """What came out is in `folder`."""
     dist.init_process_group("gloo")
     for kind in SETTINGS:
         train(model, teacher, folder, kind)
     refuse(model, folder)
+    save_to_a_full_disk(model, folder)
     dist.destroy_process_group()

@@ -192,7 +192,8 @@ def copies(model: Path, folder: Path) -> None:
         saved.mkdir()
     dist.barrier()
     learner.probe(IDS)  # what a pass leaves behind is no weight to be saved
-    learner.save(saved)
+    learner.snapshot().write(saved)
+    dist.barrier()  # all ranks read what each has written
     again, on = step(Learner(chosen, saved), STEPS), step(learner, STEPS)
     (folder / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "share": share, "again": again, "on": on}))
     weights = dict(learner.iter_weights())

@@ -4,6 +4,7 @@ import json
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from headrace.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network import backbone
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.trainer.learner_saves import PPOConfig, train_and_save
 from tests.support.forks import fork
@@ -31,7 +33,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     straight = Learner(settings)
     for seed in range(2):
         train_step(straight, random_batch(5, seed))
-    straight.save(tmp_path)
+    straight.snapshot().write(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 2
     assert_same_weights(straight, resumed)
@@ -41,9 +43,28 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     assert_same_weights(straight, resumed)
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [{"ppo": PPOConfig}, {"policy": {"lora_cfg": {"enabled": True, "dim": 4}}}],
+    ids=["whole models", "adapter"],
+)
+def test_training_changes_nothing_of_a_snapshot_that_is_written_meanwhile(
+    tiny_model: Path, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    settings = config(tiny_model, **sections)
+    learner = Learner(settings)
+    train_step(learner, random_batch(4))
+    snapshot = learner.snapshot()
+    metrics = [train_step(learner, random_batch(4, seed)) for seed in (1, 2)]
+    snapshot.write(tmp_path)
+    resumed = Learner(settings, tmp_path)
+    assert [train_step(resumed, random_batch(4, seed)) for seed in (1, 2)] == metrics
+    assert_same_weights(learner, resumed)
+
+
 def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     saved, other = Learner(config(tiny_model)), Learner(config(tiny_model))
-    saved.save(tmp_path)
+    saved.snapshot().write(tmp_path)
     assert train_step(saved, random_batch(5)) == train_step(other, random_batch(5))
     assert_same_weights(saved, other)
 
@@ -55,7 +76,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
     train_step(learner, random_batch(5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learner.save(tmp_path)
+        learner.snapshot().write(tmp_path)
         assert not dist.is_initialized()
         assert Learner(config(tiny_model), tmp_path).version == 1
     assert not dist.is_initialized()
@@ -64,7 +85,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
 def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.save(tmp_path)
+    learner.snapshot().write(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
     ids = np.arange(20, dtype=np.int32)
     with torch.no_grad():
@@ -78,10 +99,20 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
     assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
 
 
+def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbone, "SHARD_SIZE", "1MB")
+    learner = Learner(config(tiny_model))
+    learner.snapshot().write(tmp_path)
+    assert len([*(tmp_path / "policy").glob("model-*-of-*.safetensors")]) > 1
+    assert_same_weights(learner, Learner(config(tiny_model), tmp_path))
+
+
 def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.save(tmp_path)
+    learner.snapshot().write(tmp_path)
     resumed = Learner(config(tiny_model, policy={"optimizer": {"kwargs": {"lr": 5e-5}}}), tmp_path)
     assert train_step(resumed, random_batch(5))["lr"] == 5e-5
 
@@ -90,7 +121,7 @@ def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_p
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     learner = Learner(settings)
     train_step(learner, random_batch(5))
-    learner.save(tmp_path)
+    learner.snapshot().write(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 1
     assert_same_weights(learner, resumed)
@@ -100,7 +131,7 @@ def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_p
 def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.save(tmp_path)
+    learner.snapshot().write(tmp_path)
     (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
@@ -111,7 +142,7 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
 
 
 def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
-    Learner(config(tiny_model)).save(tmp_path)
+    Learner(config(tiny_model)).snapshot().write(tmp_path)
     (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(ServiceError, match="an older build wrote its training state, pickled"):
         Learner(config(tiny_model), tmp_path)
@@ -139,7 +170,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     train_step(learner, random_batch(4, newest))
     checkpoints.start("u", newest)
     assert [*tmp_path.glob(".unfinished*")] == []
-    learner.save(checkpoints.begin(learner.version, "u"))
+    learner.snapshot().write(checkpoints.begin(learner.version, "u"))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}-u"]
 
 

@@ -91,3 +91,9 @@ def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
         invalid, overflow = results(two_ranks, "refused", rank)
         assert "trajectory 'g'[4]: its reward is nan" in invalid
         assert "not both finite, because of trajectory 'g'[4];" in overflow
+
+
+def test_what_one_rank_can_not_write_every_rank_raises(two_ranks: Path) -> None:
+    said = results(two_ranks, "unwritten", 0)
+    assert f"can't write a checkpoint to {two_ranks / 'disk1'}" in said
+    assert results(two_ranks, "unwritten", 1) == said

@@ -363,6 +363,17 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
     check_history(trainer)
 
 
+async def test_a_checkpoint_that_can_t_be_written_ends_the_run_though_its_last_step_is_trained(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["grpo"] |= {"max_num_steps": 1, "val_period": 0, "val_at_start": False}
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("full_disk:1") == EXIT_USER_ERROR, trainer.said()
+    assert re.search(r"error: can't write a checkpoint to .*the earlier ones are untouched", trainer.said())
+    assert trainer.checkpoints().published() == []
+    assert (await replay.state()).committed == 0
+
+
 # torchrun's ranks import all of torch anew; test_launch.py and cli/test_working_directory.py have its exit codes and paths by day
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
 async def test_two_ranks_take_the_steps_of_one(

@@ -55,3 +55,12 @@ def test_law_1_the_ledger_refuses_a_prompt_that_comes_again() -> None:
 def test_a_ledger_that_is_damaged_is_refused(data: bytes) -> None:
     with pytest.raises(ServiceError, match="ledger can't be read"):
         Ledger.decode(data)
+
+
+def test_steps_trained_while_a_checkpoint_is_written_belong_to_the_next() -> None:
+    ledger = Ledger()
+    ledger.record(0, ["a"], [0])
+    first = ledger.cut()
+    ledger.record(1, ["b"], [1])
+    assert (first, ledger.cut(), ledger.cut()) == ({0: ["a"]}, {1: ["b"]}, {})
+    assert list(ledger.trained) == [0, 1]

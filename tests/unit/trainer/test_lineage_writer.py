@@ -13,6 +13,7 @@ from headrace.checkpoints import Start, append_start
 from headrace.errors import CodecError, ServiceError
 from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace_services.trainer.control import lineage_writer
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 
 
@@ -170,3 +171,22 @@ def test_the_origin_of_a_trajectory_says_who_wrote_what_and_who_scored_it() -> N
         TokenRange(2, 3, "r1", 4),
         TokenRange(4, 5, "r1", 4),
     )
+
+
+def test_what_is_written_while_another_thread_flushes_is_flushed_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage, flushed = LineageWriter(tmp_path, "one"), []
+
+    def fsync(path: Path) -> None:
+        if not flushed:
+            train(lineage, 1, 3)
+        flushed.append(path.name)
+
+    monkeypatch.setattr(lineage_writer, "fsync", fsync)
+    train(lineage, 0, 4)
+    lineage.fsync()
+    assert "step_1-one.jsonl.gz" not in flushed
+    lineage.fsync()
+    assert flushed.count("step_1-one.jsonl.gz") == 1
+    assert flushed.count("step_0-one.jsonl.gz") == 1

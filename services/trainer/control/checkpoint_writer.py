@@ -1,0 +1,144 @@
+"""Writes checkpoints while training goes on.
+
+The loop waits for a snapshot, and before it for the checkpoint before, if that is still being written: there is one snapshot in memory at a
+time, and one order of all that is done to the checkpoints' folder. A thread of each rank writes its part; rank 0 then publishes the whole,
+commits it to the buffer, and adds the metrics that validations have found meanwhile. In this order nothing is lost, whatever dies in
+between. What fails ends the run when the loop next looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from headrace.errors import ReplayUnavailable, ServiceError, WrongStep
+from headrace_services.trainer.control.checkpoint import CheckpointState
+from headrace_services.trainer.control.context import TrainerContext
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+
+
+class CheckpointWriter:
+    """What the trainer on `timeline` does to its checkpoints after their snapshots."""
+
+    def __init__(self, context: TrainerContext, timeline: str) -> None:
+        self._context = context
+        self._timeline = timeline
+        self._work: asyncio.Task[None] | None = None  # the last thing to be done; it waits for those before
+        self._all_written = asyncio.Event()  # with several ranks: each has written its part
+        self._all_written.set()
+        self._metrics: dict[str, float] = {}
+
+    async def save(
+        self,
+        state: CheckpointState,
+        steps: Mapping[int, Sequence[str]],
+        keep: Collection[int],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Take a snapshot of the weights of `state.version`, and begin to write it; the rest is for `Checkpoints.publish`. Nothing else is
+        being written (`finish`). Raises as `Checkpoints.begin` does."""
+        assert self._work is None
+        context = self._context
+
+        def snapshot() -> None:
+            context.lead.save(str(context.checkpoints.begin(state.version, self._timeline)))
+
+        await context.torch(snapshot)
+        if context.lead.ranks.size > 1:
+            self._all_written.clear()
+        began = context.clock()
+        self._then(lambda: self._publish(state, steps, keep, files, began))
+
+    def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the checkpoint of `version`, once it is published; none, if there is no such checkpoint."""
+        checkpoints = self._context.checkpoints
+        self._then(lambda: asyncio.to_thread(checkpoints.add_metrics, version, self._timeline, metrics))
+
+    async def look(self) -> None:
+        """Raise the error of what has failed. With several ranks this is a collective while they write: no other may be under way."""
+        if self._work is None:
+            return
+        if not self._all_written.is_set() and await self._written(self._context.torch(self._context.lead.saved)):
+            self._all_written.set()
+        if self._work.done():
+            work, self._work = self._work, None
+            work.result()
+
+    async def finish(self) -> None:
+        """Wait until nothing is left to be done; raises as `look` does."""
+        while self._work is not None:
+            await asyncio.wait((self._work,), timeout=POLL_S)
+            await self.look()
+
+    async def close(self) -> None:
+        """After an error, which ends the run: what this rank can complete alone is completed. Other ranks may be gone, or in the midst of
+        something."""
+        if self._work is None:
+            return
+        if not self._all_written.is_set():
+            self._work.cancel()
+        await asyncio.wait((self._work,))
+        if self._work.cancelled():
+            log.warning("the checkpoint that the ranks were writing is left unfinished; the earlier ones are untouched")
+        elif (error := self._work.exception()) is not None:
+            log.error("%s", error)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the checkpoint that was published since the last call, if one was."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _then(self, work: Callable[[], Awaitable[None]]) -> None:
+        before = self._work
+
+        async def after() -> None:
+            if before is not None:
+                await before
+            await work()
+
+        self._work = asyncio.create_task(after())
+
+    async def _publish(
+        self,
+        state: CheckpointState,
+        steps: Mapping[int, Sequence[str]],
+        keep: Collection[int],
+        files: Mapping[str, bytes],
+        began: float,
+    ) -> None:
+        context = self._context
+        if context.lead.ranks.size > 1:
+            await self._all_written.wait()
+        else:
+            await self._written(asyncio.wrap_future(context.lead.part))
+
+        def publish() -> None:
+            context.lineage.fsync()
+            context.checkpoints.publish(state, steps, keep, files)
+
+        await asyncio.to_thread(publish)
+        took = context.clock() - began
+        self._metrics = {"timing/train/checkpoint_write": took}
+        log.info("checkpoint %s, written in %.2f s", context.checkpoints.path(state.version), took)
+        try:
+            await context.retry(lambda: context.replay.commit(state.version, self._timeline, steps))
+        except WrongStep as refusal:
+            raise ReplayUnavailable(
+                f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
+                "and restores the buffer"
+            ) from refusal
+
+    async def _written(self, parts: Awaitable[T]) -> T:
+        try:
+            return await parts
+        except ServiceError:
+            # a successor that removed the folder is the reason, rather than the disk
+            await asyncio.to_thread(self._context.checkpoints.require_newest, self._timeline)
+            raise
