@@ -52,7 +52,8 @@ class _Part:
 @dataclass
 class _Parameter:
     """One of the model's parameters, and what the loaders wrote into it: the checksum of each part and, if there is a packed copy, some
-    columns of what came, by their first row. `zeros` are padding. The storage is kept, so that no other takes its identity."""
+    columns of what came ([columns, rows]) by their first row. `zeros` are padding. The storage is kept, so that no other takes its
+    identity."""
 
     name: str
     layer: torch.nn.Module
@@ -133,7 +134,8 @@ class WeightProof(TorchDispatchMode):
             known = checksum(source.to(parameter.dtype))
         parameter.checksums[part] = known
         if parameter.packed and part.size[1:] == parameter.shape[1:]:
-            columns = source[:, self._drawn(parameter)].to(parameter.dtype, copy=True)
+            columns = source[:, self._drawn(parameter)].T
+            columns = columns.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
             parameter.columns[part.offset // parameter.shape[1]] = columns
 
     def check_parameters(self) -> None:
@@ -168,13 +170,9 @@ class WeightProof(TorchDispatchMode):
             if not parameter.packed:
                 continue
             tensor, drawn = parameter.tensor, self._drawn(parameter)
-            columns = {0: tensor[:, drawn]} if tensor.numel() else parameter.columns
-            packed = _read_back(parameter, drawn)
-            same = [
-                bool(((packed[row : row + len(right)] - right).abs() <= _SMALLEST).all())
-                for row, right in columns.items()
-            ]
-            if not all(same) or sum(map(len, columns.values())) != parameter.shape[0]:
+            columns = [tensor[:, drawn].T] if tensor.numel() else [row for _, row in sorted(parameter.columns.items())]
+            right, packed = torch.cat(columns, 1), _read_back(parameter, drawn)
+            if right.shape != packed.shape or not bool((packed - right).abs().max() <= _SMALLEST):
                 raise WeightChannelError(
                     f"the engine computes with a packed copy of {parameter.name} that is not of what was received"
                 )
@@ -228,9 +226,9 @@ class AdapterProof(TorchDispatchMode):
 
 
 def _read_back(parameter: _Parameter, columns: slice) -> torch.Tensor:
-    """[rows, columns] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
+    """[columns, rows] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
     ones = torch.zeros(columns.stop - columns.start, parameter.shape[1], dtype=parameter.dtype)
     ones[:, columns].fill_diagonal_(1)
     layer: Any = parameter.layer
     product: torch.Tensor = layer.cpu_linear(ones, layer.weight, None)
-    return product.T
+    return product
