@@ -41,9 +41,10 @@ from benchmarks.light_wire import LightClient
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score, Span, Trajectory
+from headrace.weights.probe import PROBE_TOKENS
 
 # log-probabilities of a probe
-PROBE = [-1.0] * 63
+PROBE = [-1.0] * (PROBE_TOKENS - 1)
 POLICIES = ("ordered", "drop", "mask")
 MEAN_STEPS, SIGMA, LOAD = 3.0, 0.6, 1.15
 GENERATIONS = 2

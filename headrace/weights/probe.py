@@ -15,6 +15,9 @@ import numpy as np
 from headrace.config import Config
 from headrace.trajectory import Int32
 
+# Few, because a replica is HEALTHY only when it has computed them; enough to tell another model from the trainer's.
+PROBE_TOKENS = 32
+
 
 class Tolerance(NamedTuple):
     """By how many nats the probe's log-probabilities may differ: the largest difference, and their mean."""
@@ -43,7 +46,9 @@ def tolerance(config: Config) -> Tolerance:
     return Tolerance(largest, channel.verify_mean_tolerance or (largest if is_exact(config) else min(0.2, largest)))
 
 
-def choose_token_ids(vocab_size: int, length: int = 64, seed: int = 0, exclude: tuple[int, ...] = ()) -> Int32:
+def choose_token_ids(
+    vocab_size: int, length: int = PROBE_TOKENS, seed: int = 0, exclude: tuple[int, ...] = ()
+) -> Int32:
     """[length] int32 ids drawn from [0, vocab_size) without `exclude`, the same for the same arguments.
 
     Random ids reach rows of the embedding and of the head that ordinary text seldom does. On such text a model is sure of nothing, and

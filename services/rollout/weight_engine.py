@@ -29,7 +29,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import Restartable, WeightChannelError
@@ -165,7 +169,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             for bucket in buckets:
                 if failure is None:
                     try:
-                        with disable_mtp_completeness_check():
+                        with disable_mtp_completeness_check(), _counting_by(proof.watch):
                             proof.load(bucket)
                         self._copy_kept(bucket)
                     except Exception as error:  # noqa: BLE001 - raised below
@@ -307,6 +311,17 @@ class WeightChannelExtension:
             logger.exception("a refit failed")
             return f"{type(error).__name__}: {error}"
         return None
+
+
+@contextlib.contextmanager
+def _counting_by(count: Callable[..., tuple[int, Any]]) -> Iterator[None]:
+    """In the context, a layerwise reload counts by this what a loader copies."""
+    own = layerwise.get_numel_loaded
+    layerwise.get_numel_loaded = count
+    try:
+        yield
+    finally:
+        layerwise.get_numel_loaded = own
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 Trainer and vLLM name and cut weights differently (fused, sharded and padded parameters), and only vLLM's weight loaders know how. So this
 watches them: which part of which parameter they copy into, and the checksum of what they copy. After the load, the model's own parameters
-must have these checksums in these parts, and no other parts.
+must have these checksums in these parts, and no other parts. vLLM runs each loader twice, first only to count what it would copy. It is
+watched there, because every operation that is watched goes through Python.
 
 An adapter (`policy.lora_cfg.refit`) is watched in the same way, into the tensors that the engine keeps of it.
 
@@ -12,8 +13,9 @@ matrix of a linear layer or a head.
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,8 @@ from headrace.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
 from headrace_services.weight_channel.transport import Arrived
 
-# Columns of a packed matrix that are read back, others in each update. A matrix is packed as a whole, so an old copy is old in all of them.
+# Columns of a packed matrix that are read back, others in each update: side by side, since what reads one from memory has read the next. A
+# matrix is packed as a whole, so an old copy is old in all of them.
 COLUMNS = 8
 # to the instructions that multiply bfloat16, smaller numbers are 0
 _SMALLEST = 2.0**-126
@@ -49,7 +52,8 @@ class _Part:
 @dataclass
 class _Parameter:
     """One of the model's parameters, and what the loaders wrote into it: the checksum of each part and, if there is a packed copy, some
-    columns of what came, by their first row. `zeros` are padding. The storage is kept, so that no other takes its identity."""
+    columns of what came ([columns, rows]) by their first row. `zeros` are padding. The storage is kept, so that no other takes its
+    identity."""
 
     name: str
     layer: torch.nn.Module
@@ -93,17 +97,26 @@ class WeightProof(TorchDispatchMode):
                         name, layer, attribute, tensor.shape, tensor.dtype, storage
                     )
         self._known: Mapping[int, tuple[int, torch.Tensor]] = {}
-        self._columns: dict[int, torch.Tensor] = {}
+        self._columns: dict[int, slice] = {}
+        self._copied = 0
 
     def load(self, bucket: Sequence[Arrived]) -> None:
-        """Have the model load these tensors. Their checksums are read later."""
+        """Have the model load these tensors, each loader under `watch`. Their checksums are read later."""
         self._known = {one.tensor.data_ptr(): (one.tensor.numel(), one.checksum) for one in bucket}
+        self._model.load_weights((one.name, one.tensor) for one in bucket)  # type: ignore[operator]
+
+    def watch(self, loader: Callable[..., Any], arguments: inspect.BoundArguments) -> tuple[int, Any]:
+        """The number of elements that the loader copies, and what it returns: what vLLM's `get_numel_loaded` says. In a layerwise reload
+        that runs each loader on the parameter itself, on the meta device, before a new one is loaded to take its place."""
+        self._copied = 0
         with self:
-            self._model.load_weights((one.name, one.tensor) for one in bucket)  # type: ignore[operator]
+            returned = loader(*arguments.args, **arguments.kwargs)
+        return self._copied, returned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
-            # a layerwise reload runs each loader on the parameter itself, on the meta device, before it loads a new one to take its place
+            if func is torch.ops.aten.copy_.default:
+                self._copied += args[0].numel()
             parameter = self._parameters.get(args[0].untyped_storage()._cdata)
             if parameter is not None:
                 self._note(parameter, *args[:2])
@@ -121,7 +134,8 @@ class WeightProof(TorchDispatchMode):
             known = checksum(source.to(parameter.dtype))
         parameter.checksums[part] = known
         if parameter.packed and part.size[1:] == parameter.shape[1:]:
-            columns = source.index_select(1, self._drawn(parameter)).to(parameter.dtype)
+            columns = source[:, self._drawn(parameter)].T
+            columns = columns.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
             parameter.columns[part.offset // parameter.shape[1]] = columns
 
     def check_parameters(self) -> None:
@@ -156,22 +170,19 @@ class WeightProof(TorchDispatchMode):
             if not parameter.packed:
                 continue
             tensor, drawn = parameter.tensor, self._drawn(parameter)
-            columns = {0: tensor.index_select(1, drawn)} if tensor.numel() else parameter.columns
-            packed = _read_back(parameter, drawn)
-            same = [
-                bool(((packed[row : row + len(right)] - right).abs() <= _SMALLEST).all())
-                for row, right in columns.items()
-            ]
-            if not all(same) or sum(map(len, columns.values())) != parameter.shape[0]:
+            columns = [tensor[:, drawn].T] if tensor.numel() else [row for _, row in sorted(parameter.columns.items())]
+            right, packed = torch.cat(columns, 1), _read_back(parameter, drawn)
+            if right.shape != packed.shape or not bool((packed - right).abs().max() <= _SMALLEST):
                 raise WeightChannelError(
                     f"the engine computes with a packed copy of {parameter.name} that is not of what was received"
                 )
 
-    def _drawn(self, parameter: _Parameter) -> torch.Tensor:
+    def _drawn(self, parameter: _Parameter) -> slice:
         """The columns to read back of a matrix of this width."""
         width = parameter.shape[1]
         if width not in self._columns:
-            self._columns[width] = torch.tensor(random.Random().sample(range(width), min(COLUMNS, width)))
+            first = random.Random().randrange(max(1, width - COLUMNS + 1))
+            self._columns[width] = slice(first, min(first + COLUMNS, width))
         return self._columns[width]
 
 
@@ -214,10 +225,10 @@ class AdapterProof(TorchDispatchMode):
                 raise WeightChannelError(f"the engine's adapter has numbers in {name} that were not received")
 
 
-def _read_back(parameter: _Parameter, columns: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
-    ones = torch.zeros(len(columns), parameter.shape[1], dtype=parameter.dtype)
-    ones[range(len(columns)), columns] = 1
+def _read_back(parameter: _Parameter, columns: slice) -> torch.Tensor:
+    """[columns, rows] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
+    ones = torch.zeros(columns.stop - columns.start, parameter.shape[1], dtype=parameter.dtype)
+    ones[:, columns].fill_diagonal_(1)
     layer: Any = parameter.layer
     product: torch.Tensor = layer.cpu_linear(ones, layer.weight, None)
-    return product.T
+    return product

@@ -36,13 +36,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _row_sums(words: torch.Tensor, level: int) -> torch.Tensor:
     factors = _factors(level, words.device)
     whole = words.numel() // _ROW * _ROW
-    rows = words[:whole].view(-1, _ROW)
+    rows, rest = words[:whole].view(-1, _ROW), words[whole:]
     on_cpu = words.device.type == "cpu"
-    sums = rows @ factors if on_cpu else torch.cat([(part * factors).sum(1) for part in rows.split(_SLICE_ROWS)])
-    if whole == words.numel():
-        return sums
-    rest = words[whole:]
-    return torch.cat([sums, (rest * factors[: rest.numel()]).sum()[None]])
+    sums = []
+    if whole:
+        sums = [rows @ factors] if on_cpu else [(part * factors).sum(1) for part in rows.split(_SLICE_ROWS)]
+    if rest.numel():
+        few = factors[: rest.numel()]
+        sums.append((rest.dot(few) if on_cpu else (rest * few).sum())[None])
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
 
 
 @functools.cache

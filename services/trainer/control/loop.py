@@ -30,7 +30,7 @@ from headrace.lineage import Origin
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
-from headrace.weights.probe import choose_token_ids, is_exact, repeat_text
+from headrace.weights.probe import PROBE_TOKENS, choose_token_ids, is_exact, repeat_text
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 # Batches in a row that may be rejected.
 MAX_REJECTIONS = 3
-PROBE_TOKENS = 64
 
 T = TypeVar("T")
 

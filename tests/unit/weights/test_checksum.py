@@ -39,6 +39,17 @@ def test_every_element_and_its_place_counts(tensor: torch.Tensor) -> None:
         assert len(seen) == 4 + len(places)
 
 
+@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 8193])
+def test_the_first_and_the_last_word_count(count: int) -> None:
+    words = torch.arange(count)
+    seen = {int(checksum(words))}
+    for place in (0, -1):
+        changed = words.clone()
+        changed[place] ^= 1
+        seen.add(int(checksum(changed)))
+    assert len(seen) == min(count + 1, 3)
+
+
 def test_rows_and_columns_of_words_can_not_be_exchanged() -> None:
     words = torch.randint(2**62, (4096, 2), generator=torch.Generator().manual_seed(1))
     square = torch.zeros(4096, 4096, dtype=torch.int64)
