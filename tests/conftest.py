@@ -4,6 +4,8 @@ import asyncio
 import datetime
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from headrace.service import importing
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
+from tests.support.fork_server import FOLDER
 from tests.support.ports import free_port
 
 # before torch is imported: a second thread on a busy core makes both slower
@@ -57,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not given.isdecimal():
         raise pytest.UsageError(f"{SEED}: {given!r} is not a whole number; give one, or unset it for today's date")
     config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or given
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="forks-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and FOLDER in os.environ:
+        shutil.rmtree(os.environ.pop(FOLDER))
 
 
 @pytest.hookimpl(optionalhook=True)
