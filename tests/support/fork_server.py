@@ -17,12 +17,20 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 
 from headrace.service import die_with_parent, importing
 
 IMPORTS = {
-    "trainer": ("headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"),
+    "trainer": (
+        "headrace_services.trainer.main",
+        "transformers.models.qwen2.modeling_qwen2",
+        "tests.support.dying_trainer",
+        "pydantic.v1",
+        "uvicorn",
+    ),
     "engine": (
         "headrace_services.rollout.main",
         "vllm.engine.arg_utils",
@@ -32,9 +40,13 @@ IMPORTS = {
         "vllm.model_executor.models.qwen2",
     ),
 }
-FOLDER = "TEST_FORK_SERVERS"  # names the folder of their sockets
+TESTS = "TEST_RUN_PID"  # a variable: the process that started the tests, with which the servers end
 # Before a request, which is `target, arguments, environ`; and its answers: the process id, then what `os.waitpid` says of its end.
 NUMBER = struct.Struct("!I")
+
+
+def folder_of_sockets() -> Path:
+    return Path(tempfile.gettempdir(), f"fork-servers-{os.environ[TESTS]}")
 
 
 def main(kind: str, path: str, starter: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from headrace.cli import main
-from tests.support.fork_server import FOLDER, NUMBER
+from tests.support.fork_server import NUMBER, TESTS, folder_of_sockets
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,8 +90,7 @@ def command(*arguments: str) -> None:
 
 def _connected(kind: str) -> socket.socket:
     """To the server of this kind, which the first who asks for it starts."""
-    folder = Path(os.environ[FOLDER])
-    path = folder / kind
+    path = folder_of_sockets() / kind
     with FileLock(f"{path}.lock"):
         server = None if path.exists() else _start(kind, path)
         while True:
@@ -108,12 +107,11 @@ def _connected(kind: str) -> socket.socket:
 
 
 def _start(kind: str, path: Path) -> subprocess.Popen[bytes]:
-    # of the processes that share the tests none is there from the first to the last
-    tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     with path.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server", kind, str(path), str(tests)],
-            cwd=ROOT,
+            [sys.executable, "-m", "tests.support.fork_server", kind, str(path), os.environ[TESTS]],
+            # it imports what is installed, not what the process that asks for it has in its place
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
