@@ -54,9 +54,6 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     exposure.check(config, name)
     if config.security.credentials is None:
         _log.warning("security.credentials is not set: everybody who reaches this service may use it")
-    # Threads that wait for each other must not hold the cores meanwhile, which other services compute on: torch reads this when it is
-    # imported. Waiting actively, a training step with two threads on two busy cores took four times the CPU time of one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     service = common.load_entry_point("headrace.services", name, extra=name)
     leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
     # `up` says itself how its run ends

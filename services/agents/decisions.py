@@ -38,12 +38,14 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an episode came to its end. `score` is what its program came to; `hung` names the clock that ended it, if one did. `trained` of
-    its calls are trained, on `paths` paths; `limit` says which limit of the run stopped it, if one did."""
+    """How an episode came to its end. `score` is what its program came to; `hung` names the clock that ended it, if one did. `limit` says
+    which limit of the run the program met last, if it met one: it `refused` a call, or cut the last answer off. `trained` of the calls are
+    trained, on `paths` paths."""
 
     score: Score | None
     hung: str | None
     limit: str | None
+    refused: bool
     trained: int
     paths: int
 
@@ -82,13 +84,15 @@ def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
     said = ended.score
     if said is not None and said.status in _NOT_PLAYED:
         return said
-    if ended.limit is not None and on_limit != "grade":
+    played_out = ended.hung is None and (said is None or said.status == "SCORED")
+    # a program that raises or hangs after it was refused a call was stopped; after an answer that was cut off it has failed
+    stopped = ended.limit is not None and (ended.refused or played_out)
+    if stopped and on_limit != "grade":
         if on_limit == "fail":
             return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
         build = "" if said is None else said.build
         return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"}, build=build)
-    played_out = ended.hung is None and (said is None or said.status == "SCORED")
-    if graded and (played_out or ended.limit is not None):  # what a limit stopped is graded for what there is by then
+    if graded and (played_out or stopped):  # what a limit stopped is graded for what there is by then
         return None
     if ended.hung is not None:
         return Score("TIMED_OUT", message=ended.hung)

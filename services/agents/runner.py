@@ -285,7 +285,8 @@ class Runner:
         seconds = time.monotonic() - began
         if score is not None and score.build:
             self._builds[env_name] = score.build
-        ended = Outcome(score, hung, ending.limit, sum(call.trained for call in ending.calls), ending.paths)
+        trained = sum(call.trained for call in ending.calls)
+        ended = Outcome(score, hung, ending.limit, ending.refused, trained, ending.paths)
         agents, graded = self._config.agents, self._config.env[env_name].grader is not None
         finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
         said = None if finish.score is None else self._completed(finish.score, episode, seconds)

@@ -197,11 +197,13 @@ class SessionCall:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What an episode leaves: its delivered calls, parents first, by their new numbers; the limit of the run that ended it; the calls that
-    were left out, by reason (`abandoned`: its client had gone and nobody came back; `unanswered`: still under way; `failed`)."""
+    """What an episode leaves: its delivered calls, parents first, by their new numbers; the limit of the run that ended it, and whether
+    that `refused` a call or only cut the last answer off; the calls that were left out, by reason (`abandoned`: its client had gone and
+    nobody came back; `unanswered`: still under way; `failed`)."""
 
     calls: tuple[Call, ...]
     limit: str | None
+    refused: bool
     dropped: Counter[str]
 
     @property
@@ -466,7 +468,8 @@ class Session:
         ordered = sorted(kept, key=lambda call: call.number)
         numbers = {call: number for number, call in enumerate(ordered)}
         dropped = Counter(_why_dropped(call) for call in self.calls if call not in kept)
-        return Ending(tuple(call.record(numbers.__getitem__) for call in ordered), self.limit, dropped)
+        records = tuple(call.record(numbers.__getitem__) for call in ordered)
+        return Ending(records, self.limit, self._limit is not None, dropped)
 
 
 def _why_dropped(call: SessionCall) -> str:

@@ -10,6 +10,7 @@ another answer of the same teacher. `tiny_calculator` has another teacher.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
@@ -84,8 +85,9 @@ def write(
         torch.manual_seed(recipe["seed"])
         model = Qwen2ForCausalLM(_config(tokenizer))
     if recipe["warmup"]:
-        _warm_up(model, Teacher(tokenizer, conversations))
-        log.info("the warmed-up model: %s", described(model, tokenizer))
+        with _one_thread():
+            _warm_up(model, Teacher(tokenizer, conversations))
+            log.info("the warmed-up model: %s", described(model, tokenizer))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -199,12 +201,27 @@ class Teacher:
         return ids, labels
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """So small a model is no faster on several cores, and much slower where they are busy. And one thread adds in the same order on any
+    machine: the same seed gives the same model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _warm_up(model: Qwen2ForCausalLM, teacher: Teacher) -> None:
     """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     model.train()
-    for _ in track(range(STEPS), description="warming up the tiny model", console=Console(stderr=True)):
+    console = Console(stderr=True)
+    for step in track(range(STEPS), description="warming up the tiny model", console=console):
+        if not console.is_terminal and step % 100 == 0:  # where no bar can be drawn, as in a container's log
+            log.info("warming up the tiny model: step %d of %d", step, STEPS)
         input_ids, labels = teacher.batch()
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

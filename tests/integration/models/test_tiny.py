@@ -58,6 +58,21 @@ def test_the_same_seed_makes_the_same_model(tiny_model: Path, tmp_path: Path) ->
     assert not filecmp.cmp(tiny_model / weights, tmp_path / "other" / weights, shallow=False)
 
 
+def test_it_is_warmed_up_to_the_same_model_however_many_threads_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "STEPS", 2)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            tiny.make(tmp_path / str(threads))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert filecmp.cmp(*(tmp_path / threads / "model.safetensors" for threads in "12"), shallow=False)
+
+
 def test_making_it_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)

@@ -13,8 +13,8 @@ from tests.support.trainer_process import PROMPTS, STEPS, Trainer, ended
 
 @pytest.fixture
 def limits(limits: Limits) -> Limits:
-    """A replica that was killed is given up soon."""
-    return dataclasses.replace(limits, replica_dead_s=2.0)
+    """A replica that was killed is given up soon, and one that a busy machine keeps waiting is not."""
+    return dataclasses.replace(limits, replica_dead_s=8.0)
 
 
 @pytest.fixture

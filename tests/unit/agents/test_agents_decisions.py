@@ -37,7 +37,9 @@ def test_a_call_goes_to_its_parents_replica_or_to_the_least_loaded(
 
 
 def outcome(**changes: Any) -> Outcome:
-    return Outcome(**({"score": SCORED, "hung": None, "limit": None, "trained": 2, "paths": 1} | changes))
+    return Outcome(
+        **({"score": SCORED, "hung": None, "limit": None, "refused": False, "trained": 2, "paths": 1} | changes)
+    )
 
 
 def status(result: Finish) -> str:
@@ -62,16 +64,43 @@ def status(result: Finish) -> str:
         ({"paths": 2}, {}, "SCORED", True),
         ({"paths": 2}, {"branches": "refuse"}, "FAILED", False),
         # a limit of the run
-        ({"limit": "calls"}, {}, "SCORED", True),
-        ({"limit": "calls", "score": FAILED}, {}, "FAILED", False),
-        ({"limit": "calls", "score": FAILED}, {"graded": True}, "graded", True),
-        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {}, "TIMED_OUT", False),
-        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {"graded": True}, "graded", True),
-        ({"limit": "calls"}, {"on_limit": "fail"}, "FAILED", False),
-        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {"on_limit": -1.0}, "SCORED", True),
-        ({"limit": "calls", "trained": 0}, {"on_limit": -1.0}, "FAILED", False),
-        ({"limit": "calls", "score": Score("INTERRUPTED", message="lost")}, {"graded": True}, "INTERRUPTED", False),
-        ({"limit": "calls", "score": Score("INTERRUPTED", message="lost")}, {"on_limit": 0.5}, "INTERRUPTED", False),
+        ({"limit": "calls", "refused": True}, {}, "SCORED", True),
+        ({"limit": "calls", "refused": True, "score": FAILED}, {}, "FAILED", False),
+        ({"limit": "calls", "refused": True, "score": FAILED}, {"graded": True}, "graded", True),
+        ({"limit": "calls", "refused": True, "score": None, "hung": "agents.finish_s"}, {}, "TIMED_OUT", False),
+        (
+            {"limit": "calls", "refused": True, "score": None, "hung": "agents.finish_s"},
+            {"graded": True},
+            "graded",
+            True,
+        ),
+        ({"limit": "calls", "refused": True}, {"on_limit": "fail"}, "FAILED", False),
+        (
+            {"limit": "calls", "refused": True, "score": None, "hung": "agents.finish_s"},
+            {"on_limit": -1.0},
+            "SCORED",
+            True,
+        ),
+        ({"limit": "calls", "refused": True, "trained": 0}, {"on_limit": -1.0}, "FAILED", False),
+        (
+            {"limit": "calls", "refused": True, "score": Score("INTERRUPTED", message="lost")},
+            {"graded": True},
+            "INTERRUPTED",
+            False,
+        ),
+        (
+            {"limit": "calls", "refused": True, "score": Score("INTERRUPTED", message="lost")},
+            {"on_limit": 0.5},
+            "INTERRUPTED",
+            False,
+        ),
+        # an answer that was cut off, and no refusal
+        ({"limit": "cut off"}, {"graded": True}, "graded", True),
+        ({"limit": "cut off"}, {"on_limit": "fail"}, "FAILED", False),
+        ({"limit": "cut off"}, {"on_limit": 0.5}, "SCORED", True),
+        ({"limit": "cut off", "score": FAILED}, {"graded": True}, "FAILED", False),
+        ({"limit": "cut off", "score": FAILED}, {"on_limit": 0.5}, "FAILED", False),
+        ({"limit": "cut off", "score": None, "hung": "agents.think_s"}, {"graded": True}, "TIMED_OUT", False),
     ],
 )
 def test_how_an_episode_ends(ended: Any, settings: Any, expected: str, with_trajectory: bool) -> None:

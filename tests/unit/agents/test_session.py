@@ -342,7 +342,17 @@ def test_calls_are_limited(program: Program) -> None:
         with pytest.raises(Refused, match="had its 2 calls") as refused:
             program.ask([user("c")])
         assert refused.value.kind == "limit"
-    assert program.session.end().limit is not None
+    ending = program.session.end()
+    assert ending.limit is not None
+    assert ending.refused
+
+
+def test_an_answer_that_is_cut_off_is_a_limit_that_refused_nothing() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, new_tokens=1)), ToyPolicy())
+    assert program.ask([user("hello")]).completion.finish_reason == "length"
+    ending = program.session.end()
+    assert ending.limit is not None
+    assert not ending.refused
 
 
 def test_parallel_calls_do_not_overshoot_the_tokens_of_an_episode() -> None:
