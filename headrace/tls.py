@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import ssl
 from pathlib import Path
 
@@ -83,3 +84,25 @@ def client_context(authorities: str | None) -> ssl.SSLContext:
         raise ConfigError(
             f"security.tls_ca {authorities} can't be used ({error.strerror or error}); give the ca.pem that `headrace certs` made"
         ) from error
+
+
+def trusting(authorities: str | None, file: Path) -> dict[str, str]:
+    """The environment variables by which a user's program trusts `authorities` (`security.tls_ca`) and whom it trusts already: a gateway
+    that it calls shows a certificate of theirs. OpenSSL and httpx read the first, requests the second; `file`, which is written, holds
+    all. Empty without `authorities`. Raises `ConfigError`."""
+    if authorities is None:
+        return {}
+    client_context(authorities)
+    known = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile or _certifi()
+    sources = [known, authorities] if known else [authorities]
+    file.write_bytes(b"\n".join(Path(source).read_bytes() for source in sources))
+    return dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(file))
+
+
+def _certifi() -> str | None:
+    """Whom requests and httpx trust where the machine has no file of authorities."""
+    try:
+        import certifi
+    except ImportError:
+        return None
+    return certifi.where()

@@ -16,6 +16,7 @@ from headrace.cli.runs import token_file
 from headrace.cli.supervisor import Child, child_environ
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.tls import trusting
 
 _IMPORT_S = 120.0
 # How an environment that `headrace up` starts is told what to serve.
@@ -72,9 +73,11 @@ def described(config: Config) -> Iterator[str]:
 def children(config: Config, logs: Path) -> dict[str, Child]:
     """The processes of the environments that `headrace up` starts, by name. Their ports are settled.
 
-    A program is told by ENVIRONMENT_* where to listen and which token to ask for, and gets the user's own environment otherwise.
+    A program is told by ENVIRONMENT_* where to listen and which token to ask for, trusts `security.tls_ca`, and gets the user's own
+    environment otherwise.
     """
     started = {}
+    trusts = trusting(config.security.tls_ca, logs.parent / "authorities.pem")
     for name, env in config.env.items():
         if not env.is_started:
             continue
@@ -90,6 +93,6 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
             argv = [sys.executable, "-m", "headrace.cli", "env", "serve", str(env.target)]
         label = f"environment-{name}"
         started[name] = Child(
-            label, argv, logs / f"{label}.log", environ={**own, **told}, is_user_code=True, source=source
+            label, argv, logs / f"{label}.log", environ={**own, **trusts, **told}, is_user_code=True, source=source
         )
     return started

@@ -7,13 +7,14 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace import rpc
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.program_verifiers import LOAD_S
+from headrace.tls import trusting
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.function_process import FunctionSpecification
@@ -22,13 +23,18 @@ from headrace_services.reward.pool import WorkerProcess
 
 
 class FunctionProcess(WorkerProcess):
-    """It has the user's own surroundings, without what is for services."""
+    """It has the user's own surroundings, without what is for services, and beside them what it is `told`."""
 
     start_timeout_s = LOAD_S
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.function_process")
 
+    def __init__(self, specification: FunctionSpecification, told: Mapping[str, str]) -> None:
+        super().__init__(specification)
+        self._told = told
+
     def environ(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        return {**own, **self._told}
 
 
 class FunctionBackend:
@@ -36,11 +42,13 @@ class FunctionBackend:
 
     awaited = True
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: EnvConfig, authorities: str | None) -> None:
+        """`authorities`: `security.tls_ca`, which its programs trust. Raises `ConfigError` if that can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
         address = f"unix:{self._folder / 'program'}"
-        self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address))
+        told = trusting(authorities, self._folder / "authorities.pem")
+        self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
         self._process.what = f"the process of env.{name}"
         served = env.model_copy(update={"type": None, "target": address})
         self._remote = RemoteBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)

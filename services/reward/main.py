@@ -97,7 +97,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         }
 
         async def started(name: str, env: EnvConfig) -> FunctionBackend:
-            function = FunctionBackend(name, env)
+            function = FunctionBackend(name, env, config.security.tls_ca)
             stack.push_async_callback(function.aclose)
             await function.start()
             return function

@@ -28,7 +28,8 @@ class Piece:
     latency: int  # from lease to push
     attempts: int = 0
     alone: bool = False  # its environment died with it
-    scored_at_failure: int | None = None  # how many others had been scored when it first failed, or was first INVALID
+    taken_as: int = 0  # the event of its newest take
+    failed_at: int | None = None  # the event when it first failed, or was first INVALID
     was_invalid: bool = False
     token: str | None = None
     deadline: int = 0
@@ -155,7 +156,7 @@ class EnvironmentModel:
     """An environment: its results, and its breaker, which is open if it is `broken` (since when)."""
 
     results: int = 0
-    scored: int = 0
+    works: int = 0  # of all that it scored, the newest take
     not_started: int = 0
     failing: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)  # by the number of the result
     sent_alone: tuple[str, int] | None = None
@@ -166,7 +167,7 @@ class EnvironmentModel:
     probe_at: int = 0
     group: str | None = None  # the newest that was leased to be the probe
     asked: int = 0  # `probes` then
-    repaired: int = 0  # `scored` when a probe other than of a new group closed the breaker
+    repaired: int = 0  # the event when a probe other than of a new group closed the breaker
 
     def close(self) -> None:
         self.broken, self.kind, self.results, self.not_started, self.probes = None, "", 0, 0, 0

@@ -28,6 +28,7 @@ def pause(who: str, tries: int) -> int:
 
 class Scoring(Core):
     answer: frozenset[str] | set[str] = frozenset()  # tokens of the newest `take_scoring`
+    events = 0  # takes, first failures and repairs, in their order
 
     # -- what is taken
 
@@ -35,6 +36,7 @@ class Scoring(Core):
         """Of each environment those that may be taken the longest, in any order among equals; suspects and probes alone."""
         self.expire()
         self.newest["take"], self.answer = self.call_number, {job.token for job in seen}
+        self.events += 1
         left = list(seen)
         for name, most in room.items():
             waiting = {place: piece for place, piece in self.waiting(name).items() if piece.since <= self.now}
@@ -81,7 +83,7 @@ class Scoring(Core):
         places = [
             place
             for place, piece in waiting.items()
-            if place[0] == group and not piece.alone and piece.scored_at_failure is None
+            if place[0] == group and not piece.alone and piece.failed_at is None
         ]
         return {place: waiting[place] for place in sorted(places)[:1]}
 
@@ -95,6 +97,7 @@ class Scoring(Core):
         for job, place in zip(chosen, places, strict=True):
             piece = waiting[place]
             piece.attempts += 1
+            piece.taken_as = self.events
             assert job.scoring_attempt == piece.attempts
             assert job.trajectory.encode() == piece.trajectory.encode(), "another trajectory's payload"
             assert job.group.encode() == self.groups[place[0]].group.encode()
@@ -150,6 +153,9 @@ class Scoring(Core):
             if not self._known(job) and answers[place] is None:
                 accepted.append(place)
         scored = {place for place in accepted if items[place][1].status == "SCORED"}
+        taken_as = {
+            (job.group.id, job.trajectory.index): piece.taken_as for job, _ in items if (piece := self._piece(job))
+        }
         members: dict[str, list[Place]] = {}
         turns: dict[str, list[Place]] = {}
         for group in dict.fromkeys(job.group.id for job, _ in items):
@@ -160,7 +166,9 @@ class Scoring(Core):
                     answers[place] = self.refusal(LeaseLost(""))
                 else:
                     answers[place] = self._reward(*items[place], turns if too_often else members)
-        before = {name: self.count_scored(name, places) for name, places in members.items()}
+        beside = {name: max(taken_as[place] for place in places) for name, places in members.items()}
+        for name, places in members.items():
+            self.count_scored(name, places, beside[name])
         for name, places in turns.items():
             self._take_turns(name, places)
         rest = [place for place in accepted if place not in scored]
@@ -169,14 +177,14 @@ class Scoring(Core):
             mine.sort(key=lambda place: self._turn(items, place))
             begun = [place for place in mine if items[place][1].status != "NOT_STARTED"]
             for place in begun:
-                answers[place] = self._fail(*items[place], before.get(name))
+                answers[place] = self._fail(*items[place], beside.get(name))
             idle = [place for place in mine if place not in begun]
             still = [place for place in idle if self._piece(items[place][0])]
             for place in idle:
                 answers[place] = None if place in still else self.refusal(LeaseLost(""))
             if still:
                 self._not_started(
-                    name, [items[place][0] for place in still], bool(begun) or name in before or name in turns
+                    name, [items[place][0] for place in still], bool(begun) or name in beside or name in turns
                 )
         return [answers[place] for place in range(len(items))]
 
@@ -237,27 +245,27 @@ class Scoring(Core):
         self.settle(self.groups[job.group.id])
         return None
 
-    def count_scored(self, name: str, places: Sequence[Place]) -> int:
-        """Returns how many the environment had scored before."""
+    def count_scored(self, name: str, places: Sequence[Place], newest: int = 0) -> None:
+        """They were scored, the last taken of them as `newest`."""
         environment = self.environment(name)
-        environment.scored += len(places)
         if environment.broken is not None and (environment.kind == "NOT_STARTED" or environment.sent_alone in places):
             group, index = environment.sent_alone or ("", 0)
             held = self.groups.get(group)
             piece = held.pieces.get(index) if held else None
-            if group != environment.group or (piece is not None and piece.scored_at_failure is not None):
-                environment.repaired = environment.scored
+            if group != environment.group or (piece is not None and piece.failed_at is not None):
+                self.events += 1
+                environment.repaired = self.events
             environment.close()
         environment.failing = {place: at for place, at in environment.failing.items() if place not in places}
         environment.results += len(places)
         environment.not_started = 0
-        return environment.scored - len(places)
+        environment.works = max(environment.works, newest)
 
     def settle(self, held: Held) -> None:
         """The group may be complete."""
         raise NotImplementedError
 
-    def _fail(self, job: ScoringJob, score: Score, scored_before: int | None) -> ReplayError | None:
+    def _fail(self, job: ScoringJob, score: Score, beside: int | None) -> ReplayError | None:
         piece = self._piece(job)
         if piece is None:  # another score of the call has ended the group
             return self.refusal(LeaseLost(""))
@@ -277,7 +285,7 @@ class Scoring(Core):
         if score.status == "INTERRUPTED" and not was_alone:
             self.void(held, index, alone=True)
             return None
-        self._first_failure(environment, piece, score, scored_before)
+        self._first_failure(environment, piece, score, beside)
         if environment.broken is not None:
             self.void(held, index, alone=suspect)
         elif self._judge(held, index, score):
@@ -290,19 +298,22 @@ class Scoring(Core):
             piece.token, piece.since, piece.alone = None, self.now + delay, suspect or piece.alone
         return None
 
-    def _first_failure(
-        self, environment: EnvironmentModel, piece: Piece, score: Score, scored_before: int | None
-    ) -> None:
+    def _first_failure(self, environment: EnvironmentModel, piece: Piece, score: Score, beside: int | None) -> None:
         """The first INVALID begins anew, and so does what failed before the environment was repaired."""
-        first, invalid = piece.scored_at_failure, score.status == "INVALID"
-        if first is None or (invalid and not piece.was_invalid) or first < environment.repaired:
-            piece.scored_at_failure = environment.scored if scored_before is None else scored_before
+        first, invalid = piece.failed_at, score.status == "INVALID"
+        if first is None or (invalid and not piece.was_invalid) or first <= environment.repaired:
+            self.events += 1
+            piece.failed_at = self.events if beside is None or beside < piece.taken_as else beside
             piece.was_invalid = invalid
 
+    def _is_own(self, environment: EnvironmentModel, piece: Piece) -> bool:
+        """Whether others were scored that were taken after it first failed."""
+        return environment.works >= (piece.failed_at or 0)
+
     def _used_up(self, environment: EnvironmentModel, piece: Piece, score: Score) -> bool:
-        """Its own failure if others were scored since it first failed; else perhaps the environment's, and it gets twice the attempts."""
+        """Perhaps it is the environment's failure, and then it gets twice the attempts."""
         most = self.limits.max_scoring_attempts
-        if environment.scored <= (piece.scored_at_failure or 0):
+        if not self._is_own(environment, piece):
             return piece.attempts >= 2 * most
         return score.status == "INVALID" or piece.attempts >= most
 
@@ -314,8 +325,8 @@ class Scoring(Core):
             environment.failing[place] = environment.results
         recent = environment.results - WINDOW
         environment.failing = {place: number for place, number in environment.failing.items() if number > recent}
-        if environment.scored > (piece.scored_at_failure or 0):
-            return False  # its own fault
+        if self._is_own(environment, piece):
+            return False
         seen = min(environment.results, WINDOW)
         settings = self.limits.environments.get(held.group.env_name)
         share = settings.failure_share if settings else 0.5
@@ -326,14 +337,14 @@ class Scoring(Core):
         return tells and len(environment.failing) > share * seen
 
     def _fails_with_others(self, environment: EnvironmentModel, held: Held, piece: Piece) -> bool:
-        """One of another group fails as well, and none was scored since either began to."""
+        """One of another group fails as well, and none was scored that was taken since either began to."""
         others = [
             self.groups[id_].pieces.get(index)
             for id_, index in environment.failing
             if id_ != held.id and id_ in self.groups
         ]
-        first = [each.scored_at_failure for each in others if each is not None and each.scored_at_failure is not None]
-        return (piece.scored_at_failure or 0) >= environment.scored and any(at >= environment.scored for at in first)
+        failing = [each for each in others if each is not None and each.failed_at is not None]
+        return not self._is_own(environment, piece) and any(not self._is_own(environment, each) for each in failing)
 
     def _not_started(self, name: str, jobs: Sequence[ScoringJob], begun: bool) -> None:
         """What it did not begin costs nothing; when that happens again and again, it is broken."""
@@ -382,4 +393,4 @@ class Scoring(Core):
         probe = self.groups.get(environment.group or "")
         if probe is None or probe.state not in ("open", "scoring"):
             return True
-        return probe.state == "scoring" and any(piece.scored_at_failure is not None for piece in probe.pieces.values())
+        return probe.state == "scoring" and any(piece.failed_at is not None for piece in probe.pieces.values())

@@ -130,6 +130,26 @@ async def test_law_1_an_environment_that_breaks_while_few_are_in_flight_fails_no
     assert world.model.count("train") == {"ready": 2}
 
 
+@pytest.mark.parametrize("status", FAILURES)
+async def test_law_1_what_an_environment_began_before_it_broke_and_scores_after_blames_no_other(
+    world: World, status: Status
+) -> None:
+    await generate(world, ["math"] * 4)
+    for _ in range(2):
+        await wait(world, 5_000)
+        before, *others = await take(world, 3)
+        await say(world, others, status)
+        await say(world, [before], "SCORED")
+    while not await broken(world):
+        await wait(world, 5_000)
+        await say(world, await take(world), status)
+    await wait(world, 10_000)
+    while left := await take(world):
+        await say(world, left, "SCORED")
+        await wait(world, 5_000)
+    assert world.model.count("train") == {"ready": 4}
+
+
 async def test_an_environment_that_breaks_later_gives_back_the_attempts_that_it_cost(world: World) -> None:
     await generate(world, ["math"] * 4)
     await say(world, await take(world), "SCORED")
@@ -338,14 +358,15 @@ class TestEarlierFailures:
         assert world.model.count("train") == {"ready": 4}
 
     async def test_law_7_a_trajectory_that_is_refused_again_while_others_are_scored_fails(self, world: World) -> None:
-        await generate(world, ["math"] * 4)
+        await generate(world, ["math"] * 3)
         wrong, *others = await take(world)
         await world.call("score_many", [(wrong, Score("FAILED", message="not now"))])
-        await say(world, others[:3], "SCORED")
+        await say(world, others, "SCORED")
         await wait(world, 1_000)
         (wrong,) = await take(world)
         await say(world, [wrong], "INVALID")
-        await say(world, others[3:], "SCORED")
+        await generate(world, ["math"])
+        await say(world, await take(world), "SCORED")
         await wait(world, 10_000)
         await say(world, await take(world), "INVALID")
         assert world.model.count("train") == {"ready": 3, "failed": 1}

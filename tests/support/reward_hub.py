@@ -48,9 +48,12 @@ class Hub:
 
 
 @contextlib.asynccontextmanager
-async def start_hub(env: dict[str, Any], credentials: Path | None = None, **reward: Any) -> AsyncIterator[Hub]:
+async def start_hub(
+    env: dict[str, Any], credentials: Path | None = None, tls_ca: Path | None = None, **reward: Any
+) -> AsyncIterator[Hub]:
     """With `credentials`, a file, its caller is the scorer of that file."""
-    security = {} if credentials is None else {"credentials": str(credentials)}
+    given = {"credentials": credentials, "tls_ca": tls_ca}
+    security = {name: str(file) for name, file in given.items() if file is not None}
     config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}, "security": security})
     token = None if credentials is None else Credentials(credentials).presented("scorer")
     async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:

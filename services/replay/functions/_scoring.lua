@@ -6,21 +6,22 @@
 --   alone:<name>     zset    likewise, those that its process held when it died: any of them may have killed it, so each is sent alone
 --   taken:<name>     zset    trajectories with a scorer, by the deadline up to which it has renewed them
 --   failing:<name>   zset    those of its last WINDOW results that were no score, by number
---   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), scored (of all, ever), not_started
---                            (calls in a row of which it began nothing), alone (`<place> <member>`: the one that was last taken alone),
---                            repaired (what `scored` was when a probe last closed the breaker that was not a new group's, or had failed
---                            before); of an open breaker since, kind, message, traceback, probes (failed in a row), probe_at, group (the
---                            newest that was leased to be the probe), asked (what `probes` was then)
+--   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), works (of all that it scored, the
+--                            highest number under which one was taken), not_started (calls in a row of which it began nothing), alone
+--                            (`<place> <member>`: the one that was last taken alone), repaired (a number: a probe closed the breaker then
+--                            that was not a new group's, or had failed before); of an open breaker since, kind, message, traceback, probes
+--                            (failed in a row), probe_at, group (the newest that was leased to be the probe), asked (what `probes` was then)
 --   broken           zset    environments whose breaker is open, by `since`
--- f<i> of a group: what `scored` was when trajectory i first failed; `<scored> INVALID`: when it was first INVALID, which it may be after other
--- failures. Below `repaired` it counts no more.
+-- f<i> of a group: when trajectory i first failed, as the number that the next take gets; `<number> INVALID`: when it was first INVALID, which
+-- it may be after other failures. Up to `repaired` it counts no more.
 --
 -- Blame: an attempt is charged where the environment raised, answered badly, was late, or died with that trajectory alone. What it did not
--- begin, or what went back with its scorer, costs nothing.
+-- begin, or what went back with its scorer, costs nothing. A failure is the trajectory's own once the environment has scored one that was
+-- taken after it: what was taken before, and is scored after, may have been begun before the environment broke.
 --
 -- The breaker keeps a broken environment from using up what is generated. It opens when more than the failure share of the last WINDOW
 -- trajectories failed (of fewer than FIRST only before one of them fails for good), when one would fail for good, others of another group fail
--- and none was scored since they began to (a run that has few in flight), when it began nothing of NOTHING_BEGUN calls in a row, or when a group
+-- and none that was taken since is scored (a run that has few in flight), when it began nothing of NOTHING_BEGUN calls in a row, or when a group
 -- was scored anew MOST_RESCORED times, because its builds take turns (score.lua): then it holds until a probe changes no build.
 -- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
 -- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
@@ -135,10 +136,14 @@ local function renew_breaker(run, env, entry)
   wake(run, 'work')  -- a new group may be the next
 end
 
--- `members` of one environment were scored. Returns how many it had scored before.
-local function count_scored(run, env, members)
+-- Under which number take_scoring gave out what has this token.
+local function taken_as(token)
+  return tonumber(string.match(token, '%-(%d+)/') or 0)
+end
+
+-- `members` of one environment were scored, the last taken of them as `newest`; nil if no scorer took them.
+local function count_scored(run, env, members, newest)
   local key = environment_key(run, env)
-  local scored = redis.call('HINCRBY', key, 'scored', #members)
   if is_broken(run, env) then
     local alone, kind, group = unpack(redis.call('HMGET', key, 'alone', 'kind', 'group'))
     local probe = string.match(alone or '', ' (.+)$')
@@ -146,13 +151,13 @@ local function count_scored(run, env, members)
     for _, member in ipairs(members) do starts_again = starts_again or member == probe end
     local id, index = split_member(probe or '')
     local is_new = id and id == group and redis.call('HEXISTS', group_key(run, id), 'f' .. index) == 0
-    if starts_again and not is_new then redis.call('HSET', key, 'repaired', scored) end
+    if starts_again and not is_new then redis.call('HSET', key, 'repaired', take_ticket(run)) end
     if starts_again then close_breaker(run, env) end
   end
   redis.call('ZREM', place_of(run, 'failing', env), unpack(members))
   redis.call('HINCRBY', key, 'results', #members)
   redis.call('HDEL', key, 'not_started')
-  return scored - #members
+  if newest and newest > tonumber(redis.call('HGET', key, 'works') or -1) then redis.call('HSET', key, 'works', newest) end
 end
 
 -- The group is scored anew. Returns whether that has been too often for edits of the environment.
@@ -172,13 +177,13 @@ local function builds_take_turns(run, env, members, builds)
   end
 end
 
--- Whether a trajectory of another group than `id` fails as well, and the environment has scored none since either began to: a prompt that
--- can't be scored explains itself alone.
+-- Whether a trajectory of another group than `id` fails as well, and the environment has scored none that was taken since either began to: a
+-- prompt that can't be scored explains itself alone.
 local function fails_with_others(run, env, id, index)
-  local scored = tonumber(redis.call('HGET', environment_key(run, env), 'scored') or 0)
+  local works = tonumber(redis.call('HGET', environment_key(run, env), 'works') or -1)
   local function silent_since(of, at)
     local first = redis.call('HGET', group_key(run, of), 'f' .. at)
-    return first and tonumber(string.match(first, '^%d+')) >= scored
+    return first and tonumber(string.match(first, '^%d+')) > works
   end
   if not silent_since(id, index) then return false end
   for _, member in ipairs(redis.call('ZRANGE', place_of(run, 'failing', env), 0, -1)) do
@@ -201,19 +206,20 @@ local function count_failed(run, env, member, own, used_up)
   return (seen >= FIRST or used_up) and redis.call('ZCARD', failing) > setting_of(run, env).failure_share * seen
 end
 
--- The trajectory fails: returns whether that is its own fault, because the environment scored others after it first failed. Else it may be
--- the environment's. The first INVALID begins anew: what it failed of before says nothing about an environment that refuses everything since.
-local function fails_by_itself(run, env, group, entry, scored_before)
+-- The trajectory fails: returns whether that is its own fault, because the environment scored others that were taken after it first failed,
+-- or in this call (taken as `beside`) what was taken with it or later. Else it may be the environment's. The first INVALID begins anew: what it
+-- failed of before says nothing about an environment that refuses everything since.
+local function fails_by_itself(run, env, group, entry, beside)
   local field = 'f' .. entry.at
-  local scored, repaired = unpack(redis.call('HMGET', environment_key(run, env), 'scored', 'repaired'))
-  scored = tonumber(scored or 0)
+  local works, repaired = unpack(redis.call('HMGET', environment_key(run, env), 'works', 'repaired'))
   local first = redis.call('HGET', group.key, field)
   if not first or entry.status == 'INVALID' and not string.find(first, 'INVALID', 1, true)
-    or tonumber(string.match(first, '^%d+')) < tonumber(repaired or 0) then
-    first = (scored_before or scored) .. (entry.status == 'INVALID' and ' INVALID' or '')
+    or tonumber(string.match(first, '^%d+')) <= tonumber(repaired or -1) then
+    local number = beside and beside >= taken_as(entry.token) and beside or run.tickets
+    first = string.format('%d', number) .. (entry.status == 'INVALID' and ' INVALID' or '')
     redis.call('HSET', group.key, field, first)
   end
-  return scored > tonumber(string.match(first, '^%d+'))
+  return tonumber(works or -1) >= tonumber(string.match(first, '^%d+'))
 end
 
 -- What may be the environment's failure gets twice the attempts, until the breaker has judged. Its `own` ends an INVALID one at once.
@@ -222,9 +228,9 @@ local function is_used_up(run, entry, attempts, own)
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
--- A result that is no score, of a trajectory that the environment began. `scored_before`: what it had scored before this call, if the call
--- brought scores of it.
-local function fail_scoring(run, group, entry, scored_before)
+-- A result that is no score, of a trajectory that the environment began. `beside`: of what it scored in this call, the highest number under
+-- which one was taken.
+local function fail_scoring(run, group, entry, beside)
   local env, member = environment_of(run, group), group.id .. ':' .. entry.at
   local alone = taken_alone_from(run, env, member)
   local place = entry.status == 'INTERRUPTED' and 'alone' or nil
@@ -232,7 +238,7 @@ local function fail_scoring(run, group, entry, scored_before)
   if is_broken(run, env) and redis.call('HGET', environment_key(run, env), 'kind') == 'NOT_STARTED' then close_breaker(run, env) end
   if is_broken(run, env) and alone then renew_breaker(run, env, entry) end
   if entry.status == 'INTERRUPTED' and not alone then return void_token(run, env, member, 0, place) end
-  local own = fails_by_itself(run, env, group, entry, scored_before)
+  local own = fails_by_itself(run, env, group, entry, beside)
   if is_broken(run, env) then return void_token(run, env, member, 0, place) end
   local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.at), '^%d+'))
   local used_up = is_used_up(run, entry, attempts, own)

@@ -82,7 +82,7 @@ local function of_one_build(run, group, scored, reply)
   local build = before
   newest = tonumber(newest or -1)
   for _, entry in ipairs(scored) do
-    local taken = tonumber(string.match(entry.token, '%-(%d+)/') or 0)  -- as take_scoring numbers what it gives out
+    local taken = taken_as(entry.token)
     if taken >= newest then newest, build = taken, entry.build end
   end
   local kept = {}
@@ -121,8 +121,8 @@ local function write(run, group, scored, reply)
   return members
 end
 
--- Those of one environment in this call, by its name: `scored` members; members that changed the build of their group too often (`turns`);
--- `failed` and `idle` (not begun) entries.
+-- Those of one environment in this call, by its name: `scored` members, the last taken of them as `newest`; members that changed the build of
+-- their group too often (`turns`); `failed` and `idle` (not begun) entries.
 local function of_environment(environments, env)
   environments[env] = environments[env] or {scored = {}, turns = {}, failed = {}, idle = {}}
   return environments[env]
@@ -137,14 +137,14 @@ local function still_held(run, entry, reply)
 end
 
 local function judge(run, env, results, reply)
-  local scored_before = #results.scored > 0 and count_scored(run, env, results.scored) or nil
+  if #results.scored > 0 then count_scored(run, env, results.scored, results.newest) end
   if #results.turns > 0 then builds_take_turns(run, env, results.turns, results.builds) end
   for _, entry in ipairs(results.failed) do
     local group = still_held(run, entry, reply)
     if group and entry.status == 'UNSENDABLE' then
       drop(run, group, entry.index, 'it can\'t be scored: ' .. words(entry.message))
     elseif group then
-      fail_scoring(run, group, entry, scored_before)
+      fail_scoring(run, group, entry, results.newest)
     end
   end
   local idle = {}
@@ -173,6 +173,9 @@ register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
       if takes_turns then results.builds = changed end
       local members = takes_turns and results.turns or results.scored
       for _, member in ipairs(#scored > 0 and write(run, group, scored, reply) or {}) do members[#members + 1] = member end
+      for _, entry in ipairs(takes_turns and {} or scored) do  -- those that were written
+        results.newest = math.max(results.newest or 0, taken_as(entry.token))
+      end
       for _, entry in ipairs(failed) do
         local kind = entry.status == 'NOT_STARTED' and results.idle or results.failed
         kind[#kind + 1] = entry

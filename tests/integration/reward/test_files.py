@@ -16,6 +16,7 @@ from headrace.config import load
 from headrace.credentials import Credentials
 from headrace.errors import ServiceError
 from headrace.scripted_policy import ScriptedPolicy
+from headrace.tls import CertificateFiles
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 from tests.support.command import said
@@ -25,6 +26,9 @@ from tests.support.reward_hub import WAIT_S, start_hub
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SOURCE = """
+import asyncio
+import ssl
+
 import beside
 import headrace
 
@@ -38,6 +42,13 @@ class Asks(headrace.Environment):
     async def episode(self, e):
         said = await e.chat(list(e.messages))
         return float(said["content"] == e.public["answer"])
+
+
+class Trusts(headrace.Environment):
+    async def score(self, sample):
+        _, writer = await asyncio.open_connection("localhost", int(sample.completion), ssl=True)
+        writer.close()
+        return float(len(ssl.create_default_context().get_ca_certs()) > 1)  # and whom it trusts otherwise
 """
 RECIPE = """
 env:
@@ -82,6 +93,17 @@ async def test_the_hub_serves_scores_and_episodes_of_a_file(folder: Path) -> Non
             assert outcome.score.reward == 1
             listed = await hub.environments()
             assert {each.kind for each in listed.values()} == {reward_pb2.EnvironmentStatus.KIND_SERVED}
+
+
+async def test_its_programs_trust_the_authority_of_the_run(folder: Path) -> None:
+    """As they have to, to call a gateway beyond the loopback interface."""
+    said("certs", "--dir", folder, "gateway")
+    certificate = CertificateFiles(folder / "gateway.pem", folder / "gateway.key")
+    env = {"trusts": {"target": f"{folder}/examples/my_env.py:Trusts"}}
+    async with await asyncio.start_server(lambda *_: None, "localhost", 0, ssl=certificate.context()) as server:
+        sample = Sample(str(server.sockets[0].getsockname()[1]), {}, environment="trusts")
+        async with start_hub(env, tls_ca=folder / "ca.pem") as hub:
+            assert [score.reward for score in await hub.score([sample])] == [1]
 
 
 async def test_a_file_that_cannot_be_served_ends_the_service_with_the_reason(folder: Path) -> None:
