@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.service import importing
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
+from tests.support.fork_server import TESTS, folder_of_sockets
 from tests.support.ports import free_port
 
 # before torch is imported: a second thread on a busy core makes both slower
@@ -57,6 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if not given.isdecimal():
         raise pytest.UsageError(f"{SEED}: {given!r} is not a whole number; give one, or unset it for today's date")
     config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or given
+    os.environ[TESTS] = str(os.getpid())
+    shutil.rmtree(folder_of_sockets(), ignore_errors=True)  # of a process that was killed
+    folder_of_sockets().mkdir(mode=0o700)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if os.environ.get(TESTS) == str(os.getpid()):
+        shutil.rmtree(folder_of_sockets())
 
 
 @pytest.hookimpl(optionalhook=True)

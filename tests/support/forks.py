@@ -1,36 +1,129 @@
-"""Processes of the tests, forked from one that has torch and transformers imported, which is most of what they take to start."""
+"""Processes of the tests, forked from one that has imported what they take longest for: torch and transformers, or vLLM as well."""
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
+import pickle
+import select
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from filelock import FileLock
 
-from headrace.service import die_with_parent
+from headrace.cli import main
+from tests.support.fork_server import NUMBER, TESTS, folder_of_sockets
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
+ROOT = Path(__file__).parents[2]
+
+
+class Forked:
+    """A process, with the methods of `subprocess.Popen`. It is killed when nobody refers to this any more."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+        self._reading = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._connection], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        with self._reading:
+            if self.returncode is None:
+                status = self._connection.recv(NUMBER.size)
+                # its parent is gone, and took it along
+                self.returncode = os.waitstatus_to_exitcode(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def fork(
-    target: Callable[..., None], *arguments: Any, log: Path, environ: Mapping[str, str] | None = None
-) -> BaseProcess:
-    """A process that runs `target(*arguments)`, with `environ` beside its environment; what it says goes to `log`."""
-    process = _FORKSERVER.Process(target=_run, args=(target, arguments, str(log), dict(environ or {})), daemon=True)
-    process.start()
-    return process
+    target: Callable[..., None],
+    *arguments: Any,
+    log: Path | None = None,
+    talk: socket.socket | None = None,
+    environ: Mapping[str, str] | None = None,
+    kind: str = "trainer",
+) -> Forked:
+    """A process that runs `target(*arguments)`, with `environ` beside the environment of this one. What it says goes to `log`; `talk` is
+    its standard input and output. `kind` is one of `fork_server.IMPORTS`."""
+    request = pickle.dumps((target, arguments, {**os.environ, **(environ or {})}))
+    connection = _connected(kind)
+    with open(log or os.devnull, "ab") as file:
+        said = file.fileno() if log else 2
+        streams = [talk.fileno(), talk.fileno(), said] if talk else [file.fileno(), said, said]
+        socket.send_fds(connection, [NUMBER.pack(len(request))], streams)
+        connection.sendall(request)
+        (pid,) = NUMBER.unpack(connection.recv(NUMBER.size))
+    return Forked(connection, pid)
+
+
+def command(*arguments: str) -> None:
+    """The `headrace` command, as the life of a process."""
+    sys.argv = ["headrace", *arguments]
+    main()
+
+
+def _connected(kind: str) -> socket.socket:
+    """To the server of this kind, which the first who asks for it starts."""
+    path = folder_of_sockets() / kind
+    with FileLock(f"{path}.lock"):
+        server = None if path.exists() else _start(kind, path)
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+                if server is None or server.poll() is not None:
+                    raise AssertionError(path.with_suffix(".log").read_text()) from None
+                time.sleep(0.05)
+            else:
+                return connection
+
+
+def _start(kind: str, path: Path) -> subprocess.Popen[bytes]:
+    with path.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", kind, str(path), os.environ[TESTS]],
+            # it imports what is installed, not what the process that asks for it has in its place
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the tests
+        )
 
 
 @contextmanager
-def fork_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Path) -> Iterator[list[BaseProcess]]:
+def fork_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Path) -> Iterator[list[Forked]]:
     """So many processes with the environment that torchrun gives its ranks. Those that still run at the end are killed."""
+    from torch.distributed import TCPStore
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
         "WORLD_SIZE": str(count),
@@ -40,7 +133,7 @@ def fork_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Pa
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    ranks: list[BaseProcess] = []
+    ranks: list[Forked] = []
     try:
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -49,13 +142,4 @@ def fork_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Pa
     finally:
         for process in ranks:
             process.kill()
-            process.join()
-
-
-def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str, environ: dict[str, str]) -> None:
-    die_with_parent(signal.SIGKILL)
-    os.environ.update(environ)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    target(*arguments)
+            process.wait()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
 from headrace.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
+from tests.support.forks import command, fork
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +40,27 @@ def instead_of(folder: Path, **services: str) -> dict[str, str]:
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def forked(folder: Path) -> dict[str, str]:
+    """`instead_of`, for the real trainer and replicas without what they take to import."""
+    return instead_of(folder, trainer="forked_trainer", rollout="forked_rollout")
+
+
+def forked_trainer(config: Config) -> None:
+    _be_forked("trainer")
+
+
+def forked_rollout(config: Config) -> None:
+    _be_forked("engine")
+
+
+def _be_forked(kind: str) -> None:
+    """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
+    service = fork(command, *sys.argv[1:], kind=kind)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, _: service.send_signal(number))
+    sys.exit(service.wait())
 
 
 def idle_reward(config: Config) -> None:

@@ -11,18 +11,15 @@ from headrace.replay.connection import open_redis
 from tests.support.forks import fork
 
 
-async def keep_up(
-    url: str, run_id: str, model: Path, poison: int, most: int, deaths: list[int | None], log: Path
-) -> None:
+async def keep_up(url: str, run_id: str, model: Path, poison: int, most: int, deaths: list[int], log: Path) -> None:
     """Until cancelled. Exit codes go to `deaths`, what the processes say to `log`."""
     while True:
         process = fork(_run, url, run_id, str(model), poison, most, log=log)
         try:
-            await asyncio.to_thread(process.join)
+            deaths.append(await asyncio.to_thread(process.wait))
         except asyncio.CancelledError:
             process.kill()
             raise
-        deaths.append(process.exitcode)
 
 
 def _run(url: str, run_id: str, model: str, poison: int, most: int) -> None:

@@ -1,6 +1,6 @@
 """A replica as a process: a real vLLM engine, the buffer's client and the receiver. Does what the lines of its standard input ask for.
 
-Argument, as JSON: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
+Argument: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
 leaves the run it was in, `{"generate": {"ids": …, "max_tokens": …}}`, or `{"inject": …}`, a fault of the worker extension. Writes one
 JSON line for each event.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
-from headrace.service import die_with_parent
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.weight_receiver import WeightReceiver
 
@@ -101,13 +100,7 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         member.cancel()
 
 
-def main() -> None:
-    die_with_parent()
-    spec = json.loads(sys.argv[1])
+def main(spec: dict[str, Any]) -> None:
     config = Config.model_validate(spec["config"])
     with running_engine(config, spec["arguments"]) as engine:
         asyncio.run(serve(spec, config, engine))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from headrace.config import Config
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.trajectory import Group, Sampling, Score, Trajectory
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support.forks import command, fork
 from tests.support.source_model import SourceModel, Weights
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
@@ -69,19 +68,13 @@ class Policy(SourceModel):
 
 
 class Process:
-    """`headrace rollout` as its user starts it."""
+    """`headrace rollout`."""
 
     def __init__(self, folder: Path, config: dict[str, Any], name: str) -> None:
         file = folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config))
         self.log = folder / f"{name}.log"
-        with self.log.open("w") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(file)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self.popen = fork(command, "rollout", "--config", str(file), log=self.log, kind="engine")
         self.replica = ""
         self.http = httpx.AsyncClient(timeout=60)
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from headrace.replay import ReplayClient
 from headrace.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
-from tests.support.forks import fork, fork_ranks
+from tests.support.forks import Forked, fork, fork_ranks
 from tests.support.small_replica import repeated
 
 STEPS, PROMPTS = 4, 2
@@ -31,21 +30,21 @@ class Trainer:
 
     def __init__(self, settings: dict[str, Any], log: Path) -> None:
         self.settings, self.log = settings, log
-        self.processes: list[BaseProcess] = []
+        self.processes: list[Forked] = []
 
     @property
     def config(self) -> Config:
         return Config.model_validate(self.settings)
 
-    def start(self, fault: str = "none") -> BaseProcess:
+    def start(self, fault: str = "none") -> Forked:
         process = fork(dying_trainer.run, json.dumps(self.settings), fault, log=self.log)
         self.processes.append(process)
         return process
 
-    async def run(self, fault: str = "none") -> int | None:
+    async def run(self, fault: str = "none") -> int:
         return await ended(self.start(fault))
 
-    async def run_ranks(self, ranks: int, fault: str = "none") -> list[int | None]:
+    async def run_ranks(self, ranks: int, fault: str = "none") -> list[int]:
         """The exit code of each."""
         arguments = (json.dumps(self.settings), fault)
         with fork_ranks(ranks, dying_trainer.run, *arguments, log=self.log) as processes:
@@ -76,9 +75,8 @@ class Trainer:
         return Checkpoints(self.config.checkpoint_folder, self.config.checkpointing)
 
 
-async def ended(process: BaseProcess) -> int | None:
-    await asyncio.to_thread(process.join)
-    return process.exitcode
+async def ended(process: Forked) -> int:
+    return await asyncio.to_thread(process.wait)
 
 
 def check_history(trainer: Trainer, steps: int = STEPS, prompts: int = PROMPTS) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -18,8 +19,7 @@ def say(**fields: object) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(spec: dict[str, Any]) -> None:
     manifest = Manifest.decode(spec["manifest"])
     membership = GroupRank(
         group_id=spec["group_id"],
@@ -44,7 +44,3 @@ def main() -> None:
             say(event="received", sums=sums)
     except WeightChannelError as error:
         say(event="error", type=type(error).__name__, message=str(error), seconds=time.monotonic() - started)
-
-
-if __name__ == "__main__":
-    main()

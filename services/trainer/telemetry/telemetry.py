@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 # how long a tracker may take to catch up at the end; a stopped trainer has less time, before it is killed
 FINISH_S, STOP_S = 60.0, 10.0
-# Drawing the curves takes up to a second of a core that the training step could use: this many times as long passes before the next time.
+# Drawing the curves takes up to a second of a core that the training step could use: this many times as long passes before the next time,
+# and as many seconds before the first.
 DRAWING_PAUSES = 50
 
 
@@ -66,7 +67,7 @@ class Telemetry:
         self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[list[Line]] | None = None
-        self._draw_after = 0.0  # when the curves may be drawn again
+        self._draw_after = time.monotonic() + DRAWING_PAUSES  # when the curves may be drawn again
 
     def start(self) -> None:
         if self._settings.monitor_gpus:

@@ -19,6 +19,7 @@ from headrace.journal import JOURNAL, Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.data import digest_of, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
+from tests.support.forks import command, fork
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port
 
@@ -234,8 +235,8 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
     assert headrace("config", "check", config).returncode == 0
     data.write_text('{"input": "1+2", "output": "3"}\n')
-    for command in (("config", "check"), ("up",)):
-        said = refused(*command, config)
+    for words in (("config", "check"), ("up",)):
+        said = refused(*words, config)
         assert f"the prompts are not those that {folder}/checkpoints/step_2 was trained on" in said
         assert f"policy.model_name={folder}/checkpoints/step_2/policy\n" in said
     # without the tokenizer nobody knows what is left out
@@ -253,11 +254,12 @@ def broken_model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_that_the_trainer_cant_load_is_named(config: Path, broken_model: Path) -> None:
+def test_a_model_that_the_trainer_cant_load_is_named(config: Path, broken_model: Path, tmp_path: Path) -> None:
     """What vLLM says of one is in rollout/test_start.py."""
-    said = headrace_process("trainer", "--config", config, f"policy.model_name={broken_model}")
-    assert said.returncode == 1
-    assert str(broken_model) in said.stderr.splitlines()[-1]
+    log = tmp_path / "log"
+    arguments = ("trainer", "--config", str(config), f"policy.model_name={broken_model}")
+    assert fork(command, *arguments, log=log).wait() == 1
+    assert str(broken_model) in log.read_text().splitlines()[-1]
 
 
 @pytest.mark.nightly  # the words of an environment end one in test_up.py by day

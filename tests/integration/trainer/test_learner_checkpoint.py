@@ -156,12 +156,12 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     try:
         deadline = time.monotonic() + 120
         while checkpoints.newest() is None or not [*tmp_path.glob(f".unfinished-step_*/{stage}/*")]:
-            assert process.is_alive(), log.read_text()
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.001)
     finally:
         process.kill()
-        process.join()
+        process.wait()
     newest = checkpoints.newest()
     assert newest is not None
     assert checkpoints.state(newest).version == newest
@@ -179,9 +179,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
 def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, limit: int) -> None:
     """Policy and value model take 2.1 MB each, their optimizers twice that."""
     log = tmp_path / "log"
-    process = fork(train_and_save, tiny_model, tmp_path, limit, log=log)
-    process.join()
-    assert process.exitcode == 1
+    assert fork(train_and_save, tiny_model, tmp_path, limit, log=log).wait() == 1
     last = log.read_text().strip().splitlines()[-1]
     assert "ServiceError: can't write a checkpoint" in last
     assert "the earlier ones are untouched. Free space there" in last

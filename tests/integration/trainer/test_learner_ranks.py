@@ -30,8 +30,7 @@ def two_ranks(tiny_model: Path, teacher: Path, tmp_path_factory: pytest.TempPath
     log = folder / "log"
     with fork_ranks(2, run_rank, tiny_model, teacher, folder, log=log) as ranks:
         for rank in ranks:
-            rank.join()
-            assert rank.exitcode == 0, log.read_text()
+            assert rank.wait() == 0, log.read_text()
     return folder
 
 

@@ -111,7 +111,6 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         frozen = trainer.start("frozen_in_checkpoint:4")
-        assert frozen.pid is not None
         await asyncio.to_thread(eventually, lambda: is_stopped(frozen.pid), 120)
         assert await trainer.run() == 0, trainer.said()
         os.kill(frozen.pid, signal.SIGCONT)

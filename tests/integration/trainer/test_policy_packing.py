@@ -273,8 +273,7 @@ def test_two_ranks_with_micro_batches_of_their_own_give_the_gradient_of_all(
     log = tmp_path / "log"
     with fork_ranks(2, run_rank, models["qwen2"], tmp_path, log=log) as ranks:
         for rank in ranks:
-            rank.join()
-            assert rank.exitcode == 0, log.read_text()
+            assert rank.wait() == 0, log.read_text()
     _, expected = alone(models["qwen2"], groups())
     for mode in MODES:
         gradients = torch.load(tmp_path / f"{mode}.pt")

@@ -64,8 +64,7 @@ def run(count: int, target: Any, *arguments: Any, folder: Path) -> list[dict[str
     log = folder / "log"
     with fork_ranks(count, target, *arguments, folder, log=log) as ranks:
         for rank in ranks:
-            rank.join()
-            assert rank.exitcode == 0, log.read_text()
+            assert rank.wait() == 0, log.read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -12,8 +12,8 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support import refit_replica
+from tests.support.forks import Forked, fork
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 
-ROOT = Path(__file__).parents[3]
 PATIENCE_S = 400.0  # for an engine to start on a busy machine
 TIMELINE = "timeline-1"
 # what float32 on two implementations differs by is about 3e-6; a refit that went wrong differs by 1e-2 and more
@@ -55,20 +56,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(lo
 class Replica:
     """A process with an engine, which takes part in one run after the other."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, process: Forked, said: asyncio.StreamReader, asked: asyncio.StreamWriter) -> None:
+        self.process, self._said, self._asked = process, said, asked
 
     async def expect(self, event: str) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                line = await self.process.stdout.readline()
-                assert line, f"the replica ended with {await self.process.wait()}"
+                line = await self._said.readline()
+                assert line, f"the replica ended with {self.process.wait()}"
                 if line.startswith(b"{") and (said := json.loads(line))["event"] == event:
                     return said
 
     async def _ask(self, **what: Any) -> None:
-        self.process.stdin.write(json.dumps(what).encode() + b"\n")
-        await self.process.stdin.drain()
+        self._asked.write(json.dumps(what).encode() + b"\n")
+        await self._asked.drain()
 
     async def join(self, run_id: str, name: str) -> None:
         await self._ask(join={"run_id": run_id, "replica": name})
@@ -95,14 +96,12 @@ class Replica:
             os.kill(pid, signum)
 
     async def stop(self) -> None:
-        if self.process.returncode is None:
-            self.process.stdin.close()
-            try:
-                async with asyncio.timeout(20):
-                    await self.process.wait()
-            except TimeoutError:
-                self.process.kill()
-                await self.process.wait()
+        self._asked.close()
+        try:
+            await asyncio.to_thread(self.process.wait, 20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def settings(model: Path, *, recompute: bool = True, precision: str = "float32", workers: int = 1) -> dict[str, Any]:
@@ -152,18 +151,10 @@ class Engines:
             config["policy"] |= policy or {}
             arguments = FAULTY if name in ("faulty", "parallel", "adapter") else {}
             spec = {"config": config, "redis_url": self._redis_url, "arguments": arguments}
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tests.support.refit_replica",
-                json.dumps(spec),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                limit=2**24,
-            )
-            self._started[name] = Replica(process)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = fork(refit_replica.main, spec, talk=theirs, kind="engine")
+            self._started[name] = Replica(process, *await asyncio.open_connection(sock=ours, limit=2**24))
         return self._started[name]
 
     async def stop(self) -> None:

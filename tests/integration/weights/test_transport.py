@@ -25,6 +25,8 @@ from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
 from headrace_services.weight_channel.checksum import checksum
 from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
+from tests.support import weight_peer
+from tests.support.forks import fork
 
 SECRET = bytes(range(32))
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
@@ -36,18 +38,16 @@ class Peer:
     """A receiver process and what it said so far."""
 
     def __init__(self, spec: dict[str, object]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.weight_peer", json.dumps(spec)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ},
-        )
+        self._talk, theirs = socket.socketpair()
+        with theirs:
+            self.process = fork(weight_peer.main, spec, talk=theirs)
         self.said: queue.Queue[dict] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for line in self.process.stdout:
-            self.said.put(json.loads(line))
+        with self._talk, self._talk.makefile() as lines:
+            for line in lines:
+                self.said.put(json.loads(line))
 
     def expect(self, event: str) -> dict:
         while True:
@@ -59,7 +59,6 @@ class Peer:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
 
 
 class Fleet:

@@ -36,8 +36,20 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """One that has gone on for a while."""
+    with monkeypatch.context() as before:
+        before.setattr(module, "DRAWING_PAUSES", 0)
+        return Run(tmp_path)
+
+
+async def test_a_run_that_has_just_begun_is_not_drawn_before_its_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step()
+    await run.drawn()
+    assert not run.page.exists()
+    await run.telemetry.draw_end()
+    assert run.page.exists()
 
 
 async def test_it_is_drawn_without_a_validation_and_once_until_its_pauses_are_over(

@@ -1,0 +1,127 @@
+"""A process that imports what takes long, and forks processes of the tests from itself: each of them begins where those imports end.
+
+    python -m tests.support.fork_server KIND SOCKET PID
+
+One of each kind of `IMPORTS` serves all processes that share the tests, and ends with process PID, which started those. `forks.py` asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from headrace.service import die_with_parent, importing
+
+IMPORTS = {
+    "trainer": (
+        "headrace_services.trainer.main",
+        "transformers.models.qwen2.modeling_qwen2",
+        "tests.support.dying_trainer",
+        "pydantic.v1",
+        "uvicorn",
+    ),
+    "engine": (
+        "headrace_services.rollout.main",
+        "vllm.engine.arg_utils",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen2",
+    ),
+}
+TESTS = "TEST_RUN_PID"  # a variable: the process that started the tests, with which the servers end
+# Before a request, which is `target, arguments, environ`; and its answers: the process id, then what `os.waitpid` says of its end.
+NUMBER = struct.Struct("!I")
+
+
+def folder_of_sockets() -> Path:
+    return Path(tempfile.gettempdir(), f"fork-servers-{os.environ[TESTS]}")
+
+
+def main(kind: str, path: str, starter: str) -> None:
+    selector = selectors.DefaultSelector()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(100)  # who asks during the imports waits for them
+        with importing():
+            for name in IMPORTS[kind]:
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a child's collector neither looks through all of this nor copies its pages
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(os.pidfd_open(int(starter)), selectors.EVENT_READ)
+        while True:
+            key, _ = selector.select()[0]  # the others are found again
+            if key.fileobj is listener:
+                _serve(listener.accept()[0], selector)
+            elif key.data is None:
+                return  # and so do the children: their parent ends
+            else:
+                _end(*key.data, selector, gone=isinstance(key.fileobj, socket.socket))
+
+
+def _serve(client: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Fork what the client asks for. It ends by itself, or when the client goes away."""
+    with contextlib.suppress(ConnectionError, struct.error), client.makefile("rb") as file:
+        head, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
+        request = file.read(*NUMBER.unpack(head))
+        pid = os.fork()
+        if not pid:
+            _run(request, streams)
+        for stream in streams:
+            os.close(stream)
+        descriptor = os.pidfd_open(pid)
+        for source in (client, descriptor):
+            selector.register(source, selectors.EVENT_READ, (pid, descriptor, client))
+        client.sendall(NUMBER.pack(pid))
+
+
+def _end(pid: int, descriptor: int, client: socket.socket, selector: selectors.BaseSelector, *, gone: bool) -> None:
+    """A process has ended, or its client is gone."""
+    if gone:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    selector.unregister(client)
+    selector.unregister(descriptor)
+    os.close(descriptor)
+    with contextlib.suppress(ConnectionError), client:
+        client.sendall(NUMBER.pack(status))
+
+
+def _run(request: bytes, streams: list[int]) -> None:
+    """The life of a child; it ends as a process of its own interpreter would."""
+    die_with_parent(signal.SIGKILL)
+    code = 1
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        target, arguments, environ = pickle.loads(request)
+        os.environ.clear()
+        os.environ.update(environ)
+        target(*arguments)
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)  # noqa: T201
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
