@@ -29,6 +29,8 @@ from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.recent import Recent
 
 _DESCRIBE_TIMEOUT_S = 1.0
+# For how long an episode waits for the end of another. Its runner's clocks run meanwhile.
+ROOM_WAIT_S = 10.0
 # Trajectories of a built-in environment for each worker, the one that it is at included.
 _AHEAD_OF_A_WORKER = 16
 RESULTS = prometheus_client.Counter(
@@ -123,6 +125,7 @@ class RemoteBackend:
         self._sent = 0  # trajectories that are with it
         self._calls = 0
         self._episodes = 0  # that are with it
+        self._freed = asyncio.Event()  # wakes those that wait for the end of one
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -163,9 +166,9 @@ class RemoteBackend:
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """How the episode ended, within `timeout_s`. Does not raise. Cancelled, it cancels the program."""
-        problem = await self._unreachable()
-        if problem is None and self._description is not None and self._episodes >= self._description.episodes:
-            problem = f"{self._target} runs {self._episodes} episodes, which is all that it runs at a time"
+        began = time.monotonic()
+        problem = await self._unreachable() or await self._full(min(timeout_s, ROOM_WAIT_S))
+        timeout_s -= time.monotonic() - began
         if problem is not None or self._description is None:
             return ended(trajectory_pb2.STATUS_NOT_STARTED, problem or "", self._name)
         description = self._description
@@ -179,6 +182,8 @@ class RemoteBackend:
             return episode_pb2.EpisodeOutcome(result=self._failure(error, timeout_s))
         finally:
             self._episodes -= 1
+            self._freed.set()
+            self._freed.clear()
         return accepted_outcome(response.outcome, self._name, description)
 
     async def aclose(self) -> None:
@@ -192,6 +197,16 @@ class RemoteBackend:
         stated.CopyFrom(description)
         stated.capacity = self._env.max_batch_size
         return stated
+
+    async def _full(self, within_s: float) -> str | None:
+        """Why it begins no further episode, or None as soon as it has room for one."""
+        until = time.monotonic() + within_s
+        while (description := self._description) is not None and self._episodes >= description.episodes:
+            try:
+                await asyncio.wait_for(self._freed.wait(), until - time.monotonic() if description.episodes else 0)
+            except TimeoutError:
+                return f"{self._target} runs {self._episodes} episodes, which is all that it runs at a time"
+        return None
 
     async def _unreachable(self) -> str | None:
         """Why nothing can be sent, or None: the channel is connected, to a process whose capacity is known."""

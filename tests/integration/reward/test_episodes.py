@@ -23,6 +23,7 @@ from headrace.errors import ServiceError
 from headrace.scripted_policy import ScriptedPolicy, Session
 from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace.wire import episode_to_wire, outcome_from_wire
+from headrace_services.reward import hub as hub_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub, until
@@ -285,7 +286,9 @@ async def test_a_served_environment_without_a_program_says_so_before_anything_is
         assert (await score(hub, episode())).status == "NOT_STARTED"
 
 
-async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it_runs() -> None:
+async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun, go, seen = asyncio.Event(), asyncio.Event(), 0
 
     async def play(_: episode_pb2.Episode) -> episode_pb2.EpisodeOutcome:
@@ -301,15 +304,20 @@ async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it
     ):
         first = asyncio.create_task(score(hub, episode()))
         await begun.wait()
-        full = await score(hub, episode())
+        with monkeypatch.context() as patched:
+            patched.setattr(hub_module, "ROOM_WAIT_S", 0.01)
+            full = await score(hub, episode())
         assert (full.status, full.message) == (
             "NOT_STARTED",
             f"{target} runs 1 episodes, which is all that it runs at a time",
         )
+        waiting = [asyncio.create_task(score(hub, episode())) for _ in range(2)]  # each for the one before
+        await hub.environments()
+        assert seen == 1
         go.set()
-        assert (await first).reward == 1
+        assert [(await each).reward for each in (first, *waiting)] == [1, 1, 1]
         assert (await score(hub, episode())).reward == 1
-        assert seen == 2
+        assert seen == 4
 
 
 @pytest.mark.parametrize(
