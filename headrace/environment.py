@@ -70,9 +70,7 @@ class Environment:
     description: str = ""  # one line
     concurrency: int = 16
     max_batch_size: int = 64  # samples in one call of `score_batch`
-    episodes: int = (
-        256  # calls of `episode` at a time; a runner has up to 128 open: `agents.slots`, and as many of validations
-    )
+    episodes: int = 256  # calls of `episode` at a time; by default a runner opens 128
     deterministic: bool = False  # equal samples get equal rewards, whatever is scored before or beside them
     reward_min: float | None = None  # no reward is below; one that is becomes FAILED. None: no bound
     reward_max: float | None = None

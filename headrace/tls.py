@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import ssl
 from pathlib import Path
 
@@ -92,17 +91,10 @@ def trusting(authorities: str | None, file: Path) -> dict[str, str]:
     all. Empty without `authorities`. Raises `ConfigError`."""
     if authorities is None:
         return {}
+    import certifi
+
     client_context(authorities)
-    known = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile or _certifi()
-    sources = [known, authorities] if known else [authorities]
-    file.write_bytes(b"\n".join(Path(source).read_bytes() for source in sources))
+    # SSL_CERT_FILE, if that is set and there, or the machine's own
+    known = ssl.get_default_verify_paths().cafile or certifi.where()
+    file.write_bytes(b"\n".join(Path(source).read_bytes() for source in (known, authorities)))
     return dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(file))
-
-
-def _certifi() -> str | None:
-    """Whom requests and httpx trust where the machine has no file of authorities."""
-    try:
-        import certifi
-    except ImportError:
-        return None
-    return certifi.where()

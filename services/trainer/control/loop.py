@@ -77,9 +77,8 @@ class Loop:
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
         # the weights: their version, and the progress made with it
         self._version = resumed.version
-        self._saved = (
-            resumed.version if resumed.version > 0 else None
-        )  # the newest checkpoint, published or being written
+        # the newest checkpoint, published or being written
+        self._saved = resumed.version if resumed.version > 0 else None
         self._saved_in_time = False
         self._reply: Reservation | Waiting | End | None = None
         self._reward: float | None = None
