@@ -8,7 +8,6 @@ One of each kind of `IMPORTS` serves all processes that share the tests, and end
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import pickle
@@ -54,11 +53,9 @@ def main(kind: str, path: str, starter: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(100)  # who asks during the imports waits for them
-        with importing():
+        with importing():  # frozen, so that a child's collector does not copy all of this
             for name in IMPORTS[kind]:
                 importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # a child's collector neither looks through all of this nor copies its pages
         selector.register(listener, selectors.EVENT_READ)
         selector.register(os.pidfd_open(int(starter)), selectors.EVENT_READ)
         while True:

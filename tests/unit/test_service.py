@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import socket
+import weakref
 
 import pytest
 
-from headrace.service import importing
+from headrace.service import bind, importing
+
+
+def test_what_is_garbage_before_an_import_is_not_kept() -> None:
+    class Node:
+        itself: Node
+
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    del node
+    with importing():
+        pass
+    try:
+        gc.collect()
+        assert gone() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_what_was_imported_is_not_looked_through_by_later_collections() -> None:
+    before = gc.get_freeze_count()
+    with importing():
+        imported = [[] for _ in range(1000)]
+    try:
+        assert gc.get_freeze_count() >= before + len(imported)
+        assert not any(each is imported for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_garbage_is_not_collected_while_much_is_imported_and_is_again_afterwards() -> None:
@@ -18,3 +49,16 @@ def test_garbage_is_not_collected_while_much_is_imported_and_is_again_afterwards
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
+
+
+async def test_an_answer_in_two_parts_does_not_wait_for_its_reader_to_acknowledge_the_first() -> None:
+    accepted = asyncio.get_running_loop().create_future()
+    with bind("127.0.0.1", 0, "port") as sock:
+        server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=sock)
+        async with server:
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            served = await accepted
+            own = served.get_extra_info("socket")
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for end in (served, writer):
+                end.close()
