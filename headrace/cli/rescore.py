@@ -19,7 +19,7 @@ from headrace.addresses import LOOPBACK, target_is_local, with_port
 from headrace.asking import ask
 from headrace.cli import runs
 from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
-from headrace.cli.served_file import environment_at, served_file
+from headrace.cli.served_file import environment_at
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.credentials import credentials_of
@@ -168,8 +168,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
     running = load_entry_point("headrace.tools", "hub", extra="reward")
     async with contextlib.AsyncExitStack() as stack:
         if environment.is_started:
-            served = await stack.enter_async_context(served_file(str(environment.target)))
-            environment = environment.model_copy(update={"target": served.address})
+            environment = environment.model_copy(update={"port": 0})  # a process of this hub's own, not the run's
         here = {"host": LOOPBACK, "port": 0, "http_port": 0, "address": None}
         alone = config.model_copy(
             update={
