@@ -7,8 +7,8 @@ One replica of the tiny model (random weights), a buffer, and a runner with its 
 (`benchmarks.agents_programs`). Each asks five times, appends what it was told, and asks again; 64 are open at a time. Through the gateway a
 call is rendered, sampled, parsed and kept in the buffer. Directly it is sampled alone: the same process, with the same client, sends the
 requests to sample that the gateway made, with their tokens and seeds, 64 conversations at a time, each in its order. The prefix cache is
-emptied in between. With random weights almost every answer has tokens that are no text, so that almost every later call has two
-conversations rendered: the worst case.
+emptied in between. The two take turns, since a machine's speed changes; the first round warms up and does not count. With random weights
+almost every answer has tokens that are no text, so that almost every later call has two conversations rendered: the worst case.
 
 Then the weights are sent again and again: with no runner, beside fifty that are registered and wait for work in a process of their own
 (`benchmarks.idle_runners`), and with none again. Last, programs are opened that wait after their first call, and the memory of this process
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import logging
@@ -62,6 +63,7 @@ from headrace_services.trainer.data import arithmetic
 from headrace_services.trainer.demo_models import tiny
 
 CALLS, AT_A_TIME, N = 5, 64, 16
+EPISODES, ROUNDS = 256, 4
 OPEN = 1008  # whole groups of 16
 NEW_TOKENS, CONTEXT = 16, 512
 ENVIRONMENT = "talk"
@@ -94,6 +96,8 @@ class ProgramsProcess:
                 reading.cancel()
 
     async def do(self, **job: object) -> None:
+        if self._process.returncode is not None:
+            raise SystemExit("the programs have ended")
         number = next(self._ids)
         self._done[number] = asyncio.get_running_loop().create_future()
         assert self._process.stdin is not None
@@ -156,9 +160,23 @@ class CpuTimes:
 class Road:
     """Some calls that went the same way: wall seconds, and CPU seconds by process."""
 
-    name: str
     seconds: float
     cpu_s: dict[str, float]
+
+
+@dataclasses.dataclass
+class Round:
+    """The same calls on both roads, and the share of the tokens of later turns that the prefix cache had."""
+
+    calls: int
+    through: Road
+    directly: Road
+    cached: float
+
+    @property
+    def share(self) -> float:
+        """Of the calls a second to the replica, those through the gateway."""
+        return self.directly.seconds / self.through.seconds
 
 
 class Run:
@@ -170,11 +188,17 @@ class Run:
         self.replica = replica
         self.timeline = "benchmark"
         self.version = -1
+        self.groups: list[Group] = []
         self._source = source
         self._sender = WeightSender(config, replay)
 
     async def aclose(self) -> None:
         await self._sender.aclose()
+
+    async def enqueue(self, step: int) -> None:
+        """Queue the groups of a step."""
+        count = self.config.algorithm.num_prompts_per_step
+        await self.replay.enqueue(self.groups[step * count : (step + 1) * count], self.timeline)
 
     async def begin(self) -> None:
         """Return once the replica has been sent its weights."""
@@ -216,8 +240,8 @@ class Run:
                     await running
                     await fleet.aclose()
 
-    async def both_roads(self, programs: ProgramsProcess, cpu: CpuTimes) -> tuple[list[Road], int, float]:
-        """Through the gateway, and directly; the calls of each; the share of the tokens of later turns that the prefix cache had."""
+    async def both_roads(self, step: int, programs: ProgramsProcess, cpu: CpuTimes) -> Round:
+        """Play the groups of a step, first through the gateway."""
         heard: list[tuple[SampleRequest, Sampled]] = []
         Listening.heard = heard
 
@@ -225,17 +249,19 @@ class Run:
             await programs.talk(episode, CALLS)
 
         async def all_read() -> list[EpisodeTrajectory]:
-            while not isinstance(batch := await self.replay.reserve(0, self.timeline), Reservation):
+            while not isinstance(batch := await self.replay.reserve(step, self.timeline), Reservation):
                 await self.replay.wait_ready(1.0)
             read = await self.replay.read([one.key for one in batch.trajectories])
             return [trajectory for trajectory, _ in read if isinstance(trajectory, EpisodeTrajectory)]
 
+        await self.enqueue(step)
         async with self.playing(five_times, Listening):
             before, started = cpu.now(), time.perf_counter()
             episodes = await all_read()
-            through = Road("through the gateway", time.perf_counter() - started, _spent(before, cpu))
+            through = Road(time.perf_counter() - started, _spent(before, cpu))
         known = set(heard_contexts := [tuple(context) for each in episodes for context in contexts(each)])
         assert {request.token_ids for request, _ in heard} == known, "the record is not what the replica was asked"
+        await self.replay.commit(step + 1, self.timeline)
         await self.refit()
         (replica,) = await self.replay.replicas()
         places = asyncio.Semaphore(AT_A_TIME)
@@ -250,11 +276,13 @@ class Run:
 
         before, started = cpu.now(), time.perf_counter()
         await asyncio.gather(*map(again, episodes))
-        directly = Road("to the replica", time.perf_counter() - started, _spent(before, cpu))
+        directly = Road(time.perf_counter() - started, _spent(before, cpu))
         first = {tuple(contexts(each)[0]) for each in episodes}
         later = [(request, sampled) for request, sampled in heard if request.token_ids not in first]
         cached = sum(sampled.cached_tokens for _, sampled in later)
-        return [through, directly], len(heard_contexts), cached / sum(len(request.token_ids) for request, _ in later)
+        return Round(
+            len(heard_contexts), through, directly, cached / sum(len(request.token_ids) for request, _ in later)
+        )
 
     async def memory(self, programs: ProgramsProcess) -> tuple[int, float]:
         """Episodes that are open at once, each with a call behind it, and KiB of this process for each."""
@@ -269,6 +297,7 @@ class Run:
                 all_asked.set()
             await over.wait()
 
+        await self.enqueue(0)
         process = psutil.Process()
         before = process.memory_info().rss
         async with self.playing(asks_and_waits) as runner:
@@ -320,7 +349,7 @@ def contexts(episode: EpisodeTrajectory) -> list[list[int]]:
     return found
 
 
-def groups(count: int, prompts: Sequence[Int32], eos: int) -> list[Group]:
+def groups(prompts: Sequence[Int32], eos: int) -> list[Group]:
     return [
         Group(
             id=f"e0-train-{order}",
@@ -329,19 +358,19 @@ def groups(count: int, prompts: Sequence[Int32], eos: int) -> list[Group]:
             task_name=ENVIRONMENT,
             env_name=ENVIRONMENT,
             messages=({"role": "user", "content": arithmetic.text(pair)},),
-            prompt_token_ids=prompts[order],
+            prompt_token_ids=prompt,
             extra_env_info={},
             dataset_index=order,
             n=N,
             sampling=Sampling(1.0, NEW_TOKENS, stop_token_ids=(eos,)),
         )
-        for order, pair in enumerate(arithmetic.held_out(2)[:count])
+        for order, (pair, prompt) in enumerate(zip(arithmetic.held_out(2), prompts, strict=True))
     ]
 
 
 @contextlib.asynccontextmanager
 async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -> AsyncIterator[tuple[Run, Path]]:
-    """A run whose replica is ready and whose groups are queued; and its configuration's file."""
+    """A run whose replica is ready; and its configuration's file."""
     model = folder / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
@@ -390,7 +419,7 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
             torch.tensor(tiny.prompt_ids(tokenizer, arithmetic.text(pair)), dtype=torch.int32).numpy()
             for pair in arithmetic.held_out(2)
         ]
-        await replay.enqueue(groups(prompts_per_step, prompts, tokenizer.eos_token_id), one.timeline)
+        one.groups = groups(prompts, tokenizer.eos_token_id)
         yield one, file
     finally:
         await one.aclose()
@@ -402,11 +431,12 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
 async def measure(folder: Path, redis_url: str, buffer_pid: int) -> None:
     console = Console(file=sys.stdout, width=140)
     async with ProgramsProcess.started() as programs:
-        async with run(folder, redis_url, 256 // N, AT_A_TIME) as (one, file):
+        async with run(folder, redis_url, EPISODES // N, AT_A_TIME) as (one, file):
             cpu = CpuTimes(programs.pid, one.replica, buffer_pid)
-            roads, calls, cached = await one.both_roads(programs, cpu)
+            _, *rounds = [await one.both_roads(step, programs, cpu) for step in range(1 + ROUNDS)]
             alone, beside = await one.refits(file)
-        console.print(_table(roads, calls))
+        console.print(_table(rounds))
+        cached = statistics.mean(each.cached for each in rounds)
         console.print(f"of the tokens that later turns continue, {cached:.2f} were in the prefix cache")
         console.print(
             f"a refit: {1000 * alone:.0f} ms with no runner, {1000 * beside:.0f} ms beside {RUNNERS}, medians of {2 * REFITS} and {REFITS}"
@@ -416,27 +446,38 @@ async def measure(folder: Path, redis_url: str, buffer_pid: int) -> None:
         console.print(f"{opened} episodes open: {kib:.0f} KiB each, {opened * kib / 1024:.0f} MiB")
 
 
-def _table(roads: Sequence[Road], calls: int) -> Table:
+def _table(rounds: Sequence[Round]) -> Table:
+    calls = sum(each.calls for each in rounds)
     table = Table(
-        title=f"{calls} calls, {CALLS} an episode, {AT_A_TIME} episodes at a time; CPU milliseconds of a call"
+        title=f"{len(rounds)} times {rounds[0].calls} calls, {CALLS} an episode, {AT_A_TIME} episodes at a time; CPU milliseconds of a call"
     )
-    for column in ("", "calls/s", *roads[0].cpu_s, "all"):
+    processes = list(rounds[0].through.cpu_s)
+    for column in ("", "calls/s", *processes, "all"):
         table.add_column(column, justify="right")
-    for road in roads:
-        spent = [1000 * seconds / calls for seconds in (*road.cpu_s.values(), sum(road.cpu_s.values()))]
-        table.add_row(road.name, f"{calls / road.seconds:.0f}", *(f"{each:.2f}" for each in spent))
-    through, directly = roads
-    cpu = sum(directly.cpu_s.values()) / sum(through.cpu_s.values())
-    table.add_row("share", f"{directly.seconds / through.seconds:.2f}", *("" for _ in through.cpu_s), f"{cpu:.2f}")
+    total = {}
+    for name, roads in (
+        ("through the gateway", [each.through for each in rounds]),
+        ("to the replica", [each.directly for each in rounds]),
+    ):
+        spent = [1000 * sum(road.cpu_s[process] for road in roads) / calls for process in processes]
+        total[name] = sum(spent)
+        rate = calls / sum(road.seconds for road in roads)
+        table.add_row(name, f"{rate:.0f}", *(f"{each:.2f}" for each in spent), f"{sum(spent):.2f}")
+    through, directly = total.values()
+    shares = sorted(each.share for each in rounds)
+    middle = f"{statistics.median(shares):.2f} ({shares[0]:.2f}-{shares[-1]:.2f})"
+    table.add_row("share", middle, *("" for _ in processes), f"{directly / through:.2f}")
     return table
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a runner's process imports no torch, whose objects each collection would scan
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name, buffer(Path(name) / "buffer") as server:
         tiny.make(Path(name) / "model", warmup=False)
         asyncio.run(measure(Path(name), server.url, server.pid))
+    gc.unfreeze()  # nanobind reports what is not collected at exit as leaks
 
 
 if __name__ == "__main__":
