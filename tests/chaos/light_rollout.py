@@ -127,6 +127,14 @@ class LightReplica(SmallReplica):
                 self._refit = asyncio.create_task(self._install(epoch))
 
     async def _install(self, epoch: Epoch) -> None:
+        try:
+            await self._receive_and_prove(epoch)
+        finally:
+            if self._torn:  # as the real replica does: a call must not wait for weights that may never come
+                for call in self._calls:
+                    call.cancel()
+
+    async def _receive_and_prove(self, epoch: Epoch) -> None:
         """What is being written goes on with the new weights once they are proved; what is written until then is of the old ones."""
         self._whole.clear()
         self.weights, self._torn = None, True

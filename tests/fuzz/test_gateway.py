@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import pytest
 
 from headrace.trajectory import episode_record
 from tests.fuzz.mutation import Mutator
@@ -49,6 +50,7 @@ def written(value: Any, mutator: Mutator) -> bytes:
     return mutator.bytes(body) if mutator.random.random() < 0.3 else body
 
 
+@pytest.mark.timeout(0)  # as long as so many requests take
 async def test_malformed_requests(messages: int, session_seed: int) -> None:
     mutator = Mutator(Random(session_seed))
     statuses = set()

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from headrace.replay import Ended, Reservation
+from headrace.replay.calls import WRITTEN
 from headrace.trajectory import Group
 from tests.properties.caller import Caller, deliveries, lateness, promptly
 from tests.support.buffer import make_group
@@ -51,8 +52,8 @@ class TrainerRules(Caller):
         missing = [g for g in self.made[: self.model.enqueued + 1] if g.id not in trained]
         missing = missing[lost:]
         timeline = self.model.timeline
-        for start in range(0, len(missing), 60):
-            self.call("enqueue", missing[start : start + 60], timeline, True, how=how)
+        for start in range(0, len(missing), WRITTEN):  # each is one call to the server
+            self.call("enqueue", missing[start : start + WRITTEN], timeline, True, how=how)
         if finish:
             self.call("refilled", timeline, how=how)
 
