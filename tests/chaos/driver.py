@@ -293,10 +293,11 @@ class Driver:
 
     def _keep_pace(self) -> None:
         """Slow down when the prompts would run out before the faults do."""
-        steps = self.shape.prompts // self.shape.prompts_per_step
-        at = self._glance.next_step if self._glance else 0
+        prompts, used = self.shape.prompts, 0
+        if self._glance:
+            used = self._glance.next_step * self.shape.prompts_per_step + self._glance.untrained
         left = [fault for fault in self.plan[self._undone :] if fault.phase != "closed"]
-        room = (steps - at) / len(left) if left else 0.0
+        room = (prompts - used) / self.shape.prompts_per_step / len(left) if left else 0.0
         pace = 0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0
         if pace != self._conduct.pace:
             self._conduct.tell(pace=pace)

@@ -32,7 +32,8 @@ Login = tuple[str, str] | tuple[()]
 class Glance:
     """The buffer at one moment. `leases`: groups that a replica generates; `scoring`: trajectories that a scorer has.
     `trained`: the highest step whose metrics were published, -1 before any. `closed`: no more prompts will come. `refill`: prompts are
-    still to be queued again. `validating`: groups of a validation that have no end yet."""
+    still to be queued again. `validating`: groups of a validation that have no end yet. `untrained`: prompts of training that ended as
+    failed or filtered."""
 
     timeline: str
     incarnation: str
@@ -45,6 +46,7 @@ class Glance:
     closed: bool
     refill: bool
     validating: int
+    untrained: int
 
     def shows(self, phase: Phase) -> bool:
         """Whether the run is in `phase` (a checkpoint is seen on the disk, not here)."""
@@ -129,8 +131,8 @@ class Buffer:
         pipe = self._redis.pipeline(transaction=False)
         pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken:paced").hget(base + "epoch", "state")
         pipe.hmget(base + "counts", "validation:queued", "validation:open", "validation:scoring")
-        pipe.xrevrange(f"{self.key}:metrics", count=8)
-        open_, orphans, scoring, epoch, validating, metrics = await pipe.execute()
+        pipe.bitcount(base + "ended").xrevrange(f"{self.key}:metrics", count=8)
+        open_, orphans, scoring, epoch, validating, untrained, metrics = await pipe.execute()
         if self._played:  # then a group is being scored that has some of its rewards
             leased = await self._redis.zrange(base + "leases", 0, -1)
             scored = [await self._redis.hget(base.encode() + b"g:" + id_, "scored") for id_ in leased]
@@ -148,6 +150,7 @@ class Buffer:
             fields[4] == b"1",
             fields[5] == b"1",
             sum(int(count or 0) for count in validating),
+            untrained,
         )
 
     async def clock(self) -> float:

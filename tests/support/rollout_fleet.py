@@ -105,9 +105,9 @@ class Process:
         return pids[1:]
 
     def engine(self) -> int:
-        """Process id of vLLM's engine."""
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.children()}
-        return next(pid for pid, command in commands.items() if "EngineCore" in command)
+        """Process id of vLLM's engine, the only child; it can't be told by its name, which one that was forked does not get."""
+        (engine,) = self.children()
+        return engine
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.popen.wait, 60)

@@ -22,6 +22,7 @@ from headrace.replay.connection import open_redis
 from headrace.replica_client import ReplicaClient, ReplicaFenced, SampleRequest
 from headrace.service import EXIT_INTERNAL_ERROR
 from tests.fuzz.mutation import Mutator
+from tests.support.buffer import tighten
 from tests.support.rollout_fleet import LONG, LONGEST, PROMPT, Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -34,17 +35,17 @@ IN_FLIGHT = {
         "recompute_kv_cache_after_weight_updates": True,
     }
 }
-LIMITS = Limits(
+LIMITS = Limits(  # times so long that no replica counts as dead because the machine stood still
     prompts_per_step=2,
     generations_per_prompt=2,
     max_age=50,
     staleness_policy="ordered",
     max_attempts=3,
     max_scoring_attempts=3,
-    lease_s=10.0,
+    lease_s=120.0,
     group_deadline_s=600.0,
     scoring_deadline_s=600.0,
-    replica_dead_s=10.0,
+    replica_dead_s=120.0,
     max_bytes=2**30,
 )
 
@@ -279,6 +280,7 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
 async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(
     fleet: Fleet, first: Process, second: Process
 ) -> None:
+    await tighten(fleet.replay, LIMITS, lease_s=5.0, replica_dead_s=5.0)
     os.kill(second.popen.pid, signal.SIGSTOP)  # so that the first takes the group
     group = await fleet.enqueue(tokens=LONG)
     await eventually(lambda: _saved(fleet, group))
@@ -293,6 +295,7 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
     # the second may have been counted as dead meanwhile; then it needs the weights again
     await fleet.refit(0)
     trajectories = await fleet.pushed(group)
+    await fleet.replay.open_run(LIMITS)
     assert len(trajectories) == 2
     for it in trajectories:
         # the second went on where the first had saved it
