@@ -119,7 +119,7 @@ def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = F
         save_period=rng.choice((1, 2)),
         in_flight=rng.random() < 0.5,
         # one more than whole batches: what is left over at the end is an end of its own
-        prompts=prompts_per_step * (8 + (2 if episodes else 4) * faults) + 1,
+        prompts=prompts_per_step * (8 + 4 * faults) + 1,
         deadly=faults >= LONG,
         duplicates=topology == "external" and rng.random() < 0.5,
         episodes=episodes,
