@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
 from tests.support import refit_replica
+from tests.support.buffer import tighten
 from tests.support.forks import Forked, fork
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
@@ -195,11 +195,6 @@ class Run:
         return {replica.id: (replica.state, replica.version) for replica in await self.replay.replicas()}
 
 
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, replica_dead_s=3.0)
-
-
 @pytest.fixture(scope="module")
 def untied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untied")
@@ -348,7 +343,10 @@ async def test_a_tensor_parallel_replica_takes_the_epoch_after_one_that_a_worker
 
 
 @IN_BFLOAT16
-async def test_a_replica_that_hangs_in_the_middle_is_left_out_and_generates_nothing_afterwards(run: Run) -> None:
+async def test_a_replica_that_hangs_in_the_middle_is_left_out_and_generates_nothing_afterwards(
+    run: Run, limits: Limits
+) -> None:
+    await tighten(run.replay, limits, replica_dead_s=3.0)
     victim = await run.join("faulty", "b")
     async with run.with_small_replica() as other:
         run.source.during[3] = lambda: victim.signal(signal.SIGSTOP)
@@ -369,7 +367,10 @@ async def test_with_no_live_replica_the_report_has_no_members(run: Run) -> None:
 
 
 @IN_BFLOAT16
-async def test_a_replica_killed_in_the_middle_costs_one_retry_and_a_late_one_gets_the_current_weights(run: Run) -> None:
+async def test_a_replica_killed_in_the_middle_costs_one_retry_and_a_late_one_gets_the_current_weights(
+    run: Run, limits: Limits
+) -> None:
+    await tighten(run.replay, limits, replica_dead_s=3.0)
     victim = await run.join("faulty", "b")  # no test comes after this one
     async with run.with_small_replica() as other:
         assert set((await run.refit(0)).verified) == {other.id, "b"}
