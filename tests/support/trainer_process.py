@@ -19,7 +19,7 @@ from headrace.replay import ReplayClient
 from headrace.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
-from tests.support.forks import Forked, fork, fork_ranks
+from tests.support.forks import ROOT, Forked, fork, fork_ranks
 from tests.support.small_replica import repeated
 
 STEPS, PROMPTS = 4, 2
@@ -52,11 +52,11 @@ class Trainer:
 
     async def run_torchrun(self, ranks: int) -> int:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        arguments = (dying_trainer.__file__, json.dumps(self.settings), "none")
+        arguments = ("-m", dying_trainer.__name__, json.dumps(self.settings), "none")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *torchrun, *arguments, stdout=log, stderr=log, env=environment
+                *torchrun, *arguments, stdout=log, stderr=log, env=environment, cwd=ROOT
             )
         try:
             return await process.wait()

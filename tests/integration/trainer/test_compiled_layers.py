@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    """An engine that ran in this process has switched compilation off."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 def batch(policy: PolicyModel, packing: Packing, seed: int) -> list[Tensor]:
