@@ -55,7 +55,7 @@ def is_utf8(data: bytes) -> bool:
 # What the parsers of _args.lua take, said once more.
 TAKEN: dict[str, Callable[[Any], bool]] = {
     "natural": whole,
-    "natural_or_none": lambda value: value == -1 or whole(value),
+    "natural_or_none": lambda value: value in (-1, 2**64 - 1) or whole(value),  # to Lua's msgpack the same number
     "positive": lambda value: whole(value) and value > 0,
     "finite": lambda value: type(value) in (int, float) and math.isfinite(value),
     "number": lambda value: type(value) in (int, float),
