@@ -399,7 +399,7 @@ async def test_a_replica_whose_proof_the_server_lost_proves_itself_again(fleet: 
 
 
 async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: Fleet, second: Process) -> None:
-    group = await fleet.enqueue(tokens=LONG)
+    group = await fleet.enqueue(tokens=LONGEST)
     await eventually(lambda: _both_generating(second))
     # what comes from outside is scheduled behind the run's own: once it has tokens, both trajectories have some
     assert (await second.http.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2})).status_code == 200
