@@ -146,12 +146,13 @@ class Restarted:
 class Evidence:
     """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
 
-    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server. `failures`: of
-    the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck
-    or cut off. `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was
-    killed by faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said`
-    is what it printed (else None). `episodes`: every trajectory is one. `open`: those that each runner had open in the end, if it
-    said so. `kept`: keys of payloads and scores that no group names. `bytes_held`: by the run's count, and by those of its groups.
+    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server;
+    `server_killed`: of those that killed it. `failures`: of the failed ones the reason, by place in the order. `struck_alone`: of a group,
+    how often it was alone with a replica that was struck or cut off. `misconduct`: kinds of the faults that hit the environment.
+    `held_out`: prompts of a validation. `killed`: names of what was killed by faults or by the deadly prompt, once for each time. Under
+    `headrace up`: `restarted`, and `said` is what it printed (else None). `episodes`: every trajectory is one. `open`: those that each
+    runner had open in the end, if it said so. `kept`: keys of payloads and scores that no group names. `bytes_held`: by the run's count,
+    and by those of its groups.
     """
 
     prompts_per_step: int
@@ -162,6 +163,7 @@ class Evidence:
     planned: int
     struck: int
     lost_writes: tuple[float, ...]
+    server_killed: tuple[float, ...]
     checkpoints: tuple[Checkpoint, ...]
     lineage: tuple[Batch, ...]
     lines: tuple[Line, ...]
@@ -210,6 +212,12 @@ def read(folder: Path) -> Evidence:
             struck["time"]
             for struck in story["struck"]
             if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "failover"
+        ),
+        server_killed=tuple(
+            struck["time"]
+            for struck in story["struck"]
+            if struck["victim"] == "server"
+            and (struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "kill")
         ),
         checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),

@@ -84,6 +84,7 @@ def good() -> Evidence:
         moved=(),
         quarantined=(),
         killed=("trainer",),
+        server_killed=(),
         restarted=(),
         said=None,
         counts={"trained": 8, "failed": 1, "unused": 1},
@@ -503,6 +504,14 @@ def test_a_supervisor_that_keeps_a_restart_or_its_table_to_itself(wrong: dict[st
     assert objections(**{**UNDER_UP, **wrong}) == {"the_supervisor_tells_how_it_ended"}
 
 
+def test_a_replay_service_may_give_up_a_server_that_was_killed_three_times_within_a_minute() -> None:
+    gave_up = {**UNDER_UP, "restarted": (*UNDER_UP["restarted"], Restarted("replay", 70))}
+    assert objections(**gave_up, server_killed=(1.0, 200.0, 207.0, 245.0)) == set()
+    assert objections(**gave_up, server_killed=(1.0, 200.0, 270.0)) == {"the_supervisor_tells_how_it_ended"}
+    other = {**UNDER_UP, "restarted": (*UNDER_UP["restarted"], Restarted("reward", 70))}
+    assert objections(**other, server_killed=(200.0, 207.0, 245.0)) == {"the_supervisor_tells_how_it_ended"}
+
+
 @pytest.mark.parametrize("code", [1, 70, -11])
 def test_a_supervisor_that_ends_otherwise(code: int) -> None:
     exits = (Exit("up", code, False, "error: trainer can't go on"), *UNDER_UP["exits"])
@@ -596,7 +605,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.struck_alone == {"e0-train-0": 2, "e0-train-1": 1}
     assert evidence.misconduct == {"slow"}
     assert evidence.counts == {"trained": 1}
-    assert evidence.lost_writes == (5.0,)
+    assert evidence.lost_writes == evidence.server_killed == (5.0,)
     assert evidence.held_out == 1
     assert evidence.moved == (Moved("up", -600, -599.0, ("rollout-1",), 6.0, 9.0),)
     assert evidence.quarantined == (Quarantined("r1", 4, 0, ("rollout-2",)),)
