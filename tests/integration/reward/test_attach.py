@@ -214,7 +214,7 @@ async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path
 
 async def test_a_sample_that_hangs_is_timed_out_and_its_thread_keeps_its_room() -> None:
     async with (
-        start_hub({"odd": {"attached": True, "timeout_s": 1.0}}) as hub,
+        start_hub({"odd": {"attached": True, "timeout_s": 5.0}}) as hub,
         attach_environment(ODD, hub, "--capacity", "2"),
     ):
         await hub.attached("odd", 2)

@@ -162,13 +162,14 @@ def test_plain_scores_run_at_the_same_time_in_threads() -> None:
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_it_begins_on_no_more_than_concurrency_and_says_so_of_the_others(concurrency: int) -> None:
     lock, running, most = threading.Lock(), 0, 0
+    together = threading.Barrier(concurrency)
 
     def score(_: Sample) -> float:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        threading.Event().wait(0.01)
+        together.wait(WAIT_S)
         with lock:
             running -= 1
         return 1.0
