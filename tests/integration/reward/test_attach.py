@@ -372,7 +372,7 @@ async def peer(hub: Hub) -> AsyncIterator[Peer]:
 
 
 async def test_answers_to_unknown_work_second_and_late_answers_mean_nothing() -> None:
-    async with start_hub({"odd": {"attached": True, "timeout_s": 1.0}}) as hub, peer(hub) as mine:
+    async with start_hub({"odd": {"attached": True, "timeout_s": 3.0}}) as hub, peer(hub) as mine:
         await mine.register(2)
         await mine.grant(2)
         call = asyncio.create_task(hub.score([odd("a")]))

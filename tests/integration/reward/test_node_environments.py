@@ -112,7 +112,7 @@ async def test_what_is_not_done_in_time_is_timed_out_and_takes_its_room_until_it
     wait = "if (trajectory.completion === 'hang') await new Promise(() => {});"
     (slow / "environment.js").write_text(source.replace(marked, f"{marked}\n  {wait}"))
     async with (
-        start_hub({"exact": {"attached": True, "timeout_s": 2.0}}) as hub,
+        start_hub({"exact": {"attached": True, "timeout_s": 4.0}}) as hub,
         attached(slow, hub, "--capacity", "2"),
     ):
         await hub.attached("exact", 2)
