@@ -146,6 +146,7 @@ def access(tmp_path: Path) -> HttpAccess:
     return HttpAccess(Credentials(path), frozenset({"localhost"}), code=tmp_path / "code")
 
 
+@pytest.mark.timeout(0)  # as long as so many requests take
 def test_answers_are_as_documented(
     service: Service, access: HttpAccess, runner: asyncio.Runner, messages: int, session_seed: int
 ) -> None:
