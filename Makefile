@@ -123,7 +123,7 @@ docs: $(STAMP)
 	$(PY) scripts/generate_metrics.py
 	$(PY) scripts/generate_nemo_rl.py
 
-# About an hour of one core. `make test` makes 1,500 of these calls.
+# About an hour of one core. `make test` makes 3,000 of these calls.
 CALLS ?= 200000
 properties: $(STAMP)
 	$(BIN)/pytest --calls $(CALLS) tests/properties

@@ -59,7 +59,7 @@ class _GroupReleased(HeadraceError):
 
 
 @dataclasses.dataclass
-class Status:
+class ReplicaStatus:
     """The state shown by the HTTP pages and the metrics. `version` and `timeline` are of the weights verified last, -1 and "" at first."""
 
     state: ReplicaState = "STALE"
@@ -97,7 +97,7 @@ class RolloutWorker:
     """One replica. `engine` is used only from the loop that runs `run`."""
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, info: Mapping[str, Any]) -> None:
-        self.status = Status()
+        self.status = ReplicaStatus()
         self.replica = _new_id()
         self.receiver = WeightReceiver(config, engine, replay, self.replica)
         self._config = config
@@ -228,10 +228,12 @@ class RolloutWorker:
     async def _act(self, action: Action) -> None:
         match action:
             case Abort(tokens, complete):
-                if lost := len(tokens) - len(complete):
+                # a group whose own call was refused meanwhile has ended, and has counted itself
+                running = {token for token in tokens if not self._groups[token][1].done()}
+                if lost := len(running - complete):
                     log.info("%d leases are lost", lost)
                 self.status.groups["lost"] += lost
-                self.status.groups["complete"] += len(complete)
+                self.status.groups["complete"] += len(running & complete)
                 await self._stop_generating(tokens)
             case EndCalls(timelines):
                 await self._end_calls(timelines)

@@ -6,9 +6,9 @@ import json
 import random
 from pathlib import Path
 
-from tests.chaos.network import SUBNET
 from tests.chaos.plan import Shape, Topology
 from tests.chaos.servers import PORT
+from tests.support.network import SUBNET
 
 RUN = "chaos"
 # Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run

@@ -41,11 +41,11 @@ from tests.chaos.configuration import (
 )
 from tests.chaos.environment import Conduct
 from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
-from tests.chaos.network import Network
 from tests.chaos.plan import LONG, Fault, Shape, Target, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, Supervised, Victim, child_named, until
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
+from tests.support.network import Network
 
 log = logging.getLogger("chaos")
 

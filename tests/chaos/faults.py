@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tests.chaos.clocks import Clocks
 from tests.chaos.environment import Conduct
-from tests.chaos.network import Network
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Process, Supervised, Victim, until
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
 from tests.chaos.watch import Glance, Member
+from tests.support.network import Network
 from tests.support.processes import descendants, gone
 
 ENGINE = "EngineCore"  # in its command line

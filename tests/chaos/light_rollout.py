@@ -31,8 +31,8 @@ from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
 from headrace.replica_client import (
     RENDER,
     SAMPLE,
-    Problem,
-    Refusal,
+    ErrorBody,
+    ErrorDetail,
     Rendered,
     RenderRequest,
     ReplicaFenced,
@@ -249,7 +249,7 @@ def build_app(replica: LightReplica, tokenizer: Any) -> FastAPI:
 
     @app.exception_handler(ReplicaFenced)
     async def fenced(_: Request, error: ReplicaFenced) -> Response:
-        return _json(Refusal(Problem(str(error), error.reason)), 409)
+        return _json(ErrorBody(ErrorDetail(str(error), error.reason)), 409)
 
     return app
 

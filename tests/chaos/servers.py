@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from headrace.replay.connection import keeping_cancellation
-from tests.chaos.network import SUBNET, Network
 from tests.chaos.processes import Process, Victim, child_named
+from tests.support.network import SUBNET, Network
 
 PORT = 6379
 ADDRESS = f"{SUBNET}.10"

@@ -25,7 +25,7 @@ from headrace.trajectory import (
     Trajectory,
     decode_trajectory,
 )
-from tests.fuzz.mutation import Mutator, pack
+from tests.support.mutation import Mutator, pack
 
 GROUP = Group(
     id="e0-train-0",

@@ -24,7 +24,7 @@ from headrace.replay import GroupState, ReplayClient
 from headrace.replay.connection import function_name, open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.fuzz.mutation import Mutator, pack
+from tests.support.mutation import Mutator, pack
 from tests.support.ports import free_port
 from tests.support.recorded_run import DIGEST, Call, Contents, record
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from headrace.trajectory import episode_record
-from tests.fuzz.mutation import Mutator
 from tests.support.gateways import open_episode
+from tests.support.mutation import Mutator
 from tests.support.toy_sessions import TOOLS
 
 GOOD: dict[str, Any] = {

@@ -18,7 +18,7 @@ from headrace.environment_server import serving
 from headrace.errors import CodecError
 from headrace.v1 import environment_pb2, episode_pb2, reward_pb2, trajectory_pb2
 from headrace.wire import episode_from_wire, episode_to_wire, sample_from_wire, sample_to_wire
-from tests.fuzz.mutation import Mutator
+from tests.support.mutation import Mutator
 from tests.support.reward_hub import WAIT_S, start_hub
 
 SAMPLES = [

@@ -42,8 +42,8 @@ from headrace_services.reward.hub import Hub, RemoteBackend
 from headrace_services.trainer.progress import Progress
 from headrace_services.trainer.telemetry.http import build_app as trainer_app
 from tests.fuzz.asgi import Request
-from tests.fuzz.mutation import Mutator
 from tests.support.buffer import contents, enqueue, healthy_replica, push_all
+from tests.support.mutation import Mutator
 from tests.support.recorded_run import LIMITS
 
 CHECKS = [

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from headrace import Sample
-from tests.chaos.network import SUBNET, Network
+from tests.support.network import SUBNET, Network
 from tests.support.reward_hub import WAIT_S, attach_environment, start_hub, until
 
 ODD = Path(__file__).with_name("odd_environment.py")

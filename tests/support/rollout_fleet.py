@@ -21,8 +21,8 @@ from tests.support.source_model import SourceModel, Weights
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
-# Tokens of a completion that is still being written when it is interrupted, and of one that a whole refit finds there.
-LONG, LONGEST = 900, 1900
+# Tokens of a completion that is still being written when it is interrupted, and that a whole refit finds there.
+LONG = 1900
 
 
 async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIENCE_S) -> Any:

@@ -23,7 +23,7 @@ from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.service import die_with_parent
 from headrace_services.replay import library
-from tests.chaos.network import Network
+from tests.support.network import Network
 from tests.support.small_replica import SmallReplica, running, score_all
 
 PORT, RUN, NAME = 6379, "hosts", "node"

@@ -29,9 +29,9 @@ from headrace.replica_client import (
     Sampled,
     SampleRequest,
 )
-from tests.fuzz.mutation import Mutator
 from tests.integration.rollout.test_service import IN_FLIGHT, LIMITS
 from tests.support import tool_model
+from tests.support.mutation import Mutator
 from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]

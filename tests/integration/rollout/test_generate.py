@@ -267,7 +267,8 @@ async def test_an_unfinished_trajectory_is_saved_each_time_it_has_grown(engine: 
     shelf = Shelf()
     it = await generate(engine, lease(max_new_tokens=200, temperature=0.0), 0, "me", shelf.saver(32))
     lengths = [saved.completion_token_ids.size for saved in shelf.saved]
-    assert len(lengths) == (it.completion_token_ids.size - 1) // 32
+    # a reader that is late gets several steps of the engine at once
+    assert 1 < len(lengths) <= (it.completion_token_ids.size - 1) // 32
     assert all(later - earlier >= 32 for earlier, later in itertools.pairwise([0, *lengths]))
     for saved in shelf.saved:
         size = saved.completion_token_ids.size

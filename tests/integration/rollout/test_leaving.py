@@ -1,4 +1,4 @@
-"""How a replica leaves the fleet: what it held is suspected if an error ends it, and passed on if it is stopped."""
+"""How a replica leaves the fleet, or loses groups: what it held is suspected if an error ends it, and passed on if it is stopped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from headrace.config import Config
 from headrace.replay import Lease, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace_services.rollout.decisions import Abort
 from headrace_services.rollout.worker import RolloutWorker
 from tests.support.buffer import enqueue, refit
 
@@ -63,3 +64,24 @@ async def test_law_6_what_a_replica_held_whose_engine_died_is_suspected(leasing:
         group = await leasing.group(lease.group.id)
         assert group is not None
         assert (group["state"], group["replica"], group["failures"]) == ("open", "", 0)
+
+
+async def test_a_group_whose_own_call_was_refused_before_the_heartbeat_said_so_is_lost_once(leasing: Leasing) -> None:
+    await enqueue(leasing, range(2))
+    worker = RolloutWorker(Config(), Engine(errored=False), leasing, {})  # type: ignore[arg-type]
+    await leasing.register(worker.replica, {})
+    first, second = leasing.leases
+
+    async def refused() -> None:
+        worker.status.groups["lost"] += 1
+
+    async def runs() -> None:
+        await asyncio.Event().wait()
+
+    ended, running = asyncio.create_task(refused()), asyncio.create_task(runs())
+    await ended
+    worker._groups = {first.token: (first, ended), second.token: (second, running)}
+    await worker._act(Abort(frozenset({first.token, second.token})))
+    assert worker.status.groups == {"lost": 2, "complete": 0}
+    assert running.cancelled()
+    assert not worker.held

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,11 +21,11 @@ import pytest_asyncio
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.replica_client import ReplicaClient, ReplicaFenced, SampleRequest
+from headrace.replica_client import ReplicaClient, ReplicaFenced, Sampled, SampleRequest
 from headrace.service import EXIT_INTERNAL_ERROR
-from tests.fuzz.mutation import Mutator
 from tests.support.buffer import tighten
-from tests.support.rollout_fleet import LONG, LONGEST, PROMPT, Fleet, Policy, Process, eventually
+from tests.support.mutation import Mutator
+from tests.support.rollout_fleet import LONG, PROMPT, Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -95,6 +97,11 @@ async def test_without_verified_weights_it_is_not_ready_and_leases_nothing(fleet
     weights = (await first.http.get("/weights")).json()
     assert (weights["state"], weights["version"], weights["difference"]) == ("STALE", -1, None)
     assert (await fleet.replay.group(group))["state"] == "queued"
+
+
+async def test_its_log_names_what_the_engine_computes_with(first: Process) -> None:
+    line = r"weights are in float32, its KV cache in auto .*, [1-9]\d* blocks of it; attention by CPU_ATTN; vLLM's model runner is V1 "
+    assert re.search(line, first.log.read_text())
 
 
 async def test_completions_as_openai_clients_ask_for_them(first: Process, fleet: Fleet) -> None:
@@ -208,9 +215,18 @@ async def test_what_vllm_refuses_ends_its_group_with_the_reason(fleet: Fleet, fi
     assert "out of vocabulary" in group["reason"]
 
 
+async def running_group(fleet: Fleet, is_running: Callable[[str], Awaitable[bool]]) -> str:
+    """A group that was seen to be generated. One that was complete before a look fell on it is replaced by another."""
+    while True:
+        group = await fleet.enqueue(tokens=LONG)
+        while (await fleet.group(group, "queued", "open", "scoring"))["state"] != "scoring":
+            if await is_running(group):
+                return group
+            await asyncio.sleep(0.02)
+
+
 async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
-    group = await fleet.enqueue(tokens=LONG)
-    await eventually(first.generating)
+    group = await running_group(fleet, lambda _: first.generating())
     fleet.policy.train()
     report = await fleet.refit(1)
     assert report.verified == (first.replica,)
@@ -221,13 +237,24 @@ async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, firs
     assert (await first.http.get("/weights")).json()["version"] == 1
 
 
+async def begun(replica: Process, client: ReplicaClient, asked: SampleRequest) -> asyncio.Task[Sampled]:
+    """The call, once it was seen to run: one that came before the replica knew that it is HEALTHY, or was over, is made again."""
+    while True:
+        call = asyncio.create_task(client.sample(asked))
+        while not call.done():
+            if await replica.generating():
+                return call
+            await asyncio.sleep(0.02)
+        with contextlib.suppress(ReplicaFenced):
+            call.result()
+
+
 async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwhile(
     fleet: Fleet, first: Process
 ) -> None:
     client = ReplicaClient(str(first.http.base_url))
     asked = SampleRequest(PROMPT, LONG, fleet.timeline, 1, temperature=0.0)
-    call = asyncio.create_task(client.sample(asked))
-    await eventually(first.generating)
+    call = await begun(first, client, asked)
     fleet.policy.train()
     refit = asyncio.create_task(fleet.refit(2))
 
@@ -248,8 +275,7 @@ async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwh
 
 
 async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
-    group = await fleet.enqueue(tokens=LONG)
-    await eventually(first.generating)
+    group = await running_group(fleet, lambda _: first.generating())
     fleet.timeline = "timeline-1"
     await fleet.replay.rewind(0, fleet.timeline)
 
@@ -282,8 +308,7 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
 ) -> None:
     await tighten(fleet.replay, LIMITS, lease_s=5.0, replica_dead_s=5.0)
     os.kill(second.popen.pid, signal.SIGSTOP)  # so that the first takes the group
-    group = await fleet.enqueue(tokens=LONG)
-    await eventually(lambda: _saved(fleet, group))
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
     assert (await fleet.replay.group(group))["replica"] == first.replica
     engine = [os.pidfd_open(pid) for pid in first.children()]
     assert engine
@@ -337,8 +362,7 @@ def _ended(descriptor: int) -> None:
 @pytest.mark.nightly  # test_calls.py has a refit in flight every day, in the same engine loop
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
-    group = await fleet.enqueue(tokens=LONGEST)
-    await eventually(second.generating)
+    group = await running_group(fleet, lambda _: second.generating())
     fleet.policy.train()
     report = await fleet.refit(1)
     assert len(report.verified) == 1
@@ -355,8 +379,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 @pytest.mark.nightly  # test_calls.py has a failed proof every day, in the same engine loop
 async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
-    group = await fleet.enqueue(tokens=LONGEST)
-    await eventually(lambda: _saved(fleet, group))
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
     report = await fleet.refit(2, wrong_by=0.5)
     assert report.verified == ()
@@ -399,8 +422,7 @@ async def test_a_replica_whose_proof_the_server_lost_proves_itself_again(fleet: 
 
 
 async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: Fleet, second: Process) -> None:
-    group = await fleet.enqueue(tokens=LONGEST)
-    await eventually(lambda: _both_generating(second))
+    group = await running_group(fleet, lambda _: _both_generating(second))
     # what comes from outside is scheduled behind the run's own: once it has tokens, both trajectories have some
     assert (await second.http.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2})).status_code == 200
     replica = (await fleet.replay.group(group))["replica"]
@@ -438,8 +460,7 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_star
     replica = await fleet.start()
     epoch = await fleet.replay.epoch()
     await fleet.refit(epoch.version if epoch is not None else 0)
-    group = await fleet.enqueue(tokens=LONG)
-    await eventually(replica.generating)
+    group = await running_group(fleet, lambda _: replica.generating())
     engine = replica.engine()
     holder = next(it for it in await fleet.replay.replicas() if it.id == replica.replica)
     alone = holder.leases == 1 and (await fleet.replay.group(group)).get("replica") == replica.replica

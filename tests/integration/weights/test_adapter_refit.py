@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -21,25 +21,13 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.weights.test_refit import TIMELINE, TOLERANCE, Engines, settings
+from tests.support.learner_source import LearnerSource
 from tests.support.small_replica import SmallReplica, running
 
 # the rank has no slot of its own in vLLM, and the names are of two of its fused layers and of one that is not
 LORA = {"enabled": True, "dim": 5, "refit": "adapter", "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio]
-
-
-class Source:
-    """A learner's weights as the sender takes them."""
-
-    def __init__(self, learner: Learner, *, adapter_alone: bool = False) -> None:
-        self._learner, self._adapter_alone = learner, adapter_alone
-
-    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._learner.weight_metadata(adapter_alone=self._adapter_alone)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._learner.iter_weights(adapter_alone=self._adapter_alone)
 
 
 class Run:
@@ -55,12 +43,14 @@ class Run:
         self.probe = choose_token_ids(self.learner.vocab_size)
 
     def bytes_of(self, *, adapter_alone: bool) -> int:
-        return sum(4 * tensor.numel() for _, tensor in Source(self.learner, adapter_alone=adapter_alone))
+        return sum(4 * tensor.numel() for _, tensor in LearnerSource(self.learner, adapter_alone=adapter_alone))
 
     async def refit(self, version: int) -> RefitReport:
-        adapter = Source(self.learner, adapter_alone=True)
+        adapter = LearnerSource(self.learner, adapter_alone=True)
         expected = self.learner.probe(self.probe)
-        return await self.sender.refit(version, TIMELINE, Source(self.learner), self.probe, expected, adapter=adapter)
+        return await self.sender.refit(
+            version, TIMELINE, LearnerSource(self.learner), self.probe, expected, adapter=adapter
+        )
 
     async def restart_trainer(self) -> None:
         await self.sender.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +18,9 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.weights.test_refit import TIMELINE, TOLERANCE, Engines, settings
+from tests.support.learner_source import LearnerSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio]
-
-
-class Source:
-    """A learner's weights, as the sender takes them."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._learner.weight_metadata()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._learner.iter_weights()
 
 
 @pytest.fixture
@@ -79,7 +66,7 @@ async def test_a_mixture_of_experts_is_trained_and_refitted(
         for version in (0, 1):
             if version:
                 train_step(learner, random_batch(8))
-            report = await sender.refit(version, TIMELINE, Source(learner), probe, learner.probe(probe))
+            report = await sender.refit(version, TIMELINE, LearnerSource(learner), probe, learner.probe(probe))
             assert (report.verified, report.refused) == (("a",), {})
             done = await replica.generate(prompt, 32)
             expected = learner.probe(np.array(prompt + done["ids"], np.int32))[len(prompt) - 1 :]
