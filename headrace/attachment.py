@@ -22,6 +22,7 @@ import grpc
 
 from headrace import rpc
 from headrace.addresses import target_is_local
+from headrace.backoff import pause_after
 from headrace.credentials import Credentials
 from headrace.environment import Environment
 from headrace.environment_server import GRACE_S, BatchScorer
@@ -141,7 +142,7 @@ class Attachment:
             _log.error("environment %s is not attached any more: %s", self.name, error)
 
     async def _keep_attached(self) -> None:
-        pause = _FIRST_PAUSE_S
+        tries = 0
         while not self._stopping.is_set():
             try:
                 async with self._dialled() as (stub, metadata):
@@ -158,7 +159,8 @@ class Attachment:
                 _log.warning("environment %s is not attached to %s (%s); trying again", self.name, self.hub, trouble)
             self._trouble = trouble
             # many that lost one hub don't come back at once
-            pause = _FIRST_PAUSE_S if was_attached else min(_LAST_PAUSE_S, 2 * pause)
+            tries = 1 if was_attached else tries + 1
+            pause = pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause * random.uniform(0.5, 1.0))
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from headrace.backoff import pause_after
 from headrace.cli import guard
 from headrace.errors import ServiceError
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
@@ -69,7 +70,7 @@ class RestartPolicy:
         if exit_code == 0 and ends_run:
             return Finished()
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        delay_s = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(fruitless, 30))
+        delay_s = pause_after(fruitless + 1, self.first_delay_s, self.longest_delay_s)
         if is_user_code and was_ready:
             return Restart(delay_s, how)
         if is_user_code and exit_code >= 0:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from headrace.backoff import pause_after
 from headrace.errors import HeadraceError, ReplayFull, ReplayUnavailable
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class BufferRetry:
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         since: float | None = None
         full = False
-        pause = self._first_pause_s
+        tries = 0
         while True:
             try:
                 return await call()
@@ -68,5 +69,5 @@ class BufferRetry:
                     log.log(self._log_level, "%s; trying again%s", error, limit)
                 if since is not None and now - since >= self._deadline_s:
                     raise
-            await self._sleep(pause)
-            pause = min(self._last_pause_s, 2 * pause)
+            tries += 1
+            await self._sleep(pause_after(tries, self._first_pause_s, self._last_pause_s))

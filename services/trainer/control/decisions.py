@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 
+from headrace.backoff import pause_after
 from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, Waiting
 
@@ -170,7 +171,7 @@ def too_many_failed(plan: Plan, counts: Mapping[str, int]) -> str | None:
 
 
 def share_in_scoring(counts: Mapping[str, int]) -> float:
-    """Of a wait for the batch, the share that is for scores and not for generation: that of the groups in scoring among those in flight
+    """The share of a wait for the batch that is for scores and not for generation: that of the groups in scoring among those in flight
     that aren't ready. Where scoring is slow they pile up there, and admission lets no more be generated."""
     scoring, generating = counts.get("scoring", 0), counts.get("open", 0)
     return scoring / (scoring + generating) if scoring else 0.0
@@ -242,7 +243,7 @@ def count_verified(fleet: Iterable[Replica], version: int, timeline: str) -> int
 
 
 def alive(fleet: Iterable[Replica]) -> list[Replica]:
-    """Those that the trainer still waits for."""
+    """The replicas that the trainer still waits for."""
     return [replica for replica in fleet if replica.takes_part]
 
 
@@ -266,7 +267,7 @@ def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], no
     renewed = {}
     for id_ in behind_ids:
         tries = backoffs[id_].tries + 1 if id_ in backoffs else 1
-        renewed[id_] = Backoff(tries, now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (tries - 1)))
+        renewed[id_] = Backoff(tries, now + pause_after(tries, FIRST_BACKOFF_S, LAST_BACKOFF_S))
     return renewed
 
 

@@ -281,6 +281,8 @@ def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -
         assert refit_due(["a", "newcomer"], backoffs, 0.0)
     assert waits[:3] == [1.0, 2.0, 4.0]
     assert waits[-1] == LAST_BACKOFF_S
+    # of 60 s each, these are 17 hours
+    assert next_backoffs(["a"], {"a": Backoff(1024, 0.0)}, 0.0) == {"a": Backoff(1025, LAST_BACKOFF_S)}
     assert next_backoffs([], backoffs, 0.0) == {}
 
 
