@@ -17,7 +17,8 @@ replicas=${REPLICAS:-4}   # on the second node
 tp=${ROLLOUT_TP:-2}       # GPUs of each: policy.generation.vllm_cfg.tensor_parallel_size
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=$(sed -n 1p <<<"$nodes") second=$(sed -n 2p <<<"$nodes")
-on() { local node=$1; shift; srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "$@"; }
+# in place of its shell, which would keep a signal to itself
+on() { local node=$1; shift; exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "$@"; }
 
 # the first node's address on the way to the second: its name may be 127.0.1.1 there
 address=$(on "$first" sh -c 'ip -4 route get "$(getent ahostsv4 "$1" | sed -n "1s/ .*//p")" | sed -n "s/.* src \([^ ]*\).*/\1/p"' sh "$second")

@@ -7,7 +7,7 @@ have random weights: nothing is fetched. The report is `report.md` and `report.j
 and is written anew after each part. On a CPU (where `tiny` is the default size) the same code runs over gloo, and what needs CUDA is `not
 run`.
 
-It needs torch and the trainer's packages (`pip install '.[trainer]'`); the part `engine` needs vLLM and the buffer's too.
+It needs torch and the trainer's packages (`pip install '.[trainer]'`); the parts of the engine need vLLM and the buffer's too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.gpu.report import PartReport, write
 from benchmarks.gpu.rows import Expected, Rows
 
-# What the parts but `engine` import, besides what these bring.
+# What the parts but those of the engine import, besides what these bring.
 NEEDED = (
     "headrace_services",
     "torch",
@@ -63,7 +63,8 @@ PLANS = {
     "drift": Plan(240),
     "refit": Plan(300, _MULTI_RANK),
     "precision": Plan(240),
-    "engine": Plan(480),
+    "engine": Plan(300, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "engine-v2": Plan(240, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
 }
 # To look at the machine, and to compute what is expected.
 LOOK_S = 240.0

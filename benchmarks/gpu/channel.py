@@ -20,6 +20,7 @@ from benchmarks.gpu.rows import NEEDS_CUDA, line
 from benchmarks.gpu.stage import Stage
 from headrace.errors import WeightChannelError
 from headrace.service import die_with_parent
+from headrace.weights import nccl
 from headrace_services.weight_channel.transport import (
     ABORT_S,
     Backend,
@@ -46,6 +47,7 @@ class Pair:
         self.channel: Channel | None = None
 
     def lead(self, timeout_s: float) -> Channel:
+        nccl.prepare_environment(timeout_s)
         return Channel.lead(self.place, self.store, time.monotonic() + timeout_s, self._opened)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.rows import NEEDS_CUDA
 from benchmarks.gpu.stage import Stage, seconds
 from headrace.config import Config
 
@@ -21,17 +23,25 @@ if TYPE_CHECKING:
     from benchmarks.refit import Source
 
 DECODING, REFIT = "decoding with defaults", "a refit, with its proofs"
+RUNNER = "model runner V{}"
 PROMPT = 64
 REFITS = 3
 
 
 def engine(stage: Stage) -> None:
-    """Raises `ModuleNotFoundError` where there is no vLLM or no server for the buffer: what is needed here alone is imported here."""
+    """With vLLM's model runner of VLLM_USE_V2_MODEL_RUNNER, of which the second needs a GPU.
+
+    Raises `ModuleNotFoundError` where there is no vLLM or no server for the buffer: what is needed here alone is imported here.
+    """
     importlib.import_module("vllm")
     from benchmarks.refit import Source, buffer
     from headrace_services.rollout.engine import running_engine
 
     size, on_gpu = stage.size, stage.device == "cuda"
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not on_gpu:
+        for what in (DECODING, REFIT):
+            stage.rows.add(f"{what}, {RUNNER.format(2)}", NEEDS_CUDA)
+        return
     # vLLM's default takes 0.9 of a GPU, and of a CPU's memory as much as it likes
     vllm_cfg = {} if on_gpu else {"kv_cache_memory_bytes": 2**26}
     keys = {
@@ -46,8 +56,11 @@ def engine(stage: Stage) -> None:
 
 async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: str, source: Source) -> None:
     from benchmarks.refit import PHASES, refits
+    from headrace_services.rollout.engine import described
 
     size = stage.size
+    runner = RUNNER.format(2 if running.vllm_config.use_v2_model_runner else 1)
+    stage.rows.add(f"the engine, {runner}", await described(running))
     await _decode(running, size.requests, 1)  # kernels are compiled at their first use
     rate = size.requests * size.decode / await _decode(running, size.requests, size.decode)
     width = 2 if config.policy.precision == "bfloat16" else 4
@@ -55,14 +68,14 @@ async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: s
     read = 2 * size.bandwidth_bytes / _copy(stage)  # a copy reads and writes
     limit = size.requests * read / nbytes
     stage.rows.add(
-        DECODING,
+        f"{DECODING}, {runner}",
         f"{rate:,.0f} tokens/s, {rate / limit:.2g} of the limit",
         f"{limit:,.0f} tokens/s: the weights are read once for a token of each of {size.requests} requests, at {read / 1e9:,.0f} GB/s",
     )
     samples, _, sent = await refits(config, running, redis_url, source, rounds=REFITS)
     found = {phase: statistics.median(seconds) for phase, seconds in samples.items()}
     parts = ", ".join(f"{phase} {found[phase]:.2f}" for phase in PHASES)
-    stage.rows.add(REFIT, f"{sent / 1e9:.2g} GB in {found['whole']:.2f} s ({parts})")
+    stage.rows.add(f"{REFIT}, {runner}", f"{sent / 1e9:.2g} GB in {found['whole']:.2f} s ({parts})")
 
 
 async def _decode(running: AsyncLLM, requests: int, tokens: int) -> float:

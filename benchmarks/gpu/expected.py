@@ -65,7 +65,8 @@ def figures() -> dict[str, list[Expected]]:
         ],
         "refit": _refit(),
         "precision": _precision(),
-        "engine": _engine(),
+        "engine": _engine(1),
+        "engine-v2": _engine(2),
     }
 
 
@@ -154,17 +155,20 @@ def _precision() -> list[Expected]:
     ]
 
 
-def _engine() -> list[Expected]:
+def _engine(version: int) -> list[Expected]:
+    runner = engine.RUNNER.format(version)
     size = ModelSize.of(SIZE.policy_config)
     gb = 2 * size.parameters / 1e9
     limit = SIZE.requests * MEMORY_GB_S / gb
     return [
         Expected(
-            engine.DECODING,
+            f"{engine.DECODING}, {runner}",
             f"below {limit:,.0f} tokens/s",
             f"{gb:.2f} GB of weights are read once for a token of each of {SIZE.requests} requests, at 3.35 TB/s",
         ),
-        Expected(engine.REFIT, f"{gb / GLOO_GB_S:.0f} s and its proofs", f"{gb:.2f} GB over gloo, as above"),
+        Expected(
+            f"{engine.REFIT}, {runner}", f"{gb / GLOO_GB_S:.0f} s and its proofs", f"{gb:.2f} GB over gloo, as above"
+        ),
     ]
 
 

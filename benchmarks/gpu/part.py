@@ -27,6 +27,7 @@ PARTS = {
     "refit": ("refit", "refit"),
     "precision": ("precision", "precision"),
     "engine": ("engine", "engine"),
+    "engine-v2": ("engine", "engine"),
 }
 
 

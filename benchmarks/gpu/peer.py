@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from headrace.weights import nccl
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 
@@ -17,6 +18,7 @@ def main() -> None:
     device = torch.device(spec["device"])
     secret = bytes.fromhex(spec["secret"])
     place = GroupRank(spec["group_id"], spec["backend"], "127.0.0.1", spec["port"], 1, 2, device, secret)
+    nccl.prepare_environment(spec["timeout_s"])
     deadline = time.monotonic() + spec["timeout_s"]
     channel = Channel.follow(place, deadline)
     tensor = torch.empty(spec["nbytes"], dtype=torch.uint8, device=device)

@@ -44,7 +44,7 @@ def _pass(stage: Stage, *, mixed: bool, recompute: bool) -> str:
         AutoModelForCausalLM, config, "policy.model_name", config.policy.model_name, "a causal language model"
     )
     root = CausalRoot(model, config.policy.chunk_size(stage.device))
-    placed = backbone.Placed(root, model, config, stage.torch_device, "float32" if mixed else "bfloat16")
+    placed = backbone.PlacedModel(root, model, config, stage.torch_device, "float32" if mixed else "bfloat16")
     if mixed:
         layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
         shard_over(init_device_mesh(stage.device, (1,)), root, layers, bfloat16=True)

@@ -108,7 +108,7 @@ class Children:
 
     @classmethod
     def of(cls, config: Config, saved: Path, plan: DevicePlan | None) -> Children:
-        """Those of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it, and
+        """The services of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it, and
         is told how many threads to compute with."""
 
         def child(name: str, service: str, ends_run: bool = False) -> Child:
@@ -146,6 +146,7 @@ class Pipeline:
         self.config = config
         self.display = display
         self.children = Children.of(config, saved, plan)
+        self._device_is_shared = plan is not None and plan.is_shared
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
         credentials = credentials_of(config)
         assert credentials is not None  # `prepare` names the file
@@ -216,8 +217,10 @@ class Pipeline:
                     await self._recall(client)
                     running += [tasks.create_task(self._supervise_rollout(each)) for each in self.children.rollouts]
                     running += [tasks.create_task(supervise(each)) for each in self.children.agents]
-                    trainer = tasks.create_task(supervise(self.children.trainer))
                     watch = tasks.create_task(self._watch(client))
+                    if self._device_is_shared:
+                        await self._until_loaded(client)
+                    trainer = tasks.create_task(supervise(self.children.trainer))
                     await trainer
                     for task in (watch, *running):
                         task.cancel()
@@ -319,6 +322,14 @@ class Pipeline:
         self._notes[child.name] = ""
         self._show([])
 
+    async def _until_loaded(self, client: ReplayClient) -> None:
+        """Wait until each replica's engine is up: while vLLM starts, it takes what others allocate on its device for its own."""
+        loaded: set[Any] = set()
+        while any(child.pid not in loaded for child in self.children.rollouts):
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(ReplayUnavailable):
+                loaded = {each.info.get("pid") for each in await client.replicas() if each.takes_part}
+
     async def _watch(self, client: ReplayClient) -> None:
         try:
             while True:
@@ -383,7 +394,7 @@ class Pipeline:
                     child.fruitless = 0
 
     def _say_prompts(self) -> None:
-        """Once the trainer has counted them."""
+        """Say how many prompts there are, once the trainer has counted them."""
         if (written := _written(self._prompts)) != self._prompts_before:
             self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
@@ -438,7 +449,7 @@ def _written(path: Path) -> int | None:
 
 
 def _json(text: str) -> Any:
-    """None for what was cut off, because its sender died."""
+    """The JSON value, or None for text that was cut off because its sender died."""
     try:
         return json.loads(text)
     except ValueError:

@@ -35,13 +35,14 @@ def memory(
     Nothing is started and no weight is read: the model's config.json is enough, or the name of a model that is known here.
     """
     loaded, plan = load(config, overrides or ()), load_entry_point("headrace.tools", "plan-memory", extra="trainer")
-    counts = _counts(gpus, per_host)
-    found = [plan(loaded, count, max(1, count // per_host), int(size * GIB)) for count in counts]
+    counts = _counts(gpus, per_host, loaded.trainer.shard_within_host)
+    found = [plan(loaded, count, -(-count // per_host), int(size * GIB)) for count in counts]
     console = Console(width=WIDTH)
     table = plain_table("trainer, GiB on each GPU", *(f"{count} GPU{'s' * (count > 1)}" for count in counts))
     for part in found[0][0]:
         table.add_row(part, *(f"{trainer[part] / GIB:.1f}" for trainer, _, _ in found))
-    table.add_row(f"together, of {size:g}", *(_total(trainer, size) for trainer, _, _ in found))
+    mine = size * (loaded.trainer.gpu_memory_fraction or 1)
+    table.add_row(f"together, of {mine:g}", *(_total(trainer, mine) for trainer, _, _ in found))
     console.print(table)
     replica, remarks = found[0][1], found[0][2]
     parts = ", ".join(f"{part} {of / GIB:.1f}" for part, of in replica.items())
@@ -55,11 +56,13 @@ def _total(parts: Mapping[str, int], size: float) -> str:
     return f"{total:.1f}" if total <= size else f"{total:.1f} !"
 
 
-def _counts(text: str, per_host: int) -> list[int]:
+def _counts(text: str, per_host: int, whole_hosts: bool) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    for count in counts:
-        if count < 1 or (count > per_host and count % per_host):
-            raise ConfigError(
-                f"--gpus {text}: give numbers of GPUs, whole hosts of {per_host} (--gpus-per-host) where there are several, as 1,4,8,16"
-            )
+    if min(counts) < 1:
+        raise ConfigError(f"--gpus {text}: give numbers of GPUs, as 1,4,8,16")
+    if whole_hosts and any(count > per_host and count % per_host for count in counts):
+        raise ConfigError(
+            f"--gpus {text}: trainer.shard_within_host needs whole hosts, of {per_host} GPUs (--gpus-per-host); give multiples of "
+            f"{per_host}, or set it to false"
+        )
     return counts

@@ -24,6 +24,7 @@ from headrace.config import Config
 from headrace.config.policy import ENGINE_DIMS
 from headrace.errors import Restartable, ServiceError
 from headrace.service import importing
+from headrace.weights import nccl
 from headrace.weights.probe import rollout_dtype
 from headrace_services.rollout import child, weight_receiver
 from headrace_services.rollout.chat_format import check_parser_names
@@ -36,8 +37,7 @@ log = logging.getLogger(__name__)
 # vLLM refuses its own in-process executor on a CPU by its short name, because it can't set OpenMP up there; the service does
 # that itself. One process less: half the memory, and a start 10 seconds shorter.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# What vLLM says of a child that ended while it started, whatever the cause.
-_CORE_FAILED = "Engine core initialization failed"
+_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @contextlib.contextmanager
@@ -79,6 +79,9 @@ def prepare_environment(config: Config, report: Path) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # where there is Triton, as on every GPU, vLLM would take its second one, with another sampler, which no test here can run
+    os.environ.setdefault(_MODEL_RUNNER, "0")
+    nccl.prepare_environment(config.weight_channel.timeout_s)
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()
@@ -190,16 +193,34 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=arguments["disable_log_stats"])
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
         reason = first_failure(report)
-        if reason is None and _CORE_FAILED in str(error):
+        if reason is None and child_ended(error):
             raise Restartable(
                 f"the engine's process died while it started, without a word: it was killed, perhaps for want of memory. vLLM said: {error}"
             ) from error
         raise ServiceError(explain(config, reason or _message(error), on_cpu=on_cpu)) from error
 
 
+async def described(engine: AsyncLLM) -> str:
+    """What the engine computes with, in one line: also what vLLM chose."""
+    vllm = engine.vllm_config
+    backends = {name for of_worker in await engine.collective_rpc("attention_backends") for name in of_worker}
+    return (
+        f"the engine's weights are in {str(vllm.model_config.dtype).removeprefix('torch.')}, its KV cache in "
+        f"{vllm.cache_config.cache_dtype} (policy.generation.vllm_cfg.kv_cache_dtype), {vllm.cache_config.num_gpu_blocks} blocks of it; "
+        f"attention by {', '.join(sorted(backends)) or 'no backend'}; vLLM's model runner is V{2 if vllm.use_v2_model_runner else 1} "
+        f"({_MODEL_RUNNER})"
+    )
+
+
 def first_failure(report: Path) -> str | None:
     """The error of the first child process that failed (`child.prepare_engine_process`), which causes all later ones."""
     return report.read_text().splitlines()[0] if report.exists() else None
+
+
+def child_ended(error: Exception) -> bool:
+    """Whether vLLM says that a process of the engine ended while it started. It raises a plain `RuntimeError` for that, as for much else
+    (`vllm.v1.engine.utils`), so that only its words tell."""
+    return isinstance(error, RuntimeError) and "Engine core initialization failed" in str(error)
 
 
 def _message(error: Exception) -> str:

@@ -23,7 +23,7 @@ from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.replica_client import PATHS, ROLE
 from headrace.service import bind, serve_http, stop_on_signals
-from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.engine import described, running_engine
 from headrace_services.rollout.http import build_app, exported
 from headrace_services.rollout.loading import announced
 from headrace_services.rollout.worker import RolloutWorker
@@ -106,13 +106,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "gpus": " ".join(_gpus(engine)),
         "model": config.policy.model_name,
     }
-    vllm = engine.vllm_config
-    log.info(
-        "the engine's weights are in %s, its KV cache in %s (policy.generation.vllm_cfg.kv_cache_dtype); attention by %s",
-        str(vllm.model_config.dtype).removeprefix("torch."),
-        vllm.cache_config.cache_dtype,
-        vllm.attention_config.backend or "the backend that vLLM chooses",
-    )
+    log.info("%s", await described(engine))
     worker = RolloutWorker(config, engine, replay, info)
     access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
     with exported(worker, engine):

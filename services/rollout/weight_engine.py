@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -281,8 +282,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
 
 class WeightChannelExtension:
-    """A mixin for vLLM's worker class. Its calls return why they failed, or None, and never raise: vLLM raises at the first worker that
-    does, and leaves the answers of the others in their queues, where the next call would take them for its own."""
+    """A mixin for vLLM's worker class. The calls of a refit return why they failed, or None, and never raise: vLLM raises at the first
+    worker that does, and leaves the answers of the others in their queues, where the next call would take them for its own."""
 
     weight_transfer_engine: WeightChannelEngine
     vllm_config: VllmConfig
@@ -298,6 +299,11 @@ class WeightChannelExtension:
     def discard_weights(self, update_info: dict[str, Any]) -> str | None:
         engine = self.weight_transfer_engine
         return self._reason(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
+
+    def attention_backends(self) -> list[str]:
+        """The names of what computes this worker's attention."""
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
     def _reason(self, call: Callable[[], None]) -> str | None:
         try:

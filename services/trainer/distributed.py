@@ -38,6 +38,7 @@ from headrace.addresses import is_loopback
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import EXIT_INTERNAL_ERROR
+from headrace.weights import nccl
 from headrace_services.trainer.progress import Heartbeat, Progress, silent_ranks
 
 log = logging.getLogger(__name__)
@@ -258,6 +259,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         )
     if config.trainer.device != "cpu" and torch.version.cuda is not None:
         devices.installed().check_driver()  # torch only warns, and sees no GPU then
+    nccl.prepare_environment(config.weight_channel.timeout_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -382,7 +384,7 @@ class Place:
 
 
 def place_of(tensor: Tensor) -> Place:
-    """That of this rank in a model that `tensor` is a parameter of."""
+    """The place of this rank in a model that `tensor` is a parameter of."""
     if not isinstance(tensor, DTensor):
         return Place(0, 1, is_first_rank())
     mesh = tensor.device_mesh

@@ -40,26 +40,25 @@ _LLAMA = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": False,
 }
+_QWEN3 = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+_QWEN_1_5B = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
 # The configurations of models that are planned for where nobody can ask the hub.
 KNOWN: dict[str, Any] = {
-    "Qwen/Qwen2.5-1.5B": Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
+    "Qwen/Qwen2.5-1.5B": _QWEN_1_5B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN_1_5B,
     "Qwen/Qwen3-8B": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
+        hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32, **_QWEN3
+    ),
+    "Qwen/Qwen3-32B": Qwen3Config(
+        hidden_size=5120, intermediate_size=25_600, num_hidden_layers=64, num_attention_heads=64, **_QWEN3
     ),
     "meta-llama/Llama-3.1-8B": LlamaConfig(
         hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, **_LLAMA
@@ -78,6 +77,7 @@ KNOWN: dict[str, Any] = {
     ),
 }  # fmt: skip
 GIB = 2**30
+_REFIT = "a refit: two buckets and the largest weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ModelSize:
         routers: bool = True,
         lora: LoRAConfig | None = None,
     ) -> ModelSize:
-        """That of the model that `auto` makes of a Hugging Face configuration; not `trained`, or all of it but its `routers`, or in its
+        """The size of the model that `auto` makes of a Hugging Face configuration; not `trained`, or all of it but its `routers`, or in its
         place the adapter that `lora` describes. Raises `ServiceError` for layers that it has not."""
         with torch.device("meta"):
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -154,6 +154,11 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         return sum(map(math.prod, self.shapes))
+
+    @property
+    def largest(self) -> int:
+        """The numbers of the largest weight."""
+        return max(map(math.prod, self.shapes))
 
 
 def _mlp_width(text: Any) -> int:
@@ -245,21 +250,27 @@ def trainer_memory(
     if peaks:
         parts["frozen models: layers gathered or cast"] = max(peaks)
     policy = next(iter(models.values())).size
-    largest = max(math.prod(shape) for shape in policy.shapes)
     merged = 4 if policy.adapter else 0
     gathered = (merged or sent) if ranks > 1 else 0
-    parts["a refit: two buckets and the largest weight"] = 2 * bucket + (gathered + merged) * largest
+    parts[_REFIT] = buckets(policy, sent, bucket) + (gathered + merged) * policy.largest
     return parts
 
 
+def buckets(size: ModelSize, width: int, bucket: int) -> int:
+    """Bytes of the weight channel's two buffers, at most: a weight of more than `bucket` bytes travels in one of its own, and these take
+    the buffers in turn."""
+    largest = sorted((width * math.prod(shape) for shape in size.shapes), reverse=True)[:2]
+    return sum(max(bucket, nbytes) for nbytes in largest)
+
+
 def replica_memory(
-    size: ModelSize, width: int, parallel: int, cache: int | None, share: float, device: int
+    size: ModelSize, width: int, parallel: int, cache: int | None, share: float, device: int, bucket: int
 ) -> dict[str, int]:
     """Bytes on a GPU of a replica of `parallel` GPUs with `width` bytes a number; its KV cache takes `cache` bytes (None: what is left of
-    this `share` of the device)."""
+    this `share` of the device). A refit comes on top: buckets of `bucket` bytes, and a weight as the checkpoint has it."""
     weights = width * size.parameters // parallel
     found = max(0, int(share * device) - weights) if cache is None else cache
-    return {"weights": weights, "KV cache": found}
+    return {"weights": weights, "KV cache": found, _REFIT: buckets(size, width, bucket) + width * size.largest}
 
 
 def cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
@@ -293,7 +304,13 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     )
     parallel = engine.tensor_parallel_size
     replica = replica_memory(
-        policy.size, width, parallel, engine.kv_cache_memory_bytes, engine.gpu_memory_utilization, device
+        policy.size,
+        width,
+        parallel,
+        engine.kv_cache_memory_bytes,
+        engine.gpu_memory_utilization,
+        device,
+        config.weight_channel.bucket_size("cuda"),
     )
     cached = cached_tokens(policy.size, width, parallel, replica["KV cache"])
     otherwise = activations(policy.size, policy.bytes, tokens, recompute=not policy.recompute)

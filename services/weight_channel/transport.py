@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import hmac
 import ipaddress
+import logging
 import os
 import secrets
 import threading
@@ -40,8 +41,11 @@ from torch._C._distributed_c10d import BroadcastOptions
 from headrace.addresses import own_address
 from headrace.errors import Restartable, ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
+from headrace.weights import nccl
 from headrace.weights.manifest import Bucket, Manifest
 from headrace_services.weight_channel.checksum import checksum
+
+log = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
@@ -154,6 +158,7 @@ class Channel:
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
         self._over_by = 0.0  # when all of them are to have ended
+        self._not_aborted: str | None = None  # why torch could not abort the group
         self._starting = threading.Lock()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._stream = torch.cuda.Stream(membership.device) if membership.device.type == "cuda" else None
@@ -255,9 +260,14 @@ class Channel:
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
-    def hangs(self) -> bool:
-        """Whether an abandoned call that holds a device still runs, and should have ended."""
-        return self.membership.backend == "nccl" and time.monotonic() > self._over_by and not self.join(0.0)
+    def hangs(self) -> str | None:
+        """Why this group may hold a device for ever, if it may: a call that was given up should have ended and still runs, or the group
+        could not be aborted."""
+        if self._not_aborted is not None:
+            return f"could not be aborted ({self._not_aborted})"
+        if self.membership.backend == "nccl" and time.monotonic() > self._over_by and not self.join(0.0):
+            return f"has a call that was given up, and has not ended {ABORT_S:g} s later"
+        return None
 
     def _challenge(self, deadline: float) -> None:
         """Rank 0: broadcast a nonce, and wait until every other rank has signed it. Whoever took a rank's place in the group has the nonce
@@ -293,16 +303,25 @@ class Channel:
     def _connect(self, seconds: float) -> None:
         self._group = group = self._process_group(seconds)
         if self.membership.backend == "nccl" and not self._closed.is_set():
+            with self._starting:
+                self._over_by = max(self._over_by, time.monotonic() + nccl.connect_timeout_s() + ABORT_S)
             # now, while there is a deadline, and not in the first broadcast. It can be aborted, because it does not block the device
-            with _environment("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(seconds)))):
-                group.eager_connect_single_device(self.membership.device)
+            group.eager_connect_single_device(self.membership.device)
         if self._closed.is_set():
             self._leave_group()  # which was not there yet when `close` looked
 
     def _leave_group(self) -> None:
         group, self._group = self._group, None
+
+        def abort() -> None:
+            try:
+                group.abort()
+            except Exception as error:  # whatever it is, the group may still hold the device
+                log.exception("group %s of nccl could not be aborted", self.membership.group_id)
+                self._not_aborted = _line(error)
+
         if group is not None and self.membership.backend == "nccl":
-            self._start("weight-channel-abort", group.abort, time.monotonic())
+            self._start("weight-channel-abort", abort, time.monotonic())
 
     def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
         """On a thread that is to end soon after `deadline`."""
@@ -320,14 +339,16 @@ class Channel:
             options._timeout = timedelta(seconds=seconds)
             return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
         torch.cuda.set_device(m.device)
-        nccl = dist.ProcessGroupNCCL.Options()
-        # deadlines are this module's: torch's own watchdog would end the whole process at its timeout. But an abort waits as long as this
-        nccl._timeout = timedelta(seconds=seconds)
-        nccl.config.blocking = 0  # what blocks can't be aborted
-        # its monitor would call the store from a thread of its own, and end the process when a peer hangs
+        of_nccl = dist.ProcessGroupNCCL.Options()
+        # Deadlines are this module's, and the time that an abort may take, which raises at this timeout, is that of `hangs`.
+        of_nccl._timeout = _GROUP_LIFETIME
+        if nccl.may_be_nonblocking():
+            of_nccl.config.blocking = 0  # what blocks can't be aborted
+        # A broadcast that fails, or a watchdog of torch's that is held up by one, must not end the process: torch would do so by the first
+        # of these for the error, by the second for the watchdog. The threads of both run all the same (`headrace.weights.nccl`).
         quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
         with quiet[0], quiet[1]:
-            return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, nccl)
+            return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, of_nccl)
 
     def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions, before: torch.cuda.Event | None) -> None:
         group = self._group
@@ -408,16 +429,13 @@ class ClosedChannels:
     def add(self, channel: Channel) -> None:
         """Close it."""
         channel.close()
-        self._channels = [*(other for other in self._channels if not other.join(0.0)), channel]
+        self._channels = [*(other for other in self._channels if other.hangs or not other.join(0.0)), channel]
 
     def check(self) -> None:
-        """Raise `Restartable` if a call can't be ended: it may hold the device, and nothing in this process can make it let go."""
+        """Raise `Restartable` if a group may hold its device, and nothing in this process can make it let go."""
         for channel in self._channels:
-            if channel.hangs:
-                raise Restartable(
-                    f"a call of nccl in group {channel.membership.group_id}, which was given up, has not ended {ABORT_S:g} s later; only a "
-                    "new process can go on"
-                )
+            if why := channel.hangs:
+                raise Restartable(f"group {channel.membership.group_id} of nccl {why}; only a new process can go on")
 
     def join(self, timeout_s: float) -> None:
         for channel in self._channels:

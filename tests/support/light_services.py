@@ -137,11 +137,29 @@ def refusable_rollout(config: Config) -> None:
     asyncio.run(_belong(config))
 
 
+def loading_rollout(config: Config) -> None:
+    """Is in the fleet as LOADING, until a file `loaded` in the run's folder ends that; then it belongs to it."""
+
+    async def load() -> None:
+        async with contextlib.aclosing(
+            _OfThisProcess(open_redis(buffer_url(config, "rollout")), str(config.run.id))
+        ) as replay:
+            name = secrets.token_hex(6)
+            await replay.register(name, {}, loading=True)
+            while not (config.run_folder / "loaded").exists():
+                await replay.heartbeat(name, [])
+                await asyncio.sleep(0.1)
+            await replay.deregister(name)
+
+    asyncio.run(load())
+    asyncio.run(_belong(config))
+
+
 class _OfThisProcess(ReplayClient):
     """Registers a replica with what the command line shows of one."""
 
-    async def register(self, replica: str, info: Mapping[str, Any]) -> None:
-        await super().register(replica, {**info, "pid": os.getpid(), "url": "http://127.0.0.1:1"})
+    async def register(self, replica: str, info: Mapping[str, Any], loading: bool = False) -> None:
+        await super().register(replica, {**info, "pid": os.getpid(), "url": "http://127.0.0.1:1"}, loading=loading)
 
 
 async def _belong(config: Config) -> None:

@@ -162,4 +162,6 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         "all tensors in bfloat16 over nccl",
         "copy to the host's memory, as gloo's bucket takes it",
         "copy to the host's memory, pinned",
+        "decoding with defaults, model runner V2",
+        "a refit, with its proofs, model runner V2",
     }

@@ -58,8 +58,6 @@ class TrainerRank:
         return self._batch
 
     def load(self, checkpoint: str | None) -> None:
-        # float32 is float32: an image may have asked for TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), whose errors are those of a wrong refit
-        torch.set_float32_matmul_precision("highest")
         self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None, self.ranks)
 
     def step(

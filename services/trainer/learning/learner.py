@@ -43,7 +43,7 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class CheckpointSnapshot:
     """What this rank writes of a checkpoint, in host memory. Nothing that trains changes it, so a thread may write it meanwhile."""
 
     parts: Sequence[tuple[str, Write]]  # each with its folder
@@ -78,9 +78,8 @@ class Learner:
         planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
         if planned.trainer is not None:
             torch.set_num_threads(planned.trainer)
-        torch.set_float32_matmul_precision(
-            "highest"
-        )  # float32 is what was asked for: no TF32, whatever the environment says
+        # float32 is float32: an image may have asked for TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), whose errors are those of a wrong refit
+        torch.set_float32_matmul_precision("highest")
         passes, value = required_passes(config, optimizer_steps=1), config.value
         self.config = config
         self.ranks = ranks or Ranks()
@@ -141,7 +140,7 @@ class Learner:
         self.refuse_if_broken()
         return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CheckpointSnapshot:
         """Copy what a checkpoint holds to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/`
         where there is one, and `training/`. It is complete once this has returned."""
         self.refuse_if_broken()
@@ -150,7 +149,7 @@ class Learner:
             parts.append(("value", self.value.snapshot()))
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
         parts.append(("training", training_state.snapshot(counters, self._optimizers, moments=moments)))
-        return Snapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
+        return CheckpointSnapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:

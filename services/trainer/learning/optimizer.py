@@ -140,7 +140,7 @@ class ModelOptimizer:
         return place_of(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """Of each parameter the rows `[first, last)` that this rank holds, and the shape of the whole."""
+        """The rows `[first, last)` of each parameter that this rank holds, and the shape of the whole."""
         return {name: (*local_rows(tensor), tuple(tensor.shape)) for name, tensor in self._model.named_parameters()}
 
     def restore(self, scheduled: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:

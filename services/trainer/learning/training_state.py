@@ -37,7 +37,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class TrainingState(msgspec.Struct, frozen=True):
-    """`state.json`. `counters` are those of `Counters`, `trained` the models by name."""
+    """The contents of `state.json`. `counters` are those of `Counters`, `trained` the models by name."""
 
     ranks: int
     counters: dict[str, int]

@@ -182,7 +182,7 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
-    """Of the linear `layers` those that the settings name. Raises `ServiceError` for a name that none has, and if none is left."""
+    """The linear `layers` that the settings name. Raises `ServiceError` for a name that none has, and if none is left."""
     if not layers:
         raise ServiceError(
             "policy.lora_cfg.enabled true: the policy has no layers of torch's Linear to put an adapter beside (GPT-2 has none); set it to "
@@ -196,7 +196,7 @@ def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
         for pattern in patterns:
             if not any(_matches(layer, pattern) for layer in layers):
                 raise ServiceError(
-                    f"policy.lora_cfg.{key}: {pattern!r} is no linear layer of the policy; there are {names}, with whole names such as "
+                    f"policy.lora_cfg.{key}: {pattern!r} is not a linear layer of the policy; there are {names}, with whole names such as "
                     f"{layers[0]} (for which * stands for anything). The head is never adapted"
                 )
     found = [

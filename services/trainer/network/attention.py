@@ -123,7 +123,7 @@ class Sequences:
 
     @classmethod
     def of(cls, trees: Spans, width: int) -> Sequences:
-        """Those of rows of this width with these trees, on the CPU."""
+        """The sequences of rows of this width with these trees, on the CPU."""
         places, lengths = [], []
         for r, spans in enumerate(trees):
             row = pieces(spans)

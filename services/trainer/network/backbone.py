@@ -93,7 +93,7 @@ def load_model(
     auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
 ) -> Any:
     """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration; with several ranks on the
-    meta device, for `Placed` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
+    meta device, for `PlacedModel` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
     should be.
 
     Raises `ServiceError` if it can't be loaded, if its configuration has no such key as an override names, or if its context is shorter
@@ -134,7 +134,7 @@ def freeze_routers(model: nn.Module) -> None:
                     router.requires_grad_(False)
 
 
-class Placed:
+class PlacedModel:
     """A root on this rank's device, sharded with several ranks, and the precision in which it is computed."""
 
     def __init__(

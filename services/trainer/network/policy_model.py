@@ -121,7 +121,7 @@ class PolicyModel:
         self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
         prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
-        self._placed = backbone.Placed(
+        self._placed = backbone.PlacedModel(
             root, self.model, config, self.device, config.policy.precision, adapter=self.adapter
         )
 

@@ -70,7 +70,9 @@ class ValueModel:
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise backbone.cannot_load(key, name, "the head of a value model", error) from error
         precision = config.value.precision or config.policy.precision
-        self._placed = backbone.Placed(self.root, model, config, self.device, precision, in_float32=[self.root.head])
+        self._placed = backbone.PlacedModel(
+            self.root, model, config, self.device, precision, in_float32=[self.root.head]
+        )
 
     def forward(self, packed: PackedRows) -> Tensor:
         """Values [N] float32, one before each policy token of `packed`, on this device."""

@@ -362,6 +362,16 @@ def test_each_service_sees_its_own_gpus_and_status_says_which(up: Start, folder:
     assert all(f" {line} (Stand-in, 80 GiB)" in said for line in plan)
 
 
+@pytest.mark.parametrize("real", ["light"], indirect=True)
+def test_on_one_gpu_the_trainer_starts_when_the_engine_is_up(up: Start, folder: Path) -> None:
+    light = {"reward": "idle_reward", "rollout": "loading_rollout", "trainer": "talking_trainer"}
+    run = up(100_000, *ENDLESS, "trainer.device=cuda", "rollout.device=cuda", gpus="GPU-a", **light)
+    run.wait_for("rollout-1: loading")
+    assert not [command for command in run.started().values() if "headrace.cli trainer " in command]
+    (folder / "loaded").touch()
+    run.wait_for("step 1:")
+
+
 def trained(folder: Path) -> list[int]:
     """Steps that the run says were trained, in its order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,18 +1,24 @@
-"""A group of nccl whose calls block, as real ones do when a peer never comes or hangs: what is given up, and who says so."""
+"""A group of nccl whose calls block, as real ones do when a peer never comes or hangs: what is given up, and who says so; and how torch is
+asked for one."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headrace.config import Config
 from headrace.errors import Restartable, WeightChannelTimeout
+from headrace.weights import nccl
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.weight_channel import transport
 from headrace_services.weight_channel.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
@@ -26,6 +32,7 @@ class Group:
     def __init__(self) -> None:
         self.let_go, self.aborted = threading.Event(), threading.Event()
         self.connecting = threading.Event()
+        self.failure: Exception | None = None  # of the abort
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.connecting.set()
@@ -34,23 +41,29 @@ class Group:
     def abort(self) -> None:
         assert self.let_go.wait(PATIENCE_S)
         self.aborted.set()
+        if self.failure is not None:
+            raise self.failure
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     group = Group()
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0")
     monkeypatch.setattr(Channel, "_process_group", lambda self, seconds: group)
     yield group
     group.let_go.set()
 
 
+def place(store: RendezvousStore) -> GroupRank:
+    return GroupRank("g", "nccl", "127.0.0.1", store.port, 0, 1, torch.device("cpu"), bytes(32))
+
+
 def lead(timeout_s: float) -> Channel:
     """The channel, which was given up."""
     store = RendezvousStore("127.0.0.1", 0)
-    place = GroupRank("g", "nccl", "127.0.0.1", store.port, 0, 1, torch.device("cpu"), bytes(32))
     opened: list[Channel] = []
     with pytest.raises(WeightChannelTimeout, match="peers to connect"):
-        Channel.lead(place, store, time.monotonic() + timeout_s, opened.append)
+        Channel.lead(place(store), store, time.monotonic() + timeout_s, opened.append)
     return opened[0]
 
 
@@ -72,7 +85,7 @@ def test_an_abort_that_blocks_holds_nobody_up_and_the_process_says_that_it_must_
     closed.add(channel)
     closed.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
-    with pytest.raises(Restartable, match=r"a call of nccl in group g.* only a new process"):
+    with pytest.raises(Restartable, match=r"group g of nccl has a call that was given up.* only a new process"):
         closed.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
@@ -87,3 +100,77 @@ async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatc
     source = SimpleNamespace(metadata=lambda: [("a", "float32", (1,))])
     with pytest.raises(Restartable, match="only a new process"):
         await sender.refit(0, "t", source, torch.zeros(2).numpy(), torch.zeros(1).numpy())  # type: ignore[arg-type]
+
+
+def test_a_call_may_wait_as_long_for_its_peers_as_torch_lets_it(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort waits for that call, and torch has one time for all groups of a process, however little was left for this one."""
+    monkeypatch.setattr(transport, "ABORT_S", 0.0)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "3600")
+    channel, closed = lead(0.5), ClosedChannels()
+    closed.add(channel)
+    closed.check()
+    group.let_go.set()
+    assert channel.join(PATIENCE_S)
+
+
+def test_a_group_that_could_not_be_aborted_is_no_secret_and_the_process_must_end(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    group.failure = RuntimeError("NCCL timeout in: NCCLUtils.cpp")
+    group.let_go.set()
+    channel, closed = lead(0.5), ClosedChannels()
+    closed.add(channel)
+    assert channel.join(PATIENCE_S)
+    assert "group g of nccl could not be aborted" in caplog.text
+    store = RendezvousStore("127.0.0.1", 0)
+    closed.add(Channel(place(store), store.connect()))  # another does not make it forgotten
+    with pytest.raises(Restartable, match=r"group g of nccl could not be aborted \(NCCL timeout.* only a new process"):
+        closed.check()
+
+
+class TorchsGroup:
+    """`ProcessGroupNCCL`, which a build of torch for the CPU lacks."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=None)  # what NCCL calls undefined
+            self._timeout: timedelta | None = None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.options, self.environment = options, dict(os.environ)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchsGroup]:
+    """Has a group made in a process that `headrace.weights.nccl` has prepared."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchsGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def made() -> TorchsGroup:
+        nccl.prepare_environment(60.0)
+        before = dict(os.environ)
+        store = RendezvousStore("127.0.0.1", 0)
+        group = Channel(place(store), store.connect())._process_group(0.5)
+        assert os.environ == before
+        assert group.environment.keys() == before.keys()  # a thread may be reading it
+        return group
+
+    return made
+
+
+def test_torch_neither_ends_the_process_for_a_broadcast_nor_gives_one_up(made: Callable[[], TorchsGroup]) -> None:
+    group = made()
+    assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert group.environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert group.options._timeout is not None
+    assert group.options._timeout > timedelta(days=30)  # a group serves many refits, each with a deadline of its own
+
+
+@pytest.mark.parametrize(("switch", "blocking"), [(None, 0), ("1", 0), ("0", None)])
+def test_a_group_does_not_block_unless_torchs_switch_says_so(
+    made: Callable[[], TorchsGroup], switch: str | None, blocking: int | None
+) -> None:
+    if switch is not None:
+        os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = switch
+    assert made().options.config.blocking == blocking

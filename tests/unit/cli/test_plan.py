@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from headrace.cli.app import app
 from headrace.errors import ConfigError
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = """
 policy:
   model_name: meta-llama/Llama-3.1-8B
@@ -39,7 +40,21 @@ def test_parts_of_a_known_model_are_shown_by_number_of_gpus(config: Path) -> Non
     assert found["policy: parameters, float32"] == ["29.9", "7.5", "3.7", "1.9"]
     assert found["policy: optimizer's moments, float32"] == ["59.8", "15.0", "7.5", "3.7"]
     assert [total.endswith(" !") for total in found["together, of 80"]] == [True, False, False, False]
-    assert "a replica, on each of its GPUs: weights 15.0, KV cache 57.0; together 72.0" in found
+    # embedding and head, 128,256 x 4,096 in bfloat16, have a bucket each, and one of them is copied as it is loaded
+    refit = "a refit: two buckets and the largest weight"
+    assert f"a replica, on each of its GPUs: weights 15.0, KV cache 57.0, {refit} 2.9; together 74.9" in found
+    assert found[refit] == ["2.0", "2.9", "2.9", "2.9"]
+
+
+@pytest.mark.parametrize("name", ["gpu_1_5b_1gpu", "gpu_8b_8gpus", "gpu_32b_16gpus"])
+def test_the_examples_are_planned_without_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(rows(EXAMPLES / f"{name}.yaml")["policy: parameters, float32"]) == 4
+
+
+def test_the_trainer_has_its_fraction_of_a_gpu(config: Path) -> None:
+    found = rows(config, "trainer.gpu_memory_fraction=0.5", "--gpus", "4,8")
+    assert [total.endswith(" !") for total in found["together, of 40"]] == [True, False]
 
 
 def test_a_copy_on_each_host_takes_what_one_host_alone_takes(config: Path) -> None:
@@ -49,6 +64,10 @@ def test_a_copy_on_each_host_takes_what_one_host_alone_takes(config: Path) -> No
     assert copies == ["3.7", "3.7"]
 
 
-def test_half_a_host_more_is_refused(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--gpus 8,12: give numbers of GPUs, whole hosts of 8"):
-        rows(config, "--gpus", "8,12")
+def test_half_a_host_more_is_refused_where_each_host_has_a_copy(config: Path) -> None:
+    # 8.03 billion parameters at 4 bytes over 12 GPUs
+    assert rows(config, "--gpus", "8,12")["policy: parameters, float32"] == ["3.7", "2.5"]
+    with pytest.raises(ConfigError, match=r"--gpus 8,12: trainer\.shard_within_host needs whole hosts, of 8 GPUs"):
+        rows(config, "trainer.shard_within_host=true", "--gpus", "8,12")
+    with pytest.raises(ConfigError, match=r"--gpus 0: give numbers of GPUs"):
+        rows(config, "--gpus", "0")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,9 @@ from headrace.cli import device_plan
 from headrace.config import load
 from headrace.devices import Device, Inventory
 from headrace.errors import ServiceError
+from headrace.service import EXIT_STOPPED
 from tests.support.command import headrace
+from tests.support.processes import eventually
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
@@ -41,5 +47,33 @@ def test_an_example_takes_as_many_gpus_as_it_says(name: str, gpus: int) -> None:
         device_plan.planned(load(EXAMPLES / f"{name}.yaml", ["trainer.device=cuda"]), machine(gpus - 1), CUDA)
 
 
-def test_the_slurm_script_is_one_of_bash() -> None:
-    subprocess.run(["bash", "-n", EXAMPLES / "slurm_two_nodes.sh"], check=True)
+SRUN = """#!{python}
+import os, pathlib, signal, sys
+if "trainer" in sys.argv:
+    told = lambda *_: (pathlib.Path("{folder}/told").write_text("TERM"), os._exit({code}))
+    signal.signal(signal.SIGTERM, told)
+    pathlib.Path("{folder}/trains").touch()
+    signal.pause()
+print("10.0.0.1")
+"""
+
+
+def test_a_slurm_job_whose_time_ends_tells_the_trainer(tmp_path: Path) -> None:
+    commands = {
+        "srun": SRUN.format(python=sys.executable, folder=tmp_path, code=EXIT_STOPPED),
+        "scontrol": "#!/bin/sh\necho first\necho second\n",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", EXAMPLES / "slurm_two_nodes.sh"], env=environ, start_new_session=True)
+    try:
+        eventually((tmp_path / "trains").exists, within_s=60)
+        job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
+        assert job.wait(60) == EXIT_STOPPED
+        assert (tmp_path / "told").read_text() == "TERM"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()

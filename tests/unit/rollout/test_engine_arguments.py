@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,3 +236,28 @@ def test_float32_is_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"
     prepare_environment(config(precision="float32"), tmp_path)
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"
+
+
+def test_its_groups_of_nccl_and_its_model_runner_are_chosen_before_vllm_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    given = Config.model_validate({"weight_channel": {"timeout_s": 90}})
+    prepare_environment(given, tmp_path)
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    prepare_environment(given, tmp_path)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_a_child_that_ended_is_known_by_the_words_that_vllm_has_for_it() -> None:
+    said = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}"
+    assert engine.child_ended(RuntimeError(said))
+    assert not engine.child_ended(RuntimeError("the model has no layers"))
+    assert not engine.child_ended(ValueError(f"no model at {said}"))
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    raising = Path(str(vllm.origin)).parent / "v1" / "engine" / "utils.py"
+    assert "Engine core initialization failed" in raising.read_text()

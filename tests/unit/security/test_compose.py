@@ -16,8 +16,15 @@ from headrace.config import load
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 FILE, GPU_FILE = DEPLOY / "docker-compose.yml", DEPLOY / "docker-compose.gpu.yml"
+
+
+class _Compose(yaml.SafeLoader):
+    """YAML with Compose's tag for what an overlay takes away."""
+
+
+_Compose.add_constructor("!reset", lambda loader, node: None)
 SERVICES: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
-ON_GPU: dict[str, Any] = yaml.safe_load(GPU_FILE.read_text())["services"]
+ON_GPU: dict[str, Any] = yaml.load(GPU_FILE.read_text(), _Compose)["services"]
 OURS = {name: service for name, service in SERVICES.items() if name != "redis"}
 
 
@@ -87,7 +94,10 @@ def test_on_gpus_trainer_and_replica_see_their_own_and_are_one_host_to_nccl() ->
         for key in ("NCCL_HOSTID", "HEADRACE_POLICY__GENERATION__VLLM_CFG__TENSOR_PARALLEL_SIZE", "VLLM_CACHE_ROOT"):
             assert environment[key] == ON_GPU[other]["environment"][key]
         assert (service["ipc"], service["ulimits"]["memlock"]) == ("host", -1)
-        assert service["volumes"] == ["cache:/data/cache"]
+        # the sockets over which NCCL hands memory over are files that both containers see
+        assert environment["NCCL_IPC_USE_ABSTRACT_SOCKET"] == "0"
+        assert service["volumes"] == ["cache:/data/cache", "tmp:/tmp"]
+        assert service["tmpfs"] is None
         # the rest is as it is without GPUs, what it may do included
         assert not {"privileged", "cap_add", "security_opt", "read_only", "user", "ports"} & service.keys()
     assert ON_GPU["trainer"]["entrypoint"][1:4] == ["-m", "headrace_services.trainer.launch", "gpu"]

@@ -37,11 +37,13 @@ def test_layers_are_named_by_the_last_part_or_by_a_pattern_of_the_whole() -> Non
 
 def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> None:
     there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    with pytest.raises(ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn' is no linear layer .*{there}"):
+    with pytest.raises(
+        ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn' is not a linear layer .*{there}"
+    ):
         named(target_modules=["q_proj", "c_attn"])
     with pytest.raises(ServiceError, match=r"target_modules: 'lm_head' .*The head is never adapted"):
         named(target_modules=["lm_head"])
-    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj' is no linear layer"):
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj' is not a linear layer"):
         named(exclude_modules=["proj"])
     with pytest.raises(
         ServiceError, match=r"policy\.lora_cfg\.enabled true: the policy has no layers of torch's Linear"

@@ -25,7 +25,7 @@ from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.learner import Snapshot
+from headrace_services.trainer.learning.learner import CheckpointSnapshot
 
 
 class Disk:
@@ -49,11 +49,11 @@ class Learner:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.snapshots: list[weakref.ref[Snapshot]] = []
+        self.snapshots: list[weakref.ref[CheckpointSnapshot]] = []
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CheckpointSnapshot:
         assert all(snapshot() is None for snapshot in self.snapshots), "one is in memory at a time"
-        made = Snapshot([("policy", self._disk.write)], None)
+        made = CheckpointSnapshot([("policy", self._disk.write)], None)
         self.snapshots.append(weakref.ref(made))
         return made
 
