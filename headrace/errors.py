@@ -8,7 +8,12 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError):
-    """The configuration can't be used: an unknown key, a wrong type, or an impossible combination."""
+    """The configuration can't be used: an unknown key, a wrong type, or an impossible combination. `key`: which one of its section is at
+    fault, where that is known."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class CodecError(HeadraceError):
@@ -71,6 +76,12 @@ class Unstaged(InvalidCall):
     """The payload that the call was to make visible is gone: its time ran out, or the server lost it."""
 
     code = "HR_UNSTAGED"
+
+
+class EpisodeTooLarge(InvalidCall):
+    """The record of an episode would have more bytes than `agents.max_episode_bytes`."""
+
+    code = "HR_EPISODE_BYTES"
 
 
 class Fenced(ReplayError):

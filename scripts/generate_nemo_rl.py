@@ -58,7 +58,7 @@ Headrace has none of these keys. `check`, `show` and `up` then say that they rea
 After interpolations are resolved, the first of these rules that applies decides about each key of the file:
 
 1. **The table below** says that the key is used, used under another name, replaced (listed, with its replacement) or
-   refused. If several rows match, the most exact one counts: a full key before `moe_*`, and that before `**`, which matches
+   refused. If several rows match, the most exact one counts: a full key before `moe_router_*`, and that before `**`, which matches
    everything below. A key that matches only a `*` but is nearly the same as another key of its section is treated as a
    misspelling, and refused with the key that was probably meant.
 2. **A key of Headrace** is used. It may be in NeMo RL's file or in yours.

@@ -42,9 +42,10 @@ A value comes from the first of these that sets it:
 5. the default.
 
 Mappings are merged key by key, lists are replaced whole; `_override_: true` in a mapping makes it replace the inherited one, and
-a section that is null takes the inherited one out. `${section.key}` is the value of another key, `${.key}` of one beside it,
-`${oc.env:NAME,default}` of a variable; `${add:a,b}`, `sub`, `mul`, `div` and `max` take two numbers, and all of these may be
-nested. They are resolved after the command line, so an override reaches what follows from it. `\\${` is the text `${`.
+a section that is null takes the inherited one out; `ppo: null` beside a `grpo` leaves `ppo` out. `${section.key}` is the value of
+another key, `${.key}` of one beside it, `${oc.env:NAME,default}` of a variable; `${add:a,b}`, `sub`, `mul`, `div` and `max` take two
+numbers, and all of these may be nested. They are resolved after the command line, so an override reaches what follows from it. A file
+in which they make more than 100,000 values or 1,000,000 characters is refused. `\\${` is the text `${`.
 
 What a file names by a relative path to be read (`data_path`, `prompt_file`, `system_prompt_file`, and the directories of models and
 tokenizers) is looked for beside that file first, then in the working directory. On the command line and in variables, where

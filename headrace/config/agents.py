@@ -12,6 +12,9 @@ from headrace.trajectory import Lane
 # What becomes of an episode that a limit of the run ended: it is graded like any other, fails, or earns this.
 OnLimit = Literal["grade", "fail"] | Annotated[float, Field(allow_inf_nan=False)]
 
+# Leases that a runner renews at a time, at most (runner_heartbeat.lua); each has an episode at least.
+MOST_SLOTS = 4096
+
 
 class AgentsConfig(Section):
     """Runners, which give the programs of episodes (`env.<name>.episodes`) an endpoint of their own and keep what the policy wrote.

@@ -132,13 +132,13 @@ def _regex(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> 
     try:
         re.compile(env.pattern)
     except re.error as error:
-        yield f".pattern {env.pattern!r} is no regular expression ({error}): correct it"
+        yield f".pattern {env.pattern!r} is not a regular expression ({error}): correct it"
 
 
 def _format(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     for tag in env.tags:
         if not _TAG.fullmatch(tag):
-            yield f".tags {tag!r} is no name of a tag: give a name without < and >, as in think"
+            yield f".tags {tag!r} is not the name of a tag: give a name without < and >, as in think"
     if len(set(env.tags)) != len(env.tags):
         yield f".tags {env.tags} names a tag twice: each stands in a completion once"
 
@@ -174,7 +174,7 @@ def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -
     for part, weight in env.parts.items():
         if part not in environments or environments[part].kind(part) == "combine":
             known = ", ".join(other for other in environments if environments[other].kind(other) != "combine") or "none"
-            yield f".parts.{part} is not another environment under env that is no combination itself ({known})"
+            yield f".parts.{part} is not another environment under env, or is a combination itself ({known})"
             return
         if environments[part].episodes:
             yield f".parts.{part} runs episodes, and scores no completion: leave it out, or give what it earns to a grader"

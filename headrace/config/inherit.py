@@ -3,7 +3,7 @@
 `defaults` is one path or a list, relative to the file that says it. Later files win over earlier ones and the file itself over
 all of them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true`
 replaces the inherited one instead. A section that is null is taken out of what was inherited (`grpo: null` makes room for
-`ppo`); where nothing was inherited it is a section whose keys are all commented out, and empty.
+`ppo`), and so is `grpo` or `ppo` where the other one is given; else it is a section whose keys are all commented out, and empty.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from headrace.errors import ConfigError
 
 DEFAULTS = "defaults"
 OVERRIDE = "_override_"
+_OTHER_ALGORITHM = {"grpo": "ppo", "ppo": "grpo"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Inherited:
-    """`values`: the merged mapping. `files`: what each file gave itself, in the order they were merged; the asked one is last."""
+    """A configuration with what it inherits. `values` is the merged mapping; `files` is what each file gave itself, in the order they
+    were merged; the asked one is last."""
 
     values: dict[str, Any]
     files: tuple[tuple[Path, dict[str, Any]], ...]
@@ -49,9 +51,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
         values = merge(values, inherited.values, f"{base}: ")
         files += inherited.files
     values = merge(values, {key: value for key, value in own.items() if value is not None}, f"{path}: ")
-    for section in (key for key, value in own.items() if value is None):
-        # null takes an inherited section out; else it is one whose keys are all commented out
-        if values.pop(section, None) is None:
+    nulls = [key for key, value in own.items() if value is None]
+    for section in nulls:
+        # null takes an inherited section out, or the algorithm that is not meant; else it is one whose keys are all commented out
+        other = _OTHER_ALGORITHM.get(section)
+        if values.pop(section, None) is None and (other in nulls or other not in values):
             values[section] = {}
     return Inherited(values, (*files, (path, own)))
 

@@ -6,27 +6,15 @@ no file gives has its default. `\\${` is the text `${`.
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf.errors import OmegaConfBaseException
 
 Keys = tuple[str | int, ...]
 
 MISSING = "???"
-
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "max": max,
-}
 
 
 def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -74,51 +62,24 @@ def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
 
 
 def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[dict[Keys, Any], list[str]]:
-    """The value of each expression, and one line for each that has none."""
+    """The value of each expression, and one line for each that has none; for one that grows without end that line alone."""
     # imported here because it takes 0.1 s, and most files have no interpolation
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
-    for name, function in _ARITHMETIC.items():
-        OmegaConf.register_resolver(name, _of_numbers(name, function), replace=True)
-
-    def unreadable(text: str) -> OmegaConfBaseException | None:
-        try:
-            OmegaConf.create([text])
-        except OmegaConfBaseException as error:
-            return error
-        return None
+    from headrace.config.evaluate import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
 
     # one that can't be parsed would spoil the whole container
-    problems = [_problem(keys, text, str(error)) for keys, text in expressions.items() if (error := unreadable(text))]
+    problems = [_problem(keys, text, str(error)) for keys, text in expressions.items() if (error := parse_error(text))]
     if problems:
         return {}, problems
-    container = OmegaConf.create(whole)
+    evaluation = Evaluation(expressions, whole)
     results: dict[Keys, Any] = {}
     for keys, text in expressions.items():
         try:
-            if text == MISSING:
-                raise MissingMandatoryValue
-            node: Any = container
-            for key in keys:
-                node = node[key]
-            results[keys] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            results[keys] = evaluation.result(keys)
+        except InterpolationsTooLarge as error:
+            return {}, [_problem(keys, text, str(error))]
         except OmegaConfBaseException as error:
             problems.append(_problem(keys, text, str(error)))
-        except RecursionError:
-            problems.append(_problem(keys, text, "it contains itself"))
     return results, problems
-
-
-def _of_numbers(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def checked(*given: Any) -> Any:
-        if len(given) != 2 or not all(isinstance(one, int | float) for one in given):
-            raise TypeError(
-                f"{name} takes two numbers, not {', '.join(map(repr, given))} (oc.decode makes one of text)"
-            )
-        return function(*given)
-
-    return checked
 
 
 def _problem(keys: Keys, text: str, error: str) -> str:

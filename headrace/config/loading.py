@@ -212,7 +212,7 @@ class _Settings(Config, BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", env_parse_none_str="null")
 
 
-class _Environment(EnvSettingsSource):
+class _EnvironmentSource(EnvSettingsSource):
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(_Settings)
         self.env_vars = {name.lower(): None if value == "null" else value for name, value in environ.items()}
@@ -230,7 +230,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
             close = nearest((section, *rest)) or nearest((section,))
             hint = f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "no such section"
             raise ConfigError(f"{name}: unknown variable (value {value!r:.60}); {hint}")
-    yield from _leaves(_Environment(named)(), ())
+    yield from _leaves(_EnvironmentSource(named)(), ())
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:

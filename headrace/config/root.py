@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from headrace.config.agents import AgentsConfig
+from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
 from headrace.config.built_in import problems
@@ -266,6 +266,12 @@ def _check_episodes(config: Config) -> None:
             f"agents.validation_slots {agents.slots_of('validation')} (as agents.slots, unless given) is less than {validated}, the "
             f"episodes of a validation's group, which start at once ({algorithm.name}.val_num_generations_per_prompt); raise it"
         )
+    validation_slots = agents.slots_of("validation")
+    if agents.slots + validation_slots > MOST_SLOTS:
+        raise ValueError(
+            f"agents.slots {agents.slots} and agents.validation_slots {validation_slots} (as agents.slots, unless given) are more than the "
+            f"{MOST_SLOTS} that a runner can hold; lower them, and raise agents.runners"
+        )
     most = max(started, validated)
     done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt
     needed = (2 * most + done) * agents.max_episode_bytes
@@ -289,7 +295,7 @@ def _check_episodes(config: Config) -> None:
         )
     if agents.branches != "refuse" and (needs := config.needs_one_path) is not None:
         raise ValueError(
-            f"{needs} with agents.branches allow: it is computed along a whole trajectory, and one that branches is no sequence; set "
+            f"{needs} with agents.branches allow: it is computed along a whole trajectory, and one that branches is not a sequence; set "
             "agents.branches to refuse, or change the setting"
         )
 
@@ -407,8 +413,9 @@ def _check_data_sets(config: Config) -> None:
         )
     if algorithm.num_prompts_per_step % (sets * (each or 1)):
         raise ValueError(
-            f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is no multiple of the {sets} data sets of data.train "
-            f"times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one of them"
+            f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is not a multiple of the {sets} data sets "
+            f"of data.train times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one "
+            "of them"
         )
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
 from headrace.config.base import Section
 from headrace.config.interpolate import escape
+from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.errors import ConfigError
-
-# far beyond any configuration: the largest of NeMo RL's recipes has about 1,000 values on 12 levels
-MAX_NODES = 100_000
-MAX_DEPTH = 100
 
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
@@ -33,14 +30,43 @@ def _resolvers(base: type) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return kept
 
 
+def _constructors() -> dict[Any, Callable[[Any, Any], Any]]:
+    """YAML's own constructors, without those of dates, sets and bytes, which a configuration never holds."""
+    dropped = {f"tag:yaml.org,2002:{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
+    return {tag: _checked(make) for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in dropped}
+
+
+def _checked(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def made(loader: _Loader, node: yaml.Node) -> Any:
+        try:
+            return make(loader, node)
+        except (ValueError, LookupError, AttributeError) as error:
+            # a tag that the text doesn't fit (`!!int abc`), or a number of thousands of digits
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{node.value!r:.60} is not a valid {kind}; correct it, or put it in quotes",
+                node.start_mark,
+            ) from error
+
+    return made
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers(yaml.SafeLoader)
+    yaml_constructors = _constructors()
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
+            if not isinstance(key, yaml.ScalarNode):
+                kind = "mapping" if isinstance(key, yaml.MappingNode) else "list"
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"a key is a {kind}; put text that begins with {{ or [ in quotes", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice", key.start_mark
@@ -50,7 +76,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(node: yaml.Node) -> None:
-    """Raise `_TooLarge` if the document, with every alias written out, is too large or too deep, or contains itself.
+    """Raise `_DocumentTooLarge` if the document, with every alias written out, is too large or too deep, or contains itself.
 
     Nothing expands aliases while it reads, but every later walk over the values does: ten lines of YAML can stand for 10⁹ values.
     """
@@ -62,7 +88,7 @@ def _check_size(node: yaml.Node) -> None:
         if id(node) in sizes:
             return sizes[id(node)]
         if id(node) in above:
-            raise _TooLarge("an alias (*name) stands inside the value that its anchor (&name) names")
+            raise _DocumentTooLarge("an alias (*name) stands inside the value that its anchor (&name) names")
         above.add(id(node))
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
@@ -73,16 +99,16 @@ def _check_size(node: yaml.Node) -> None:
         above.discard(id(node))
         nodes, levels = 1 + sum(n for n, _ in measured), 1 + max((depth for _, depth in measured), default=0)
         if nodes > MAX_NODES:
-            raise _TooLarge(f"more than {MAX_NODES} values once its aliases (*name) are written out")
+            raise _DocumentTooLarge(f"more than {MAX_NODES} values once its aliases (*name) are written out")
         if levels > MAX_DEPTH:
-            raise _TooLarge(f"nested more than {MAX_DEPTH} levels deep")
+            raise _DocumentTooLarge(f"nested more than {MAX_DEPTH} levels deep")
         sizes[id(node)] = nodes, levels
         return sizes[id(node)]
 
     measure(node)
 
 
-class _TooLarge(Exception):
+class _DocumentTooLarge(Exception):
     pass
 
 
@@ -109,7 +135,7 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
-    except _TooLarge as error:
+    except _DocumentTooLarge as error:
         raise ConfigError(f"{where}: {error}; no configuration needs that, shorten it") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep; no configuration needs that") from error

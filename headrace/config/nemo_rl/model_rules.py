@@ -107,10 +107,10 @@ def _automodel(section: str) -> list[Rule]:
                 "enabled _v2 tensor_parallel_size context_parallel_size sequence_parallel expert_parallel_size "
                 "pipeline_parallel_size data_parallel_size dp_replicate_size custom_parallel_plan defer_fsdp_grad_sync "
                 "env_vars.** mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps "
-                "moe_parallelizer.** moe_mesh.** *_parallel_* moe_*",
+                "moe_parallelizer.** moe_mesh.**",
             ),
         ),
-        *replaced(_OFFLOAD, f"{at}.cpu_offload", f"{at}.*offload*"),
+        *replaced(_OFFLOAD, f"{at}.cpu_offload"),
         *replaced(_KERNELS, f"{at}.automodel_kwargs.**", f"{at}.backend.**"),
         *replaced(
             "checkpoints are safetensors that transformers loads, complete at every save",
@@ -156,8 +156,10 @@ def _megatron(section: str) -> list[Rule]:
             "policy.precision and float32 master weights; the optimizer's state is on the GPU, sharded",
             *names(
                 f"{at}.optimizer",
-                "bf16 fp16 params_dtype use_distributed_optimizer use_precision_aware_optimizer optimizer_cpu_offload "
-                "optimizer_offload_fraction overlap_* use_* *offload* *_dtype",
+                "bf16 fp16 params_dtype main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders "
+                "use_distributed_optimizer use_layer_wise_distributed_optimizer use_megatron_fsdp use_precision_aware_optimizer "
+                "overlap_param_gather overlap_param_gather_with_optimizer_step optimizer_cpu_offload optimizer_offload_fraction "
+                "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
             ),
         ),
         *(
@@ -214,26 +216,44 @@ def _megatron(section: str) -> list[Rule]:
                 "enabled tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
                 "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size "
                 "dynamic_context_parallel.** distributed_data_parallel_config.** num_layers_in_first_pipeline_stage "
-                "num_layers_in_last_pipeline_stage *_parallel_* pipeline_* *pipeline_stage* nccl_* *gloo* env_vars.** *overlap*",
+                "num_layers_in_last_pipeline_stage pipeline_dtype pipeline_model_parallel_layout pipeline_model_parallel_comm_backend "
+                "pipeline_model_parallel_split_rank hierarchical_context_parallel_sizes allow_unpacked_context_parallel "
+                "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split expert_model_parallel_num_sms "
+                "data_parallel_size use_gloo_process_groups nccl_communicator_config_path nccl_ub env_vars.** tp_comm_overlap "
+                "overlap_p2p_comm overlap_moe_expert_parallel_comm moe_shared_expert_overlap hybridep_num_ranks_per_nvlink_domain "
+                "hybridep_use_mnnvl",
             ),
         ),
         *replaced(
             _KERNELS,
             *names(
                 at,
-                "attention_backend defer_fp32_logits use_fused_linear_logprobs *fusion* *fused* *gemm* cuda_graph_* *cuda_graph* "
-                "moe_permute_fusion moe_enable_deepep moe_token_dispatcher_type moe_* te_* use_te_* *_dtype",
+                "attention_backend defer_fp32_logits params_dtype use_fused_linear_logprobs fused_linear_logprobs_chunk_size "
+                "use_fused_weighted_squared_relu apply_rope_fusion bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion "
+                "masked_softmax_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl moe_permute_fusion "
+                "moe_grouped_gemm moe_use_legacy_grouped_gemm moe_enable_deepep moe_deepep_num_sms moe_token_dispatcher_type "
+                "moe_flex_dispatcher_backend moe_hybridep_num_sms moe_apply_probs_on_input moe_layer_recompute "
+                "moe_pad_experts_for_cuda_graph_inference inference_moe_token_dispatcher_type inference_grouped_gemm_backend "
+                "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules cuda_graph_warmup_steps "
+                "transformer_impl te_rng_tracker use_te_rng_tracker use_te_activation_func",
             ),
         ),
         *replaced(
             "policy.activation_checkpointing recomputes whole layers; nothing is offloaded",
-            *names(at, "recompute_* *recompute* *offload* empty_unused_memory_level"),
+            *names(
+                at,
+                "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations "
+                "fine_grained_activation_offloading offload_modules cpu_offloading cpu_offloading_num_layers "
+                "cpu_offloading_activations cpu_offloading_weights clear_memory_caches_before_refit empty_unused_memory_level",
+            ),
         ),
         *replaced(
             "models are loaded from and saved as Hugging Face safetensors",
-            *names(at, "converter_type megatron_recipe force_* checkpoint.** load_* save_*"),
+            *names(
+                at, "converter_type megatron_recipe force_reconvert_from_hf force_overwrite_initial_ckpt checkpoint.**"
+            ),
         ),
-        *replaced("the trainer's own metrics", *names(at, "*logging* *track* *profil*")),
+        *replaced("the trainer's own metrics", *names(at, "moe_per_layer_logging track_moe_metrics")),
     ]
 
 

@@ -43,7 +43,7 @@ class Rule:
 
     @functools.cached_property
     def exactness(self) -> tuple[int, int, bool]:
-        """Of the rules that match a key, the one for which this is greatest decides."""
+        """How exactly the rule names a key: of the rules that match, the most exact decides."""
         exact = sum("*" not in part for part in self.parts)
         return exact, sum("*" in part and part not in ("*", "**") for part in self.parts), self.parts[-1] != "**"
 

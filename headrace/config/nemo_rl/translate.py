@@ -137,7 +137,10 @@ class _Builder:
         if (problem := _of_another_kind(self.theirs)) is None:
             self._translate()
         # the rest of a file that trains something else says nothing more
-        problems = [problem] if problem else [*self.parts_refused, *self.values_refused, *self.unknown]
+        refused = [*self.parts_refused, *self.values_refused]
+        named = {other.keys[:end] for other in refused for end in range(len(other.keys) + 1)}
+        unknown = [other for other in self.unknown if other.keys not in named]
+        problems = [problem] if problem else [*refused, *unknown]
         return Translation(
             self.ours,
             self.came_from,
@@ -269,14 +272,30 @@ def _has_keys_below(path: Keys) -> bool:
 
 
 def _unknown(keys: Keys, value: Any) -> Refusal:
-    section = ".".join(keys[:-1])
+    # the nearest section above that there is
+    depth = next(depth for depth in reversed(range(len(keys))) if _beside(keys[: depth + 1]))
+    section, beside = ".".join(keys[:depth]), _beside(keys[: depth + 1])
+    close = difflib.get_close_matches(keys[depth], beside, 1, 0.6)
+    meant = f"; did you mean {section}{'.' if section else ''}{close[0]}?" if close else ""
+    if depth < len(keys) - 1:
+        if keys[depth] in beside:
+            return Refusal(keys[: depth + 1], "has no keys of its own", "; give it one value")
+        if meant:
+            return Refusal(keys[: depth + 1], "unknown section", meant)
+    elif keys[-1] in beside:
+        return Refusal(keys, f"{in_yaml(value)} is not a section of keys", "; give a mapping")
     said = functools.partial(Refusal, keys, f"unknown key, value {in_yaml(value)}")
-    beside = sorted({*TABLE.beside(keys), *(known[-1] for known in known_keys() if known[:-1] == pattern(keys[:-1]))})
-    if close := difflib.get_close_matches(keys[-1], beside, 1, 0.6):
-        return said(f"; did you mean {section}{'.' if section else ''}{close[0]}?")
-    if beside and len(", ".join(beside)) < 300:
+    if meant:
+        return said(meant)
+    if depth == len(keys) - 1 and len(", ".join(beside)) < 600:
         return said(f"; {section or 'the top level'} has {', '.join(beside)}")
     return said(f"; did you mean {elsewhere}?" if (elsewhere := nearest(keys)) else "; leave it out")
+
+
+def _beside(keys: Keys) -> list[str]:
+    """The names that there are in the section of `keys`, of both."""
+    ours = (known[-1] for known in known_keys() if known[:-1] == pattern(keys[:-1]))
+    return sorted({*TABLE.beside(keys), *ours})
 
 
 def _entered(here: Any, key: str, empty: Any) -> Any:

@@ -24,12 +24,22 @@ def rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file"
+            f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file",
+            "data_path",
         ) from error
 
 
+class MissingField(ValueError):
+    """A row lacks the field that the key `option` names."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 def bad_row(where: str, error: object, key: str) -> ConfigError:
-    return ConfigError(f"{where}: {error}; correct or remove the line ({key}.data_path)")
+    option = error.option if isinstance(error, MissingField) else "data_path"
+    return ConfigError(f"{where}: {error}; correct or remove the line ({key}.data_path)", option)
 
 
 def check_carried(fields: dict[str, Any]) -> None:
@@ -99,7 +109,8 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"{key}.data_path {path}: Parquet needs the package pyarrow; pip install 'headrace[trainer]', or give a JSONL file"
+            f"{key}.data_path {path}: Parquet needs the package pyarrow; pip install 'headrace[trainer]', or give a JSONL file",
+            "data_path",
         ) from error
     number = 0
     try:
@@ -110,5 +121,6 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
                     number += 1
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{key}.data_path {path}: row {number} can't be read ({' '.join(str(error).split()):.300}); write the file again"
+            f"{key}.data_path {path}: row {number} can't be read ({' '.join(str(error).split()):.300}); write the file again",
+            "data_path",
         ) from error

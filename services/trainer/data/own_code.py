@@ -5,6 +5,7 @@ Their code runs in the trainer, and wherever the prompts are read: `headrace con
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ Row = dict[str, Any]
 
 def processor(name: str, key: str) -> Callable[[Row, str], Row]:
     """What makes a row of a row, given its place. Raises `ConfigError` if there is no such function; so does a call that goes wrong."""
-    function = _load(name, key)
+    with _blaming(key):
+        function = _load(name, key)
 
+    @_blaming(key)
     def process(row: Row, where: str) -> Row:
         try:
             made = function(row)
@@ -37,21 +40,32 @@ def processor(name: str, key: str) -> Callable[[Row, str], Row]:
 
 def rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[str, Row]]:
     """The rows of the data set that `name` makes of `arguments`, each after its place: what a call returns, or its attribute `dataset`."""
-    made = _load(name, key)
-    number = 0
+    with _blaming(key):
+        made = _load(name, key)
+        number = 0
+        try:
+            returned = made(**arguments)
+            for row in getattr(returned, "dataset", returned):
+                if not isinstance(row, dict):
+                    raise ConfigError(
+                        f"{key} {name}, row {number}: it is {row!r:.80}, not a mapping of fields; yield one for each problem"
+                    )
+                yield f"{key}: row {number} of {name}", row
+                number += 1
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the user's code raises is shown to them
+            raise _raised(f"{key} {name}, row {number}", error) from error
+
+
+@contextlib.contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """Errors raised inside are about `key`."""
     try:
-        returned = made(**arguments)
-        for row in getattr(returned, "dataset", returned):
-            if not isinstance(row, dict):
-                raise ConfigError(
-                    f"{key} {name}, row {number}: it is {row!r:.80}, not a mapping of fields; yield one for each problem"
-                )
-            yield f"{key}: row {number} of {name}", row
-            number += 1
-    except ConfigError:
+        yield
+    except ConfigError as error:
+        error.key = key.rpartition(".")[2]
         raise
-    except Exception as error:  # whatever the user's code raises is shown to them
-        raise _raised(f"{key} {name}, row {number}", error) from error
 
 
 def _load(name: str, key: str) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ from headrace_services.trainer.data.sources import Problem, on_the_hub, read, re
 log = logging.getLogger(__name__)
 
 _NO_ENV: Mapping[str, EnvConfig] = MappingProxyType({})
-_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path", "processor")
 
 _BRACES = "write {} where the problem goes, {name} for another field of the row, and {{ and }} for braces"
 
@@ -103,11 +102,12 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
                     continue
                 first = next(read(source, key, _NO_ENV, held_out=part == "validation"), None)
                 if first is None:
-                    raise ConfigError(f"{key}.data_path {source.data_path}: there is no problem in it; give one a line")
+                    raise ConfigError(
+                        f"{key}.data_path {source.data_path}: there is no problem in it; give one a line", "data_path"
+                    )
                 template.apply(first)
             except ConfigError as error:
-                named = next((name for name in _FILES if f"{name} " in str(error)), None)
-                yield (*keys, named) if named else keys, str(error)
+                yield (*keys, error.key) if error.key else keys, str(error)
     if not data.train:
         yield ("data", "train"), "data.train names no data set, so that there is nothing to train on; name one"
 
@@ -161,10 +161,11 @@ class _Template:
                 named = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
                 prompt.format("", **dict.fromkeys(named, ""))
             except (LookupError, ValueError, AttributeError, TypeError) as error:
-                raise ConfigError(f"prompt_file {source.prompt_file}: {error!r}; {_BRACES}") from error
+                raise ConfigError(f"prompt_file {source.prompt_file}: {error!r}; {_BRACES}", "prompt_file") from error
             if not named & {"", "0"}:
                 raise ConfigError(
-                    f"prompt_file {source.prompt_file}: nothing says where the problem goes; write {{}} there"
+                    f"prompt_file {source.prompt_file}: nothing says where the problem goes; write {{}} there",
+                    "prompt_file",
                 )
         return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})))
 
@@ -188,7 +189,8 @@ class _Template:
             if lacking := [name for name in self.fields if name not in info]:
                 raise ConfigError(
                     f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} names no field of {problem.task_name}, which has "
-                    f"{', '.join(map(repr, info)) or 'none'}; {_BRACES}"
+                    f"{', '.join(map(repr, info)) or 'none'}; {_BRACES}",
+                    "prompt_file",
                 )
             fields = {name: info[name] for name in self.fields}
             messages = (*before, {**last, "content": self.prompt.format(last["content"], **fields)})
@@ -204,5 +206,6 @@ def _text(path: str, key: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{key} {path}: can't be read ({error}); give a text file, by its path from the file that names it or from where the run "
-            "is started"
+            "is started",
+            key,
         ) from error

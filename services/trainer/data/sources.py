@@ -133,7 +133,8 @@ def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[
     digits = source.task_config.get("digits", 2)
     if type(digits) is not int or not 1 <= digits <= 9 or source.task_config.keys() - {"digits"}:
         raise ConfigError(
-            f"{key}.task_config {source.task_config}: arithmetic takes digits alone, a number from 1 to 9"
+            f"{key}.task_config {source.task_config}: arithmetic takes digits alone, a number from 1 to 9",
+            "task_config",
         )
     rng = random.Random(source.seed)
     pairs = arithmetic.validation_pairs(digits, rng) if held_out else arithmetic.training_pairs(digits, rng)
@@ -189,7 +190,8 @@ def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
         try:
             yield _problem_of_row(process(row, where), source, task)
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}; correct the code that makes it") from error
+            option = error.option if isinstance(error, files.MissingField) else "dataset_name"
+            raise ConfigError(f"{where}: {error}; correct the code that makes it", option) from error
 
 
 def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
@@ -307,5 +309,5 @@ def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
             value = value[part]
         else:
             there = f"it has {', '.join(map(repr, row))}, and {option} can name another" if row else "it has none"
-            raise ValueError(f"no field {name!r} ({option}); {there}")
+            raise files.MissingField(f"no field {name!r} ({option}); {there}", option)
     return value

@@ -30,6 +30,10 @@ def config(env: dict[str, Any] | None = None, **sections: Any) -> Config:
             {"agents": {"slots": 99, "validation_slots": 3}, "grpo": {"val_num_generations_per_prompt": 4}},
             r"agents\.validation_slots 3 .* is less than 4",
         ),
+        (
+            {"agents": {"slots": 2049}},
+            r"agents\.slots 2049 and agents\.validation_slots 2049 .*more than the 4096 .*agents\.runners",
+        ),
         ({"replay": {"max_bytes": 2**24}}, r"agents\.max_episode_bytes 4194304"),
         (
             {"replay": {"max_bytes": 2 * 8 * 2**22}},

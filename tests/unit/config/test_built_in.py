@@ -24,8 +24,11 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
         ({"math": {"tolerance": 0}}, r"greater than 0"),
         ({"reasoning_gym": {"extract": "choice"}}, r"env\.reasoning_gym\.extract choice is for math"),
         ({"regex": {}}, r"env\.regex\.pattern null: give the regular expression"),
-        ({"regex": {"pattern": "("}}, r"env\.regex\.pattern '\(' is no regular expression \(missing \)"),
-        ({"format": {"tags": ["<think>"]}}, r"env\.format\.tags '<think>' is no name of a tag: give a name without <"),
+        ({"regex": {"pattern": "("}}, r"env\.regex\.pattern '\(' is not a regular expression \(missing \)"),
+        (
+            {"format": {"tags": ["<think>"]}},
+            r"env\.format\.tags '<think>' is not the name of a tag: give a name without <",
+        ),
         ({"format": {"tags": ["a", "a"]}}, r"names a tag twice"),
         ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null bound nothing"),
         ({"length": {"min_tokens": 5, "max_tokens": 4}}, r"env\.length\.max_tokens 4 is less than min_tokens 5"),

@@ -95,6 +95,17 @@ def test_null_takes_an_inherited_section_out_and_is_an_empty_one_where_nothing_w
     assert loaded(tmp_path / "base.yaml").data == Config().data
 
 
+@pytest.mark.parametrize("order", ["grpo: {seed: 5}\nppo: null", "ppo:\ngrpo: {seed: 5}"])
+def test_null_leaves_out_the_algorithm_that_is_not_meant(tmp_path: Path, order: str) -> None:
+    swapped = order.replace("grpo", "other").replace("ppo", "grpo").replace("other", "ppo")
+    grpo, ppo = loaded(write(tmp_path, run=order)), loaded(write(tmp_path, run=swapped))
+    assert (grpo.algorithm, grpo.ppo, grpo.algorithm.seed) == (grpo.grpo, None, 5)
+    assert (ppo.algorithm, ppo.grpo, ppo.algorithm.seed) == (ppo.ppo, None, 5)
+    inheriting = write(tmp_path, base="grpo: {seed: 5}", run="defaults: base.yaml\nppo: null")
+    assert loaded(inheriting).algorithm.seed == 5
+    assert "grpo and ppo are both given" in refusal(write(tmp_path, run="grpo:\nppo:"))
+
+
 def test_precedence_is_command_line_environment_file_its_defaults_built_in(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -175,6 +186,14 @@ def test_values_follow_from_others(tmp_path: Path) -> None:
     assert (config.policy.train_micro_batch_size, config.policy.logprob_batch_size) == (3, 6)
     assert (config.policy.generation.max_new_tokens, config.policy.generation.val_temperature) == (64, 0.5)
     assert config.data.max_input_seq_length == 16
+
+
+def test_what_leads_far_is_refused_unless_the_nearer_values_come_first() -> None:
+    chain = {"x0": 7} | {f"x{n}": f"${{x{n - 1}}}" for n in range(1, 40)}
+    assert resolve(chain, chain) == dict.fromkeys(chain, 7)
+    turned = dict(reversed(chain.items()))
+    with pytest.raises(ConfigError, match=r"x39: '\$\{x38\}' can't be resolved: it leads through more than 20 others"):
+        resolve(turned, turned)
 
 
 def test_an_override_reaches_what_follows_from_it(tmp_path: Path) -> None:

@@ -237,6 +237,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("1: {}\n", "the key 1 is not text"),
         ("run: !!python/object:os.system {}\n", "not valid YAML"),
         ("run: {id: \x00}\n", "not valid YAML"),
+        (
+            "policy:\n  model_name: {{ MODEL }}\n",
+            "line 2: not valid YAML: a key is a mapping; put text that begins with {",
+        ),
+        ("run:\n  ? [a]\n  : b\n", "line 2: not valid YAML: a key is a list; put text"),
+        (
+            "grpo:\n  seed: !!int abc\n",
+            "line 2: not valid YAML: 'abc' is not a valid int; correct it, or put it in quotes",
+        ),
+        ("grpo:\n  seed: !!int ''\n", "line 2: not valid YAML: '' is not a valid int"),
+        ("grpo:\n  seed: !!bool abc\n", "line 2: not valid YAML: 'abc' is not a valid bool"),
+        ("grpo:\n  seed: !!float abc\n", "line 2: not valid YAML: 'abc' is not a valid float"),
+        (f"grpo:\n  seed: {'9' * 5000}\n", "line 2: not valid YAML: '9999"),
+        ("run:\n  id: !!timestamp 2021-13-45\n", "line 2: not valid YAML: could not determine a constructor"),
+        ("run:\n  id: !!set {a}\n  dir: ${run.id}\n", "line 2: not valid YAML: could not determine a constructor"),
     ],
 )
 def test_broken_yaml_names_the_line(file: Path, text: str, said: str) -> None:
@@ -249,6 +264,11 @@ def test_broken_yaml_names_the_line(file: Path, text: str, said: str) -> None:
 BOMB = "run: {id: &a0 x}\n" + "".join(f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 MERGED = "x0: &m0 {a: 1}\n" + "".join(f"x{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
 CHAIN = "x0: &c0 []\n" + "".join(f"x{n}: &c{n} [*c{n - 1}]\n" for n in range(1, 400))
+TEN_LEVELS = [f"${{x{n}}}" for n in range(10)]
+INTO_TEXT = "x0: ten letters\n" + "".join(f"x{n + 1}: '{text * 10}'\n" for n, text in enumerate(TEN_LEVELS))
+INTO_LISTS = "x0: a\n" + "".join(f"x{n + 1}: {[text] * 10}\n" for n, text in enumerate(TEN_LEVELS))
+INTO_NUMBERS = "x0: 10\n" + "".join(f"x{n}: '${{mul:${{x{n - 1}}},${{x{n - 1}}}}}'\n" for n in range(1, 40))
+INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
 
 
 @pytest.mark.parametrize(
@@ -262,13 +282,42 @@ CHAIN = "x0: &c0 []\n" + "".join(f"x{n}: &c{n} [*c{n - 1}]\n" for n in range(1, 
         ("run: &a [*a]", "an alias (*name) stands inside the value"),
         ("run: &a {b: {c: *a}}", "an alias (*name) stands inside the value"),
         ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
+        (INTO_TEXT, f"x5: '{'${x4}' * 10}' can't be resolved: the interpolations make more than 100000 values"),
+        (INTO_LISTS, "x5.7: '${x4}' can't be resolved: the interpolations make more than 100000 values"),
+        (INTO_NUMBERS, "x9: '${mul:${x8},${x8}}' can't be resolved: mul makes a number of more than 1000 bits"),
+        (INTO_ONE, "it holds more than 100 interpolations"),
     ],
-    ids=["bomb", "merge-bomb", "chain", "lists", "mappings", "list-in-itself", "mapping-in-itself", "interpolation"],
+    ids=[
+        "bomb",
+        "merge-bomb",
+        "chain",
+        "lists",
+        "mappings",
+        "list-in-itself",
+        "mapping-in-itself",
+        "interpolation",
+        "interpolations-into-text",
+        "interpolations-into-lists",
+        "interpolations-into-numbers",
+        "interpolations-into-one",
+    ],
 )
+@pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
 @pytest.mark.timeout(20)
-def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, text: str, said: str) -> None:
-    file.write_text(text)
+def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:
+    file.write_text(marks + text)
     assert said in refusal(file)
+
+
+def test_an_interpolation_in_a_list_that_stands_inside_text_is_refused(file: Path) -> None:
+    file.write_text("run: {id: 'of ${data.train}'}\ndata: {train: [{data_path: '${run.dir}'}]}")
+    assert "run.id: 'of ${data.train}' can't be resolved: a list or section with interpolations" in refusal(file)
+
+
+def test_interpolations_that_lead_to_each_other_are_evaluated_once(file: Path) -> None:
+    doubled = [f"r{n}: '${{add:${{env.r{n - 1}}},${{env.r{n - 1}}}}}'" for n in range(1, 30)]
+    file.write_text(f"env: {{r0: 1, {', '.join(doubled)}}}")
+    assert f"env.r29: {1 << 29} is not a section" in refusal(file)
 
 
 def test_an_alias_repeats_its_anchor(file: Path) -> None:
@@ -290,6 +339,8 @@ def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
         ("=3", "is not an override"),
         ("grpo..seed=3", "is not an override"),
         ("grpo.seed=[1", "grpo.seed: not valid YAML"),
+        ("run.id={{ x }}", "run.id: not valid YAML: a key is a mapping; put text that begins with { or [ in quotes"),
+        ("grpo.seed=!!int abc", "grpo.seed: not valid YAML: 'abc' is not a valid int"),
         ("data.train.7.size=3", "data.train is a list of 2, and '7' none of 0 to 1"),
         ("data.train.first.size=3", "data.train is a list of 2, and 'first' none of 0 to 1"),
     ],

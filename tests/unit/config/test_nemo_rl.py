@@ -181,11 +181,14 @@ def test_unknown_keys_that_ask_for_nothing_are_listed(tmp_path: Path, value: str
         ("policy.dtensor_cfg.tensor_paralel_size", "2", "did you mean policy.dtensor_cfg.tensor_parallel_size?"),
         ("policy.dtensor_cfg.context_parallell_size", "2", "did you mean policy.dtensor_cfg.context_parallel_size?"),
         ("policy.megatron_cfg.tensor_model_paralel_size", "2", "did you mean policy.megatron_cfg.tensor_model_parallel_size?"),
-        # these two fall under families (`*_parallel_*`, `moe_*`) whose members are replaced
         ("policy.megatron_cfg.tensor_modl_parallel_size", "2", "did you mean policy.megatron_cfg.tensor_model_parallel_size?"),
         ("policy.megatron_cfg.moe_token_dispatcher_typ", "flex", "did you mean policy.megatron_cfg.moe_token_dispatcher_type?"),
         ("policy.megatron_cfg.optimizer.learning_rate", "1.0e-6", "value 1.0e-06 (command line); policy.megatron_cfg.optimizer has"),
         ("policy.megatron_cfg.optimizer.weigth_decay", "0.1", "did you mean policy.megatron_cfg.optimizer.weight_decay?"),
+        ("policy.megatron_cfg.recompute_granularit", "full", "did you mean policy.megatron_cfg.recompute_granularity?"),
+        ("policy.megatron_cfg.tensor_parallel_size", "2", "did you mean policy.megatron_cfg.tensor_model_parallel_size?"),
+        ("policy.dtensor_cfg.tensor_model_parallel_size", "2", "did you mean policy.dtensor_cfg.tensor_parallel_size?"),
+        ("policy.megatron_cfg.optimizer.use_preciision", "true", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer?"),
         ("policy.megatron_cfg.attention_dropout", "0.1", "policy.megatron_cfg.attention_dropout: unknown key, value 0.1"),
         ("policy.megatron_cfg.freeze_moe_routr", "true", "value true (command line); did you mean policy.megatron_cfg.freeze_moe_router?"),
         ("policy.generation.vllm_cfg.enforce_eagr", "[a, 1]", "value [a, 1] (command line); did you mean policy.generation.vllm_cfg.enf"),
@@ -199,6 +202,43 @@ def test_an_unknown_key_that_asks_for_something_is_refused_with_its_value_and_th
     (line,) = refusal(tmp_path, f"policy: {{megatron_cfg: {{enabled: {megatron}}}}}", f"{key}={value}")
     assert line.startswith(f"{key}: unknown key, value ")
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["polcy.a=1", "polcy.b=2"], "polcy: unknown section (command line); did you mean policy?"),
+        (
+            ["policy.dtensor_cfg.env_var.a=1"],
+            "policy.dtensor_cfg.env_var: unknown section (command line); did you mean policy.dtensor_cfg.env_vars?",
+        ),
+        (["new.below=1"], "new.below: unknown key, value 1 (command line); leave it out"),
+        (["cluster=4"], "cluster: 4 is not a section of keys (command line); give a mapping"),
+        (
+            ["policy.dtensor_cfg.lora_cfg=[1]"],
+            "policy.dtensor_cfg.lora_cfg: [1] is not a section of keys (command line); give a mapping",
+        ),
+        (
+            ["policy.dtensor_cfg.sequence_parallel.below=1"],
+            "policy.dtensor_cfg.sequence_parallel: has no keys of its own (command line); give it one value",
+        ),
+        (
+            ["grpo.async_grpo=null", "async_rl.sampler=in_order"],
+            "async_rl.sampler.name: 'in_order' is no section; give name and its bound (command line)",
+        ),
+    ],
+    ids=[
+        "section",
+        "section-below",
+        "unlike-any",
+        "scalar-for-a-section",
+        "list-for-a-section",
+        "no-section",
+        "said-already",
+    ],
+)
+def test_what_is_no_section_is_said_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
+    assert refusal(tmp_path, "", *overrides) == [said]
 
 
 @pytest.mark.parametrize("backend", ["megatron", "trtllm", "sglang", "dynamo", "vllm"])

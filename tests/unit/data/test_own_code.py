@@ -185,6 +185,27 @@ def test_a_check_before_the_run_finds_it_too(mine: Path, rows: Path) -> None:
     assert "mine.py:20 raised KeyError" in message
 
 
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ({"data_path": "prompt_file .jsonl"}, "data_path"),
+        ({"data_path": "{rows}", "input_key": "processor "}, "input_key"),
+        ({"data_path": "{rows}", "input_key": "q", "output_key": "prompt_file "}, "output_key"),
+        ({"data_path": "{rows}", "prompt_file": "data_path processor "}, "prompt_file"),
+        ({"data_path": "{rows}", "system_prompt_file": "prompt_file "}, "system_prompt_file"),
+        ({"data_path": "{rows}", "processor": "prompt_file .py:f"}, "processor"),
+        ({"dataset_name": "prompt_file .py:f"}, "dataset_name"),
+        ({"dataset_name": "arithmetic", "task_config": {"processor ": 1}}, "task_config"),
+    ],
+)
+def test_a_check_blames_the_key_that_is_at_fault_whatever_is_written_there(
+    rows: Path, source: dict[str, Any], key: str
+) -> None:
+    given = {name: value.format(rows=rows) if isinstance(value, str) else value for name, value in source.items()}
+    ((keys, _),) = look_at(DataConfig.model_validate({"train": {**given, "env_name": "e"}}))
+    assert keys == ("data", "train", "0", key)
+
+
 def test_what_is_no_row_gets_to_no_processor(mine: Path, rows: Path) -> None:
     rows.write_text("[1]\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: a JSON list, not an object; correct or remove the line"):

@@ -131,7 +131,7 @@ def test_a_set_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
     ("sizes", "prompts", "data", "problem"),
     [
         ((2,), 4, {}, r"use_multiple_dataloader true with 1 data sets"),
-        ((2, 2), 5, {}, r"num_prompts_per_step 5 is no multiple of the 2 data sets"),
+        ((2, 2), 5, {}, r"num_prompts_per_step 5 is not a multiple of the 2 data sets"),
         ((2, 2), 6, {"num_prompts_per_dataloader": 2}, r"times data\.num_prompts_per_dataloader 2: a batch would not"),
     ],
     ids=["one-set", "uneven", "uneven-turns"],

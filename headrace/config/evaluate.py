@@ -1,0 +1,157 @@
+"""The values of the interpolations in a configuration, by OmegaConf. Imported where there are any, because OmegaConf takes 0.1 s."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
+
+Keys = tuple[str | int, ...]
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+
+# what one expression may hold; it is counted before any is evaluated
+_MAX_IN_TEXT = 100
+# how far one may lead before any on the way is evaluated: each takes 33 of Python's 1,000 frames
+_MAX_CHAIN = 20
+_MAX_BITS = 1000
+_TOO_LARGE = f"the interpolations make more than {MAX_NODES} values or {MAX_CHARACTERS} characters in all"
+
+# the function by which what refers to an expression gets its value
+_VALUE_OF = "headrace.value_of"
+
+
+class InterpolationsTooLarge(InterpolationResolutionError):
+    """What the interpolations stand for grows without end. OmegaConf passes errors of this kind on as they are."""
+
+
+def parse_error(text: str) -> OmegaConfBaseException | None:
+    """Why `text` can't be parsed; None if it can."""
+    try:
+        OmegaConf.create([text])
+    except OmegaConfBaseException as error:
+        return error
+    return None
+
+
+class Evaluation:
+    """Evaluates each of `expressions`, which stand in `whole`, once.
+
+    OmegaConf alone evaluates an expression as often as another one leads to it, and writes out what it finds every time: ten lines can
+    stand for 10⁹ values. So each is replaced by a call that gives its value, and what is written out is counted.
+    """
+
+    def __init__(self, expressions: Mapping[Keys, str], whole: dict[str, Any]) -> None:
+        for name, function in _ARITHMETIC.items():
+            OmegaConf.register_resolver(name, _of_numbers(name, function), replace=True)
+        OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
+        self._container = OmegaConf.create(whole)
+        self._expressions = {keys: text for keys, text in expressions.items() if text != MISSING}
+        self._places = list(self._expressions)
+        self._numbers = {keys: number for number, keys in enumerate(self._places)}
+        self._values: dict[int, Any] = {}
+        # by id: a section or list, itself so that it lives, what it stands for, and how many values and characters these are
+        self._written: dict[int, tuple[Any, Any, int, int]] = {}
+        self._nodes = self._characters = self._chain = 0
+        for keys, number in self._numbers.items():
+            self._put(keys, _call(number))
+
+    def result(self, keys: Keys) -> Any:
+        """What the expression at `keys` stands for, as plain values. Raises an error of OmegaConf's, `InterpolationsTooLarge` among
+        them."""
+        if keys not in self._expressions:
+            raise MissingMandatoryValue
+        try:
+            return self._plain(self._value(self._numbers[keys]), 0)
+        except RecursionError as error:
+            raise InterpolationResolutionError("it contains itself") from error
+
+    def _holder(self, keys: Keys) -> Any:
+        node: Any = self._container
+        for key in keys[:-1]:
+            node = node[key]
+        return node
+
+    def _put(self, keys: Keys, text: str) -> None:
+        self._holder(keys)[keys[-1]] = text
+
+    def _value(self, number: int) -> Any:
+        if number not in self._values:
+            keys = self._places[number]
+            text = self._expressions[keys]
+            if text.count("${") > _MAX_IN_TEXT:
+                raise InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
+            if self._chain == _MAX_CHAIN:
+                raise InterpolationResolutionError(f"it leads through more than {_MAX_CHAIN} others")
+            self._put(keys, text)
+            self._chain += 1
+            try:
+                value = self._holder(keys)[keys[-1]]
+            finally:
+                self._chain -= 1
+                self._put(keys, _call(number))
+            if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+                raise InterpolationsTooLarge(_TOO_LARGE)
+            if isinstance(value, str) and f"${{{_VALUE_OF}:" in value:
+                raise InterpolationResolutionError("a list or section with interpolations can't stand inside text")
+            self._values[number] = value
+        return self._values[number]
+
+    def _plain(self, value: Any, depth: int) -> Any:
+        """`value` with everything below it written out."""
+        if id(value) in self._written:
+            _, plain, nodes, characters = self._written[id(value)]
+            self._count(nodes, characters)
+            return copy.deepcopy(plain)
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        nodes, characters = self._nodes, self._characters
+        self._count(1, len(value) if isinstance(value, str) else 0)
+        if isinstance(value, DictConfig):
+            plain = {key: self._plain(_inside(value, key), depth + 1) for key in value}
+        elif isinstance(value, ListConfig):
+            plain = [self._plain(_inside(value, number), depth + 1) for number in range(len(value))]
+        else:
+            return value
+        self._written[id(value)] = value, plain, self._nodes - nodes, self._characters - characters
+        return plain
+
+    def _count(self, nodes: int, characters: int) -> None:
+        self._nodes, self._characters = self._nodes + nodes, self._characters + characters
+        if self._nodes > MAX_NODES or self._characters > MAX_CHARACTERS:
+            raise InterpolationsTooLarge(_TOO_LARGE)
+
+
+def _call(number: int) -> str:
+    return f"${{{_VALUE_OF}:{number}}}"
+
+
+def _inside(value: Any, key: Any) -> Any:
+    return MISSING if OmegaConf.is_missing(value, key) else value[key]
+
+
+def _of_numbers(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def checked(*given: Any) -> Any:
+        if len(given) != 2 or not all(isinstance(one, int | float) for one in given):
+            raise TypeError(
+                f"{name} takes two numbers, not {', '.join(map(repr, given))} (oc.decode makes one of text)"
+            )
+        result = function(*given)
+        # a number multiplied by itself has twice the digits each time
+        if isinstance(result, int) and result.bit_length() > _MAX_BITS:
+            raise OverflowError(f"{name} makes a number of more than {_MAX_BITS} bits")
+        return result
+
+    return checked
