@@ -57,7 +57,7 @@ from headrace.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
 from headrace.weights.probe import choose_token_ids
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.runner import Runner
+from headrace_services.agents.runner import EpisodeRunner
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.data import arithmetic
 from headrace_services.trainer.demo_models import tiny
@@ -222,7 +222,7 @@ class Run:
     @contextlib.asynccontextmanager
     async def playing(
         self, play: Play, connect: Callable[[str], ReplicaClient] = ReplicaClient
-    ) -> AsyncIterator[Runner]:
+    ) -> AsyncIterator[EpisodeRunner]:
         """A runner that plays what the buffer has, until the context closes."""
         fleet = Fleet(connect, RunClock())
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
@@ -230,7 +230,7 @@ class Run:
             async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}"
                 info = {"name": gateway.name, "gateway": url}
-                runner = Runner(self.config, self.replay, fleet, gateway, Programs(play), url, info)
+                runner = EpisodeRunner(self.config, self.replay, fleet, gateway, Programs(play), url, info)
                 stop = asyncio.Event()
                 running = asyncio.create_task(runner.run(stop))
                 try:

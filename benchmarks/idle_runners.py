@@ -22,7 +22,7 @@ from headrace.replica_client import ReplicaClient
 from headrace.service import stop_on_signals
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway
-from headrace_services.agents.runner import Runner
+from headrace_services.agents.runner import EpisodeRunner
 
 
 class Nobody:
@@ -30,11 +30,11 @@ class Nobody:
         raise SystemExit(f"there was to be no work: {episode}")
 
 
-def runner(config: Config) -> tuple[Runner, ReplayClient]:
+def runner(config: Config) -> tuple[EpisodeRunner, ReplayClient]:
     replay = ReplayClient(open_redis(str(config.replay.redis_url)), str(config.run.id))
     gateway = Gateway("policy", max_request_bytes=1024, max_parallel_calls=1, max_requests_per_s=1)
     fleet = Fleet(ReplicaClient, RunClock())
-    return Runner(config, replay, fleet, gateway, Nobody(), "http://127.0.0.1:1", {"name": gateway.name}), replay
+    return EpisodeRunner(config, replay, fleet, gateway, Nobody(), "http://127.0.0.1:1", {"name": gateway.name}), replay
 
 
 async def main(config: Config, count: int) -> None:

@@ -12,8 +12,9 @@ import secrets
 import ssl
 from typing import Any
 
+from headrace.backoff import pause_after
 from headrace.errors import ChatError
-from headrace.http_client import HttpClient, TooLarge
+from headrace.http_client import AnswerTooLarge, HttpClient
 from headrace.trajectory import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
@@ -44,7 +45,7 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
             }
             try:
                 status, answer = await policy.post("/chat/completions", headers, body)
-            except TooLarge as error:  # a second try would be answered the same
+            except AnswerTooLarge as error:  # a second try would be answered the same
                 raise ChatError(f"the policy's answer can't be taken: {error}") from error
             except OSError as error:
                 refusal = ChatError(f"the policy can't be reached ({type(error).__name__}: {error})")
@@ -56,7 +57,7 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
                     raise refusal
             if number == _MOST_TRIES:
                 raise refusal
-            await asyncio.sleep(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1)))
+            await asyncio.sleep(pause_after(number, _FIRST_PAUSE_S, _LAST_PAUSE_S))
     raise AssertionError  # a timeout raises
 
 
@@ -64,7 +65,7 @@ def _message(answer: bytes) -> Message:
     try:
         message = json.loads(answer)["choices"][0]["message"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ChatError(f"the policy's answer is no chat completion ({error!r}): {_excerpt(answer)}") from error
+        raise ChatError(f"the policy's answer is not a chat completion ({error!r}): {_excerpt(answer)}") from error
     if not isinstance(message, dict):
         raise ChatError(f"the policy's answer has {message!r:.80} where its message should be")
     return message

@@ -13,7 +13,7 @@ import grpc
 
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.example_samples import GoldenSample
-from headrace.scripted_policy import Answers, ScriptedPolicy, Session
+from headrace.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
 from headrace.trajectory import Message
 from headrace.v1 import environment_pb2 as pb
 from headrace.wire import episode_to_wire, outcome_from_wire
@@ -56,7 +56,7 @@ class EpisodeExamination:
             await self._deadline(policy)
             await self._cancelled(policy)
 
-    async def _one_by_one(self, policy: ScriptedPolicy) -> list[tuple[Session, int]]:
+    async def _one_by_one(self, policy: ScriptedPolicy) -> list[tuple[ScriptedSession, int]]:
         """Their sessions, each with the calls that were made by its end."""
         played, earned = [], []
         for each in self._golden:
@@ -76,7 +76,7 @@ class EpisodeExamination:
         self._right("episodes", f"{len(earned)} earned {', '.join(earned):.60}")
         return played
 
-    async def _at_once(self, policy: ScriptedPolicy) -> list[tuple[Session, int]]:
+    async def _at_once(self, policy: ScriptedPolicy) -> list[tuple[ScriptedSession, int]]:
         """Two at a time, as in a group."""
         each = self._golden[0]
         sessions = [policy.session(_always(each.completion)) for _ in range(2)]
@@ -84,7 +84,10 @@ class EpisodeExamination:
         return [(session, len(session.calls)) for session in sessions]
 
     def _keys(
-        self, policy: ScriptedPolicy, alone: Sequence[tuple[Session, int]], together: Sequence[tuple[Session, int]]
+        self,
+        policy: ScriptedPolicy,
+        alone: Sequence[tuple[ScriptedSession, int]],
+        together: Sequence[tuple[ScriptedSession, int]],
     ) -> None:
         for stray in policy.strays[:1]:
             self._fault(
@@ -131,7 +134,9 @@ class EpisodeExamination:
             self._fault("cancelled episodes", f"after one it runs no more: {outcome.score.message}")
         self._right("cancelled episodes", "after one the next one is run")
 
-    async def _played(self, check: str, session: Session, each: GoldenSample, within_s: float) -> EpisodeOutcome | None:
+    async def _played(
+        self, check: str, session: ScriptedSession, each: GoldenSample, within_s: float
+    ) -> EpisodeOutcome | None:
         """The outcome, or None where there is none, which is a fault."""
         try:
             response = await self._stub.RunEpisode(_request(session, each, within_s), timeout=within_s + _SHORT_S)
@@ -144,7 +149,7 @@ class EpisodeExamination:
         return outcome_from_wire(response.outcome)
 
 
-def _request(session: Session, each: GoldenSample, within_s: float) -> pb.EnvironmentServiceRunEpisodeRequest:
+def _request(session: ScriptedSession, each: GoldenSample, within_s: float) -> pb.EnvironmentServiceRunEpisodeRequest:
     messages = ({"role": "user", "content": each.prompt},) if isinstance(each.prompt, str) else each.prompt
     episode = Episode(
         session.base_url,

@@ -11,15 +11,15 @@ from typing import Any
 
 from headrace.trajectory import Message, Score
 
-# As runners make them: the runner's own part, and 128 random bits.
-_KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")
+# Of an episode, as runners make them: the name of the runner's gateway, and 128 random bits.
+KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")
 
 
 def without_keys(record: logging.LogRecord) -> bool:
     """A filter of log records: no key of an episode gets into a log, as part of an address neither."""
     message = record.getMessage()
-    if _KEY.search(message):
-        record.msg, record.args = _KEY.sub(r"\1-KEY", message), ()
+    if KEY.search(message):
+        record.msg, record.args = KEY.sub(r"\1-KEY", message), ()
     return True
 
 
@@ -28,7 +28,7 @@ class EpisodeLimits:
     """Past one of these the policy answers nothing more. 0: no limit of its own."""
 
     calls: int = 0  # of the policy
-    tokens: int = 0  # that the policy writes, over all calls
+    tokens: int = 0  # of all its calls, contexts and completions, each once
 
 
 @dataclasses.dataclass(frozen=True)

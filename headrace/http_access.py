@@ -86,7 +86,7 @@ class HttpAccess:
 
     @classmethod
     def of(cls, config: Config, host: str, posts: Mapping[str, frozenset[str]] | None = None) -> HttpAccess:
-        """That of a service which listens on `host`. Raises `ConfigError` for credentials that can't be used."""
+        """The access to a service that listens on `host`. Raises `ConfigError` for credentials that can't be used."""
         security = config.security
         names = {host, socket.gethostname(), *security.hosts}
         if config.rollout.advertise_host is not None:
@@ -94,7 +94,7 @@ class HttpAccess:
         certificate = None
         if security.tls_cert is not None and security.tls_key is not None:
             certificate = CertificateFiles(Path(security.tls_cert), Path(security.tls_key))
-            names |= _names_in(certificate.chain)
+            names |= names_in(certificate.chain)
         return cls(
             credentials=credentials_of(config),
             hosts=frozenset(name.lower() for name in names),
@@ -112,7 +112,7 @@ class HttpAccess:
         if not self._is_here(headers.get("host", "")):
             return Denial(
                 403,
-                f"Host {headers.get('host', '')!r:.100} is no name of this service; add it to security.hosts, or call the service by "
+                f"Host {headers.get('host', '')!r:.100} is not a name of this service; add it to security.hosts, or call the service by "
                 "its address",
             )
         if path == SESSION and method == "POST":
@@ -272,7 +272,7 @@ def _with_headers(send: Any) -> Any:
     return sending
 
 
-def _names_in(certificate: Path) -> set[str]:
+def names_in(certificate: Path) -> set[str]:
     """The DNS names in a certificate; none if it can't be read, which whoever serves with it says."""
     from cryptography import x509
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _IDLE_S = 3.0
 
 
-class TooLarge(Exception):
+class AnswerTooLarge(Exception):
     """An answer of more bytes than its reader takes."""
 
 
@@ -27,7 +27,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        """The answer's status and body. Raises `TooLarge`, and `OSError` if there is no whole answer."""
+        """The answer's status and body. Raises `AnswerTooLarge`, and `OSError` if there is no whole answer."""
         import aiohttp  # a quarter of a second, which the start of an environment doesn't wait for
 
         if self._session is None:
@@ -57,4 +57,4 @@ class HttpClient:
 
     def _check(self, size: int) -> None:
         if size > self._most:
-            raise TooLarge(f"it has more than {self._most} bytes")
+            raise AnswerTooLarge(f"it has more than {self._most} bytes")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.http_client import HttpClient, TooLarge
+from headrace.http_client import AnswerTooLarge, HttpClient
 from headrace.tls import client_context
 from headrace.trajectory import FinishReason, Message, Sampling, Span
 
@@ -123,22 +123,22 @@ class RenderRefused(HeadraceError):
         self.reason = reason
 
 
-class Problem(msgspec.Struct):
+class ErrorDetail(msgspec.Struct):
     """Why a request was not answered. `type` is the reason, where it is one of the two above."""
 
     message: str
     type: str = ""
 
 
-class Refusal(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
     """The body of an answer that is none."""
 
-    error: Problem
+    error: ErrorDetail
 
 
 class ReplicaClient:
-    """Of one replica. A caller that stops waiting (cancellation) ends its call in the engine. Answers have no deadline here: how long a
-    call may take is the caller's to say.
+    """The HTTP client of one replica. A caller that stops waiting (cancellation) ends its call in the engine. Answers have no deadline
+    here: how long a call may take is the caller's to say.
 
     Methods raise `ReplicaUnavailable` besides what they name.
     """
@@ -177,7 +177,7 @@ class ReplicaClient:
             raise RenderRefused("invalid", f"what is asked can't be written as JSON: {error}") from error
         try:
             status, content = await self._http.post(path, headers, body)
-        except (OSError, TooLarge) as error:
+        except (OSError, AnswerTooLarge) as error:
             raise ReplicaUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if status != http.client.OK:
             raise self._error(path, status, content)
@@ -189,9 +189,9 @@ class ReplicaClient:
     def _error(self, path: str, status: int, content: bytes) -> HeadraceError:
         """What a status other than 200 means."""
         try:
-            problem = msgspec.json.decode(content, type=Refusal).error
+            problem = msgspec.json.decode(content, type=ErrorBody).error
         except (ValueError, RecursionError):
-            problem = Problem(repr(content[:_SAID].decode(errors="replace")))
+            problem = ErrorDetail(repr(content[:_SAID].decode(errors="replace")))
         if status == http.client.CONFLICT and problem.type in get_args(FenceReason):
             return ReplicaFenced(cast(FenceReason, problem.type), problem.message)
         if status in (http.client.BAD_REQUEST, http.client.REQUEST_ENTITY_TOO_LARGE) and problem.type in get_args(

@@ -28,7 +28,7 @@ class PolicyCall:
     options: dict[str, Any]
 
 
-class Session:
+class ScriptedSession:
     """What one episode is answered, and the calls that it has made."""
 
     def __init__(self, origin: str, answers: Answers) -> None:
@@ -74,17 +74,17 @@ class ScriptedPolicy:
 
     def __init__(self) -> None:
         self.strays: list[str] = []
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ScriptedSession] = {}
         self._server = ThreadingHTTPServer((LOOPBACK, 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
-    def session(self, answers: Answers) -> Session:
-        session = Session(f"http://{LOOPBACK}:{self._server.server_port}", answers)
+    def session(self, answers: Answers) -> ScriptedSession:
+        session = ScriptedSession(f"http://{LOOPBACK}:{self._server.server_port}", answers)
         self._sessions[session.api_key] = session
         return session
 
-    def find(self, url: str, authorization: str | None, endpoint: str) -> Session | None:
+    def find(self, url: str, authorization: str | None, endpoint: str) -> ScriptedSession | None:
         """The session whose key stands in the address, and is presented."""
         path = urlsplit(url).path
         for key, session in self._sessions.items():

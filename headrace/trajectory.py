@@ -563,6 +563,17 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         note = f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
         return msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000])
 
+    def storable(self) -> Score:
+        """The score as the buffer can keep it: `fitted`, or FAILED, which says why, if that is not enough: an integer of more than 64 bits
+        in its metadata, half a surrogate pair, components that are too large."""
+        try:
+            score = self.fitted()
+            score.encode()
+        except CodecError as error:
+            message = f"the score can't be kept: {error}"
+            return Score("FAILED", message=message, environment=self.environment, build=self.build)
+        return score
+
     @classmethod
     def decode(cls, data: bytes) -> Score:
         """Raises `CodecError` for bytes that are no score, and for more than `SCORE_BYTES`."""

@@ -41,6 +41,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from headrace.errors import (
     ConfigError,
     EnvironmentBroken,
+    EpisodeTooLarge,
     Fenced,
     InvalidCall,
     LeaseLost,
@@ -82,6 +83,7 @@ _BY_CODE = {
         LeaseLost,
         Surplus,
         Unstaged,
+        EpisodeTooLarge,
         WrongBuild,
         WrongTimeline,
         WrongStep,

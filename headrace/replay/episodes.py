@@ -55,7 +55,7 @@ class EpisodesClient(LeaseClient):
         """Keep call `number` of an episode, before its answer is given to the program. The same call under the same nonce is a no-op.
 
         Raises `LeaseLost`, `WrongTimeline`; `Surplus` if the episode has ended, or its group is complete without it; `InvalidCall` if it
-        is out of order, its parent is absent, or the episode would have more than `max_episode_bytes`.
+        is out of order, or its parent is absent; `EpisodeTooLarge`.
         """
         versions = [span.version for span in call.spans]
         await self._connection.call(
@@ -76,7 +76,8 @@ class EpisodesClient(LeaseClient):
 
         FAILED and TIMED_OUT cost the episode one of its `max_attempts`, NOT_STARTED and INTERRUPTED nothing; INVALID fails the group.
         Returns the lease under which the episode has to begin anew, None if it has ended, or its group has. Saying it again is a
-        no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`; a refused trajectory leaves nothing behind.
+        no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`, `EpisodeTooLarge`; a refused trajectory leaves nothing
+        behind.
         """
         payload = b"" if trajectory is None else payload_of(lease, trajectory)
         try:

@@ -102,7 +102,7 @@ class EpisodeLimits(_message.Message):
     calls: _builtins.int
     """Calls of the policy. 0: no limit of its own."""
     tokens: _builtins.int
-    """Tokens that the policy writes, over all calls. 0: no limit of its own."""
+    """Tokens of all its calls, contexts and completions, each once. 0: no limit of its own."""
     def __init__(
         self,
         *,

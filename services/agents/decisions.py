@@ -80,7 +80,7 @@ _NOT_PLAYED = ("NOT_STARTED", "INTERRUPTED", "INVALID")
 
 
 def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
-    """None leaves it to the grader."""
+    """The score to hand in; None leaves it to the grader."""
     said = ended.score
     if said is not None and said.status in _NOT_PLAYED:
         return said

@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.trajectory import JSON_DEPTH, Message
@@ -19,7 +22,10 @@ from headrace_services.agents.session import Asked, Refused, SessionCall
 TRAIN_HEADER = "x-headrace-train"
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
 _IDEMPOTENCY_HEADER = "idempotency-key"
-_LONGEST_STOP, _MOST_STOPS = 256, 16
+_LONGEST_STOP, _MOST_STOPS, _LONGEST_KEY = 256, 16, 256
+_TOO_DEEP = f"the request is nested more than {JSON_DEPTH} deep"
+# A body of more takes so long that it is read beside the event loop.
+LARGE_BODY = 100_000
 
 # The run's own values hold; what was asked for is kept for people.
 IMPOSED = (
@@ -113,30 +119,27 @@ class ChatRequest:
 def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     """The request in the body of a POST of /v1/chat/completions. `headers` by lower-case name; `model` is the run's. Raises
     `BadRequest`."""
-    try:
-        fields = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise BadRequest("the body is no JSON object")
-    _check_text(body, fields)
+    fields = _fields(body)
     for option, (harmless, why) in _REFUSED.items():
         value = fields.get(option)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             raise BadRequest(f"{option} {_shown(value)} is not supported in an episode: {why}", option)
     messages = _messages(fields.get("messages"))
     tools = _tools(fields.get("tools"))
+    train = _train(headers)
+    digest = hashlib.sha256(body)
+    digest.update(b"1" if train else b"0")
     stream_options = _typed(fields, "stream_options", dict) or {}
     return ChatRequest(
         asked=Asked(
             messages=messages,
-            body=hashlib.sha256(body).digest(),
+            body=digest.digest(),
             tools=tools,
             max_tokens=_max_tokens(fields),
             stop=_stop(fields.get("stop")),
-            train=_train(headers),
+            train=train,
             retry=any(_is_retry(headers.get(name, "0")) for name in _RETRY_HEADERS),
-            idempotency_key=headers.get(_IDEMPOTENCY_HEADER),
+            idempotency_key=_idempotency_key(headers),
         ),
         model=_typed(fields, "model", str) or model,
         parses_tools=fields.get("tool_choice") != "none",
@@ -144,34 +147,70 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
         include_usage=_typed(stream_options, "include_usage", bool) or False,
         return_token_ids=_typed(fields, "return_token_ids", bool) or False,
         logprobs=_typed(fields, "logprobs", bool) or False,
-        imposed={name: fields[name] for name in IMPOSED if fields.get(name) is not None},
+        imposed={name: value for name in IMPOSED if (value := _typed(fields, name, int, float)) is not None},
     )
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+def _fields(body: bytes) -> dict[str, Any]:
+    """The fields of a body that can be rendered, kept and answered: Unicode, numbers as a record can hold them. Of a name that it has twice
+    the last counts."""
+    try:
+        fields = msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise BadRequest(f"the body is no JSON: {_not_utf8(body)}") from None
+    except RecursionError:
+        raise BadRequest(_TOO_DEEP) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRequest("the body is no JSON object")
+    _check_depth(fields)
+    try:
+        msgspec.msgpack.encode(fields)
+    except OverflowError:
+        name, number = _first_large(fields)
+        raise BadRequest(f"{name} has the whole number {number} of more than 64 bits; send it as text", name) from None
+    return fields
 
 
-def _check_text(body: bytes, fields: Mapping[str, Any]) -> None:
-    """Half a surrogate pair, which JSON can carry, is no text; what is nested deeper than a record may be can't be kept."""
-    # an escaped one; raw, the body would be no UTF-8
-    if b"\\ud" in body.lower() and any("\ud800" <= each <= "\udfff" for each in json.dumps(fields, ensure_ascii=False)):
-        raise BadRequest("the request holds half a surrogate pair, which is no text; send valid Unicode")
-    depth, level = 0, list[Any]([fields])
-    while level:  # level by level: recursion would end at a depth that the caller chooses
-        depth += 1
-        if depth > JSON_DEPTH:
-            raise BadRequest(f"the request is nested more than {JSON_DEPTH} deep")
-        if any(isinstance(each, int) and not -(2**63) <= each < 2**64 for each in level):
-            raise BadRequest("the request holds a whole number of more than 64 bits")
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
-        level = [item for items in inner for item in items]
+def _not_utf8(body: bytes) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"{error.reason} in UTF-8 (byte {error.start})"
+    raise AssertionError
 
 
-def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+def _check_depth(fields: dict[str, Any]) -> None:
+    """What is nested deeper than a record may be can't be kept."""
+    level: list[Any] = [fields]
+    for _ in range(JSON_DEPTH):  # level by level: recursion would end at a depth that the caller chooses
+        level = [
+            item
+            for items in level
+            for item in (items.values() if type(items) is dict else items)
+            if type(item) in (dict, list)
+        ]
+        if not level:
+            return
+    raise BadRequest(_TOO_DEEP)
+
+
+def _first_large(fields: dict[str, Any]) -> tuple[str, int]:
+    """Where the first whole number is that has more than 64 bits, and which it is."""
+    left: list[tuple[str, Any]] = [("", fields)]
+    while True:
+        name, value = left.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            return name, value
+        inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left += [(f"{name}.{key}".lstrip("."), item) for key, item in reversed(list(inner))]
+
+
+def _typed(fields: Mapping[str, Any], name: str, *kinds: type) -> Any:
     value = fields.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise BadRequest(f"{name} {_shown(value)} is not of type {kind.__name__}", name)
+    if value is not None and not isinstance(value, kinds):
+        raise BadRequest(f"{name} {_shown(value)} is not of type {' or '.join(kind.__name__ for kind in kinds)}", name)
     return value
 
 
@@ -243,6 +282,13 @@ def _train(headers: Mapping[str, str]) -> bool:
     if value not in ("0", "1"):
         raise BadRequest(f"the header {TRAIN_HEADER} is {_shown(value)}; it is 0 for a call that is not trained, or 1")
     return value == "1"
+
+
+def _idempotency_key(headers: Mapping[str, str]) -> str | None:
+    key = headers.get(_IDEMPOTENCY_HEADER)
+    if key is not None and len(key) > _LONGEST_KEY:
+        raise BadRequest(f"the header {_IDEMPOTENCY_HEADER} has {len(key)} characters, more than {_LONGEST_KEY}")
+    return key
 
 
 def _is_retry(count: str) -> bool:
@@ -369,7 +415,7 @@ KEEP_ALIVE = b": waiting for the policy\n\n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class ApiProblem:
     """An error as OpenAI's clients know it, by its status above all: they ask again after 408, 409, 429 and those of 500 and more."""
 
     status: int
@@ -388,36 +434,64 @@ class Problem:
 _HANGS_UP = {"connection": "close"}
 
 
-def no_such_key() -> Problem:
-    return Problem(401, "authentication_error", "the key is of no episode, or of one that has ended", "invalid_api_key")
+def no_such_key() -> ApiProblem:
+    return ApiProblem(
+        401, "authentication_error", "the key is of no episode, or of one that has ended", "invalid_api_key"
+    )
 
 
-def too_large(most: int) -> Problem:
+def unknown_gateway(again_s: float) -> ApiProblem:
+    """`again_s`: how often other gateways are heard of."""
+    message = "the key is of a gateway that this one has not heard of; ask again, as it may have begun a moment ago"
+    # a client does not wait for more than a minute
+    return ApiProblem(503, "server_error", message, headers={"retry-after": f"{math.ceil(min(again_s, 60))}"})
+
+
+def not_spoken(status: int, method: str, path: str, headers: Mapping[str, str]) -> ApiProblem:
+    """What is asked for by this path, without the key in it, is not answered here: 404, or 405 if by another method it would be."""
+    message = f"{method} {_shown(path)} is not answered here; what is: POST /v1/chat/completions, GET /v1/models, GET /v1/models/MODEL"
+    if path.startswith("/v1/responses"):
+        message += (
+            '. In the OpenAI Agents SDK, agents.set_default_openai_api("chat_completions") asks for chat completions'
+        )
+    return ApiProblem(status, "invalid_request_error", message, "unknown_url", headers=headers)
+
+
+def no_such_model(name: str, model: str) -> ApiProblem:
+    message = f"there is no model {_shown(name)} here; the policy is {_shown(model)}"
+    return ApiProblem(404, "invalid_request_error", message, "model_not_found", "model")
+
+
+def too_large(most: int) -> ApiProblem:
     message = f"the body has more than {most} bytes (agents.max_request_bytes)"
-    return Problem(413, "invalid_request_error", message, "request_too_large", headers=_HANGS_UP)
+    return ApiProblem(413, "invalid_request_error", message, "request_too_large", headers=_HANGS_UP)
 
 
-def too_slow(seconds: float) -> Problem:
-    return Problem(408, "timeout_error", f"the body was not there after {seconds:g} s", headers=_HANGS_UP)
+def too_slow(seconds: float) -> ApiProblem:
+    return ApiProblem(408, "timeout_error", f"the body was not there after {seconds:g} s", headers=_HANGS_UP)
 
 
-def failed(message: str, *, late: bool) -> Problem:
+def failed(message: str, *, late: bool) -> ApiProblem:
     """A call without an answer, which may be asked for again."""
-    return Problem(504, "timeout_error", message) if late else Problem(503, "server_error", message)
+    return ApiProblem(504, "timeout_error", message) if late else ApiProblem(503, "server_error", message)
 
 
-def too_many(message: str) -> Problem:
-    return Problem(429, "rate_limit_error", message, "rate_limit_exceeded", headers={"retry-after": "1"})
+def broken() -> ApiProblem:
+    return ApiProblem(500, "server_error", "the gateway failed; the runner's log says why")
 
 
-def problem_of(error: BadRequest | Refused) -> Problem:
+def too_many(message: str) -> ApiProblem:
+    return ApiProblem(429, "rate_limit_error", message, "rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+def problem_of(error: BadRequest | Refused) -> ApiProblem:
     if isinstance(error, BadRequest):
-        return Problem(400, "invalid_request_error", str(error), "unsupported_or_invalid", error.param)
+        return ApiProblem(400, "invalid_request_error", str(error), "unsupported_or_invalid", error.param)
     match error.kind:
         case "limit":
             # the code by which harnesses know that they have to shorten, or to end
-            return Problem(400, "invalid_request_error", str(error), "context_length_exceeded", "messages")
+            return ApiProblem(400, "invalid_request_error", str(error), "context_length_exceeded", "messages")
         case "conflict":
-            return Problem(400, "invalid_request_error", str(error), "idempotency_key_reused")
+            return ApiProblem(400, "invalid_request_error", str(error), "idempotency_key_reused")
         case "ended":
             return no_such_key()

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 from headrace.errors import HeadraceError
 from headrace.replay import Lease
@@ -19,7 +20,7 @@ from headrace.trajectory import Call
 from headrace_services.agents import metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest
 from headrace_services.agents.fleet import Fleet
-from headrace_services.agents.session import Clocks, Ending, Limits, Refused, Session, SessionCall
+from headrace_services.agents.session import Clocks, Ending, Refused, Session, SessionCall, SessionLimits
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,19 @@ class CallFailed(HeadraceError):
 
 
 class OpenEpisode:
-    """`keep` keeps a finished call; its answer leaves after that. `over` is set when the program has to end: the name of the clock that has
-    run out, or why no further answer can leave (the lease is lost, or a call could not be kept)."""
+    """An episode that runs. `keep` keeps a finished call; its answer leaves after that. `over` is set when the program has to end: the
+    name of the clock that has run out, or why no further answer can leave (the lease is lost, or a call could not be kept)."""
 
     def __init__(
-        self, name: str, lease: Lease, index: int, fleet: Fleet, keep: Keep, limits: Limits, clocks: Clocks, seed: str
+        self,
+        name: str,
+        lease: Lease,
+        index: int,
+        fleet: Fleet,
+        keep: Keep,
+        limits: SessionLimits,
+        clocks: Clocks,
+        seed: str,
     ) -> None:
         self.name, self.lease, self.index = name, lease, index
         self.created = int(time.time())
@@ -62,9 +71,10 @@ class OpenEpisode:
                 values = self.imposed.setdefault(option, [])
                 if value not in values:
                     values.append(value)
+                metrics.IMPOSED.labels(option).inc()
             task = asyncio.create_task(self._carry_out(call, request))
-            task.add_done_callback(_look_at)  # perhaps nobody waits for it any more
             self._tasks[call] = task
+            task.add_done_callback(partial(self._done, call))
         return call
 
     async def wait(self, call: SessionCall) -> None:
@@ -81,6 +91,7 @@ class OpenEpisode:
 
     def left(self, call: SessionCall) -> None:
         self.session.left(call, self._fleet.clock())
+        self._forget(call)
 
     def look(self) -> None:
         """Look at the clocks: give up the calls that are overdue, end the episode if it is."""
@@ -123,6 +134,17 @@ class OpenEpisode:
             if call.running:
                 self.session.failed(call, self._fleet.clock(), again=asks_again)
 
+    def _done(self, call: SessionCall, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
+        self._forget(call)
+
+    def _forget(self, call: SessionCall) -> None:
+        """Let go of the task of a call that failed, once nobody waits for it: its error holds the whole request."""
+        if call.failed and call.readers == 0:
+            self._tasks.pop(call, None)
+            self._given_up.pop(call, None)
+
     def _end_for(self, why: str | HeadraceError) -> None:
         if not self.over.done():
             self.over.set_result(why)
@@ -133,8 +155,10 @@ class OpenEpisode:
         near = None if parent is None or parent.completion is None else parent.completion.replica
         with self._timed(call, "render"):
             rendered = await fleet.render(asked.messages, asked.tools, answered=False, near=near)
-            if parent is not None and session.needs_told(parent, rendered):
-                session.tell(parent, await fleet.render(parent.history, asked.tools, answered=True, near=near))
+            if parent is not None and session.needs_rendering(parent, rendered):
+                session.note_rendering(
+                    parent, await fleet.render(parent.history, asked.tools, answered=True, near=near)
+                )
         placed = session.place(call, rendered, parent, fleet.clock())
         with self._timed(call, "sample"):
             sampling = self.lease.group.sampling
@@ -169,8 +193,3 @@ class OpenEpisode:
             seconds = time.monotonic() - began
             call.timings[f"{phase}_s"] = seconds
             metrics.PHASES.labels(self.lease.group.env_name, phase).observe(seconds)
-
-
-def _look_at(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()

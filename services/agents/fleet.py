@@ -1,7 +1,7 @@
 """The replicas that sample for episodes: which are HEALTHY, what each has to do, and the time in which there is one.
 
 A call whose replica is fenced or lost is sampled again elsewhere, from its beginning (which is counted: long completions are lost more
-often than short ones). While no replica can take it, it waits.
+often than short ones). One that is silent is lost as soon as the buffer says so. While no replica can take a call, it waits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from headrace.errors import HeadraceError
 from headrace.replay import Replica
 from headrace.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.trajectory import Message
@@ -60,7 +61,7 @@ class RunClock:
 
 
 class Fleet:
-    """`connect` gives the client of a replica at a URL."""
+    """The replicas, as this runner knows them. `connect` gives the client of a replica at a URL."""
 
     def __init__(self, connect: Callable[[str], ReplicaApi], clock: RunClock) -> None:
         self._connect = connect
@@ -68,6 +69,8 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._clients: dict[str, ReplicaApi] = {}
         self._calls: Counter[str] = Counter()
+        # for each answer that is waited for: its replica, and the timeline of its weights if it takes any
+        self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
         self._news = asyncio.Event()
 
     @property
@@ -78,6 +81,9 @@ class Fleet:
         """What the buffer says of the replicas now; of none, because it can't be asked, nothing is known to be HEALTHY."""
         self._replicas = {replica.id: replica for replica in replicas if isinstance(replica.info.get("url"), str)}
         self.clock.run(self.healthy > 0)
+        for lost, (replica, timeline) in self._awaited.items():
+            if not lost.done() and (why := self._lost(replica, timeline)) is not None:
+                lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
 
@@ -99,7 +105,7 @@ class Fleet:
         def pick(refused: set[str]) -> str | None:
             return choose(self._candidates(), request.timeline, request.min_version, parent, refused)
 
-        return await self._on_one(one, pick)
+        return await self._on_one(one, pick, request.timeline)
 
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, answered: bool, near: str | None
@@ -129,8 +135,14 @@ class Fleet:
 
         return pick
 
-    async def _on_one(self, ask: Callable[[ReplicaApi], Awaitable[T]], pick: Callable[[set[str]], str | None]) -> T:
-        """What the replica of `pick` answers; one that can't is passed over until there is news, or for a moment."""
+    async def _on_one(
+        self,
+        ask: Callable[[ReplicaApi], Coroutine[Any, Any, T]],
+        pick: Callable[[set[str]], str | None],
+        timeline: str | None = None,
+    ) -> T:
+        """What the replica of `pick` answers; one that can't is passed over until there is news, or for a moment. `timeline`: of the
+        weights, if it takes any."""
         refused: set[str] = set()
         while True:
             news = self._news
@@ -142,13 +154,39 @@ class Fleet:
                 continue
             self._calls[replica] += 1
             try:
-                return await ask(self._client(replica))
+                return await self._answer(ask(self._client(replica)), replica, timeline)
             except (ReplicaFenced, ReplicaUnavailable) as error:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
             finally:
                 self._calls[replica] -= 1
+
+    async def _answer(self, ask: Coroutine[Any, Any, T], replica: str, timeline: str | None) -> T:
+        """Raises what `_lost` says as soon as it says it."""
+        asking, lost = asyncio.create_task(ask), asyncio.get_running_loop().create_future()
+        self._awaited[lost] = replica, timeline
+        try:
+            await asyncio.wait([asking, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise lost.result()
+            return asking.result()
+        finally:
+            del self._awaited[lost]
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _lost(self, replica: str, timeline: str | None) -> HeadraceError | None:
+        """Why no answer of this replica can be waited for any more, or None. In a refit it may stop, and go on with newer weights."""
+        known = self._replicas.get(replica)
+        if known is None:
+            # of no replica at all the buffer may just be away, and there is no other to ask
+            return ReplicaUnavailable("it has left the fleet") if self._replicas else None
+        if known.state == "DEAD":
+            return ReplicaUnavailable("its heartbeats have stopped")
+        if timeline is not None and known.timeline != timeline:
+            return ReplicaFenced("timeline", f"its weights are of timeline {known.timeline!r} now, not {timeline!r}")
+        return None
 
     def _client(self, replica: str) -> ReplicaApi:
         url = str(self._replicas[replica].info["url"])

@@ -1,16 +1,17 @@
 """The gateway: an endpoint for each open episode, which speaks OpenAI's chat completions.
 
     POST /s/KEY/v1/chat/completions      KEY in the path, or as the API key:      POST /v1/chat/completions
-    GET  /s/KEY/v1/models                                                         GET  /v1/models
+    GET  /s/KEY/v1/models, /s/KEY/v1/models/MODEL                                 GET  /v1/models, /v1/models/MODEL
 
 Programs are somebody else's, and what they send is hostile: bodies, requests under way and requests a second are bounded, the key is all
 that is known of a caller, and it opens one episode.
 
 A key begins with the name of its gateway. Behind one address for all (`agents.advertised_url`) any gateway takes a request, and forwards
-what is another's.
+what is another's: it reads nothing that comes with a key until that one has said that there is such a key, and bounds its requests then as
+those of its own.
 
-An answer is delivered once its last byte was written to a connection that was still open. So it is sent in chunks, of which a client needs
-the last, and the connection is looked at before that one.
+An answer is delivered if its connection was still open when all but its last part had been written. No client has an answer without that
+part, and one that has it may close the connection at once.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from headrace.episode import KEY
 from headrace.service import body_of
 from headrace_services.agents import dialect, metrics
-from headrace_services.agents.dialect import BadRequest, ChatRequest, Problem
+from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
 from headrace_services.agents.episode import CallFailed, OpenEpisode
 from headrace_services.agents.session import Refused, SessionCall
 
@@ -42,6 +47,8 @@ log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 5.0
 # For a body to come in.
 _BODY_S = 60.0
+# For another gateway to say that there is a key.
+_VOUCH_S = 10.0
 # Of the event loop, until a connection that was closed is seen to be.
 _TURNS = 5
 # Over which requests a second are counted.
@@ -50,7 +57,6 @@ _RATE_S = 10.0
 _FORWARDED = "x-headrace-forwarded"
 # Headers of a request and of its answer that mean something to whoever gets them.
 _PASSED_ON = (
-    b"authorization",
     b"content-type",
     b"idempotency-key",
     b"x-headrace-train",
@@ -61,17 +67,16 @@ _HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
 
 
 class _Door:
-    """An open episode, with its requests that are under way and the times of its last ones."""
+    """What lets the requests of one key in: those that are under way, and the times of the last ones."""
 
-    def __init__(self, episode: OpenEpisode) -> None:
-        self.episode = episode
+    def __init__(self) -> None:
         self.under_way = 0
         self.times: deque[float] = deque()
 
 
 class Gateway:
-    """The endpoints of the episodes that this runner has open. `model` is the policy's name. `peers` are the addresses of the other
-    gateways, by their names."""
+    """The endpoints of the episodes that this runner has open. `model` is the policy's name. `peers` are the addresses of the gateways
+    behind the same address, by their names, which are heard of every `peers_every_s`; None: there are no others."""
 
     def __init__(
         self,
@@ -80,40 +85,67 @@ class Gateway:
         max_request_bytes: int,
         max_parallel_calls: int,
         max_requests_per_s: float,
+        peers_every_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.max_request_bytes = max_request_bytes
         self._max_parallel_calls = max_parallel_calls
         self._max_in_rate = max(1, round(max_requests_per_s * _RATE_S))
+        self._peers_every_s = peers_every_s
         self._clock = clock
-        self._doors: dict[str, _Door] = {}
+        self._episodes: dict[str, OpenEpisode] = {}
+        self._doors: dict[str, _Door] = {}  # of the keys of other gateways too, while they are used
         self.name = secrets.token_hex(4)
         self.peers: Mapping[str, str] = {}
 
     def open(self, episode: OpenEpisode) -> str:
         """Returns the key that opens the episode."""
         key = f"{self.name}-{secrets.token_hex(16)}"
-        self._doors[key] = _Door(episode)
+        self._episodes[key], self._doors[key] = episode, _Door()
         return key
 
     def close(self, key: str) -> None:
         """The key is dead from here on."""
+        self._episodes.pop(key, None)
         self._doors.pop(key, None)
 
-    def knows(self, key: str) -> bool:
+    def peer(self, key: str) -> str | None:
+        """The address of the gateway whose key this is, if it is another's. Raises `Turned` for a key that no gateway has made, or one
+        that has not been heard of."""
+        made = KEY.fullmatch(key)
+        if made is None:
+            raise Turned(dialect.no_such_key())
+        if made[1] == self.name:
+            return None
+        if made[1] not in self.peers:
+            unknown = self._peers_every_s
+            raise Turned(dialect.no_such_key() if unknown is None else dialect.unknown_gateway(unknown))
+        return self.peers[made[1]]
+
+    def episode(self, key: str) -> OpenEpisode:
+        """Raises `Turned` if the key opens none."""
+        if key not in self._episodes:
+            raise Turned(dialect.no_such_key())
+        return self._episodes[key]
+
+    def has_door(self, key: str) -> bool:
+        """Whether there is such a key, as far as has been heard."""
         return key in self._doors
 
-    def peer(self, key: str) -> str | None:
-        """The address of the gateway whose key this is, if it is another's."""
-        return None if self.knows(key) else self.peers.get(key.partition("-")[0])
+    def make_door(self, key: str) -> None:
+        """For a key of another gateway, which has said that there is such a key."""
+        now = self._clock()
+        foreign = [(each, door) for each, door in self._doors.items() if each not in self._episodes]
+        for each, door in foreign:
+            if not door.under_way and all(now - at >= _RATE_S for at in door.times):
+                del self._doors[each]
+        self._doors.setdefault(key, _Door())
 
     @contextlib.contextmanager
-    def admitted(self, key: str) -> Iterator[OpenEpisode]:
-        """The key's episode, for one request. Raises `Turned`."""
-        door = self._doors.get(key)
-        if door is None:
-            raise Turned(dialect.no_such_key())
+    def admitted(self, key: str) -> Iterator[None]:
+        """One request of the key, which has a door, is let in. Raises `Turned`."""
+        door = self._doors[key]
         if door.under_way >= self._max_parallel_calls:
             raise Turned(
                 dialect.too_many(f"{door.under_way} requests of this episode are under way (agents.max_parallel_calls)")
@@ -130,7 +162,7 @@ class Gateway:
         door.times.append(now)
         door.under_way += 1
         try:
-            yield door.episode
+            yield
         finally:
             door.under_way -= 1
 
@@ -138,31 +170,51 @@ class Gateway:
 class Turned(Exception):
     """A request that is turned away at the door."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ApiProblem) -> None:
         super().__init__(problem.message)
         self.problem = problem
 
 
 def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
     """`forward` asks the other gateways."""
-    app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+
+    @app.exception_handler(Turned)
+    async def turned(_: Request, error: Turned) -> Response:
+        return _refuse(error.problem)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def not_spoken(request: Request, error: HTTPException) -> Response:
+        path = re.sub("^/s/[^/]*", "", request.scope["path"])
+        return _refuse(dialect.not_spoken(error.status_code, request.method, path, error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return _refuse(dialect.broken())
 
     async def chat(request: Request) -> Response:
-        if (peer := _peer_of(gateway, request)) is not None:
-            return _Forwarded(gateway, peer, forward)
-        return _Answer(gateway, _key_of(request))
+        key = _key_of(request)
+        if (peer := _peer_of(gateway, request)) is None:
+            return _ChatAnswer(gateway, key)
+        return _Forwarded(gateway, key, peer, forward)
 
     async def models(request: Request) -> Response:
+        key = _key_of(request)
         if (peer := _peer_of(gateway, request)) is not None:
-            return _Forwarded(gateway, peer, forward)
-        if not gateway.knows(_key_of(request)):
-            return _refuse(dialect.no_such_key())
-        model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
-        return JSONResponse({"object": "list", "data": [model]})
+            await _vouch(forward, peer, key)
+        else:
+            gateway.episode(key)
+        policy = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
+        if "model" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [policy]})
+        model = request.path_params["model"]
+        return JSONResponse(policy) if model == gateway.model else _refuse(dialect.no_such_model(model, gateway.model))
 
     for prefix in ("/s/{key}", ""):
         app.add_api_route(f"{prefix}/v1/chat/completions", chat, methods=["POST"])
-        app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
+        for path in ("/v1/models", "/v1/models/{model:path}"):
+            app.add_api_route(f"{prefix}{path}", models, methods=["GET"])
     return app
 
 
@@ -179,6 +231,22 @@ def _key_of(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+async def _vouch(client: httpx.AsyncClient, peer: str, key: str) -> None:
+    """Return if the gateway at `peer` says that there is such a key of its own. Raises `Turned`."""
+    try:
+        answer = await client.get(f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S)
+    except httpx.HTTPError as error:
+        raise Turned(_unreachable(error)) from None
+    if answer.status_code == 401:
+        raise Turned(dialect.no_such_key())
+    if answer.status_code != 200:
+        raise Turned(dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False))
+
+
+def _unreachable(error: httpx.HTTPError) -> ApiProblem:
+    return dialect.failed(f"the runner of this episode can't be reached: {error or type(error).__name__}", late=False)
+
+
 async def _read(request: Request, most: int) -> bytes:
     """The body. Raises `Turned` as soon as it is too large, or too slow."""
     try:
@@ -191,12 +259,12 @@ async def _read(request: Request, most: int) -> bytes:
     return body
 
 
-def _refuse(problem: Problem) -> JSONResponse:
+def _refuse(problem: ApiProblem) -> JSONResponse:
     metrics.REFUSED.labels(str(problem.status), problem.code or problem.type).inc()
     return JSONResponse(problem.body, problem.status, dict(problem.headers))
 
 
-class _Answer(Response):
+class _ChatAnswer(Response):
     """Asks the episode of `key`, and sends its answer to a client that is still there."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
@@ -205,11 +273,13 @@ class _Answer(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            with self._gateway.admitted(self._key) as episode:
+            episode = self._gateway.episode(self._key)
+            with self._gateway.admitted(self._key):
                 asked = Request(scope, receive)
                 body = await _read(asked, self._gateway.max_request_bytes)
-                request = dialect.parse(body, dict(asked.headers), self._gateway.model)
-                del body
+                read = partial(dialect.parse, body, dict(asked.headers), self._gateway.model)
+                request = await asyncio.to_thread(read) if len(body) > dialect.LARGE_BODY else read()
+                del body, read
                 gone = asyncio.create_task(_gone(receive))
                 try:
                     problem = await _answer(episode, request, gone, send)
@@ -226,43 +296,46 @@ class _Answer(Response):
 class _Forwarded(Response):
     """Asks another gateway, and hands its answer on as it comes. A client that goes is gone there too."""
 
-    def __init__(self, gateway: Gateway, peer: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient) -> None:
         super().__init__()
-        self._gateway, self._peer, self._client = gateway, peer, client
+        self._gateway, self._key, self._peer, self._client = gateway, key, peer, client
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        asked = Request(scope, receive)
         try:
-            body = await _read(asked, self._gateway.max_request_bytes)
+            if not self._gateway.has_door(self._key):
+                await _vouch(self._client, self._peer, self._key)
+                self._gateway.make_door(self._key)
+            with self._gateway.admitted(self._key):
+                asked = Request(scope, receive)
+                problem = await self._ask(asked, await _read(asked, self._gateway.max_request_bytes), send)
         except Turned as turned:
-            await _refuse(turned.problem)(scope, receive, send)
-            return
+            problem = turned.problem
         except ClientDisconnect:
             return
-        headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
-        request = self._client.build_request(
-            asked.method, self._peer + scope["path"], content=body, headers=[*headers, (_FORWARDED.encode(), b"1")]
-        )
-        gone, handing = asyncio.create_task(_gone(receive)), asyncio.create_task(self._hand_on(request, send))
-        try:
-            await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
-            if not handing.done():
-                return
-            problem = handing.result()
-        finally:
-            gone.cancel()
-            handing.cancel()
         if problem is not None:
             await _refuse(problem)(scope, receive, send)
 
-    async def _hand_on(self, request: httpx.Request, send: Any) -> Problem | None:
+    async def _ask(self, asked: Request, body: bytes, send: Any) -> ApiProblem | None:
+        """Returns why there is no answer, as long as nothing has been sent."""
+        headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
+        url = f"{self._peer}/s/{self._key}/v1/chat/completions"
+        request = self._client.build_request("POST", url, content=body, headers=[*headers, (_FORWARDED.encode(), b"1")])
+        gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
+        try:
+            await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
+            return handing.result() if handing.done() else None
+        finally:
+            gone.cancel()
+            handing.cancel()
+
+    async def _hand_on(self, request: httpx.Request, send: Any) -> ApiProblem | None:
         """Returns why there is no answer, as long as nothing has been sent."""
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            return dialect.failed(
-                f"the runner of this episode can't be reached: {error or type(error).__name__}", late=False
-            )
+            return _unreachable(error)
+        if answer.status_code == 401:  # the key has died there
+            self._gateway.close(self._key)
         async with contextlib.aclosing(answer):
             kept = [(name, value) for name, value in answer.headers.raw if name.lower() in _HANDED_ON]
             await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
@@ -272,7 +345,7 @@ class _Forwarded(Response):
         return None
 
 
-async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task[None], send: Any) -> Problem | None:
+async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task[None], send: Any) -> ApiProblem | None:
     """Send the answer, or return why there is none, as long as nothing has been sent. Raises `Refused`."""
     call = episode.ask(request)
     waiting = asyncio.create_task(episode.wait(call))
@@ -297,13 +370,15 @@ async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task
             await _part(send, dialect.event(problem.body))
             await _end(send)
             return None
-        await _part(send, _body(call, request, episode.created))
+        most, last = _parts_of(call, request, episode.created)
+        await _part(send, most)
+        await _part(send, b"")  # waits until the connection takes more
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if not gone.done():
             episode.delivered(call)
             delivered = True
-            await _end(send)
+            await _end(send, last)
         return None
     finally:
         waiting.cancel()
@@ -311,14 +386,18 @@ async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task
             episode.left(call)
 
 
-def _body(call: SessionCall, request: ChatRequest, created: int) -> bytes:
+def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:
+    """The answer in two parts: a client that lacks the second has no answer, whoever has it may leave at once."""
     answer = dialect.answer_of(call, request, created)
     if not request.stream:
-        return json.dumps(dialect.response(answer, request), ensure_ascii=False, separators=(",", ":")).encode()
-    return b"".join([*map(dialect.event, dialect.chunks(answer, request)), dialect.DONE])
+        whole = json.dumps(dialect.response(answer, request), ensure_ascii=False, separators=(",", ":")).encode()
+        return whole[:-1], whole[-1:]
+    chunks = list(dialect.chunks(answer, request))
+    last = next(place for place, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"] is not None)
+    return b"".join(map(dialect.event, chunks[:last])), b"".join([*map(dialect.event, chunks[last:]), dialect.DONE])
 
 
-def _problem_of(episode: OpenEpisode, error: BaseException | None) -> Problem | None:
+def _problem_of(episode: OpenEpisode, error: BaseException | None) -> ApiProblem | None:
     match error:
         case None:
             return None
@@ -346,5 +425,5 @@ async def _part(send: Any, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def _end(send: Any) -> None:
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+async def _end(send: Any, data: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -14,15 +15,15 @@ from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.credentials import buffer_url, credentials_of
 from headrace.errors import ConfigError
-from headrace.http_access import HttpAccess
+from headrace.http_access import HttpAccess, names_in
 from headrace.replay import ReplayClient
 from headrace.replica_client import ROLE, ReplicaClient
 from headrace.service import bind, create_app, serve_http, serve_openly, stop_on_signals
-from headrace.tls import client_context
+from headrace.tls import CertificateFiles, client_context
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.programs import hub_programs
-from headrace_services.agents.runner import Runner
+from headrace_services.agents.runner import EpisodeRunner
 
 _log = logging.getLogger("headrace.agents")
 
@@ -57,6 +58,7 @@ async def _serve(config: Config) -> None:
             max_request_bytes=agents.max_request_bytes,
             max_parallel_calls=agents.max_parallel_calls,
             max_requests_per_s=agents.max_requests_per_s,
+            peers_every_s=None if agents.advertised_url is None else config.rollout.heartbeat_s,
         )
         scheme = "http" if access.certificate is None else "https"
         host = socket.gethostname() if agents.host in ("0.0.0.0", "::") else agents.host
@@ -71,16 +73,33 @@ async def _serve(config: Config) -> None:
             "slots": agents.slots,
         }
         programs = await stack.enter_async_context(hub_programs(config))
-        runner = Runner(config, replay, fleet, gateway, programs, agents.advertised_url or own, info)
+        runner = EpisodeRunner(config, replay, fleet, gateway, programs, agents.advertised_url or own, info)
 
         async def ready() -> str | None:
             return runner.problem()
 
         await stack.enter_async_context(serve_http(create_app("Headrace agents", ready), http, access))
-        # an answer takes as long as it takes: the clocks are the other gateway's
-        verify = True if access.certificate is None else client_context(config.security.tls_ca)
-        forward = httpx.AsyncClient(verify=verify, timeout=httpx.Timeout(None, connect=10.0), trust_env=False)
+        forward = forwarding(config, access.certificate)
         stack.push_async_callback(forward.aclose)
         await stack.enter_async_context(serve_openly(build_app(gateway, forward), sock, access.certificate))
         _log.info("gateway on %s, HTTP on %s", own, pages)
         await runner.run(stop)
+
+
+def forwarding(config: Config, certificate: CertificateFiles | None) -> httpx.AsyncClient:
+    """Asks the other gateways. Where this one's `certificate` names the host under which all are reached, theirs do too, and are judged
+    by it; else by the host that each is called at."""
+    verify = True if certificate is None else client_context(config.security.tls_ca)
+    # an answer takes as long as it takes: the clocks are the other gateway's
+    timeout = httpx.Timeout(None, connect=10.0)
+    # as many at once as programs ask; a service closes a connection after five silent seconds
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=3.0)
+    client = httpx.AsyncClient(verify=verify, timeout=timeout, limits=limits, trust_env=False)
+    name = urlsplit(config.agents.advertised_url or "").hostname or ""
+    if certificate is not None and name in map(str.lower, names_in(certificate.chain)):
+
+        async def expect(request: httpx.Request) -> None:
+            request.extensions["sni_hostname"] = name
+
+        client.event_hooks = {"request": [expect]}
+    return client

@@ -26,14 +26,14 @@ _OURS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grp
 _UNSENDABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
-class Programs(Protocol):
+class ProgramApi(Protocol):
     async def run(self, episode: Episode) -> EpisodeOutcome:
         """Run the episode's program, and return when it has ended. To cancel this ends it. Raises `ServiceError` for what no other try
         mends."""
 
 
 class HubPrograms:
-    """Those of the run's environments, by the hubs in turn."""
+    """The programs of the run's environments, started by the hubs in turn."""
 
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
         self._stubs = itertools.cycle([pb_grpc.RewardServiceStub(channel) for channel in channels])

@@ -19,7 +19,16 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.errors import CodecError, Fenced, HeadraceError, InvalidCall, ReplayUnavailable, ServiceError, Surplus
+from headrace.errors import (
+    CodecError,
+    EpisodeTooLarge,
+    Fenced,
+    HeadraceError,
+    InvalidCall,
+    ReplayUnavailable,
+    ServiceError,
+    Surplus,
+)
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.trajectory import AnyTrajectory, Lane, Score, episode_record
 from headrace_services.agents import decisions, metrics
@@ -27,8 +36,8 @@ from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import Fleet
 from headrace_services.agents.gateway import Gateway
-from headrace_services.agents.programs import Programs
-from headrace_services.agents.session import Clocks, Ending, Limits
+from headrace_services.agents.programs import ProgramApi
+from headrace_services.agents.session import Clocks, Ending, SessionLimits
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +50,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
 
 
 @dataclasses.dataclass
-class Status:
+class RunnerStatus:
     """The state shown by the HTTP pages."""
 
     unreachable: str | None = None
@@ -52,11 +61,11 @@ class Status:
 class _Held:
     """The episodes of a lease that have not ended, by their indices."""
 
-    lane: Lane
+    lease: Lease
     tasks: dict[int, asyncio.Task[None]]
 
 
-class Runner:
+class EpisodeRunner:
     """One runner. `url` is where programs reach its gateway."""
 
     def __init__(
@@ -65,11 +74,11 @@ class Runner:
         replay: ReplayClient,
         fleet: Fleet,
         gateway: Gateway,
-        programs: Programs,
+        programs: ProgramApi,
         url: str,
         info: Mapping[str, Any],
     ) -> None:
-        self.status = Status()
+        self.status = RunnerStatus()
         self.runner = _new_id()
         self._config = config
         self._replay = replay
@@ -89,7 +98,7 @@ class Runner:
 
     def taken(self, lane: Lane) -> int:
         """The slots of a lane that are taken."""
-        return sum(len(held.tasks) for held in self._held.values() if held.lane == lane)
+        return sum(len(held.tasks) for held in self._held.values() if held.lease.group.lane == lane)
 
     def _free(self, lane: Lane) -> int:
         return self._config.agents.slots_of(lane) - self.taken(lane)
@@ -195,7 +204,7 @@ class Runner:
 
     def _begin(self, lease: Lease) -> None:
         tasks = {index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing}
-        self._held[lease.token] = _Held(lease.group.lane, tasks)
+        self._held[lease.token] = _Held(lease, tasks)
         for task in tasks.values():
             task.add_done_callback(lambda _: self._changed.set())
 
@@ -215,8 +224,12 @@ class Runner:
     ) -> None:
         """End the episodes of these leases, which are void or about to be: their programs are cancelled, their keys dead."""
         ended = [token for token in tokens if token in self._held and (only is None or token in only)]
-        tasks = [task for token in ended for task in self._held.pop(token).tasks.values()]
-        self.status.outcomes[outcome] += sum(not task.done() for task in tasks)
+        tasks: list[asyncio.Task[None]] = []
+        for held in map(self._held.pop, ended):
+            for task in held.tasks.values():
+                if not task.done():
+                    self._count(held.lease, outcome)
+                tasks.append(task)
         await _cancel(tasks)
 
     # -- an episode ----------------------------------------------------------------------------------------------------------
@@ -230,9 +243,10 @@ class Runner:
                 current = again
                 try:
                     trajectory, score = await self._attempt(current, index)
-                except HeadraceError:
-                    raise
                 except Exception as error:
+                    # what somebody wrote and can't be recorded is of this episode alone
+                    if isinstance(error, HeadraceError) and not isinstance(error, CodecError):
+                        raise
                     log.exception(_name(lease, index))
                     trajectory, score = None, self._failed(lease, f"the runner failed: {type(error).__name__}: {error}")
                 again, score = await self._hand_in(current, index, trajectory, score)
@@ -290,7 +304,8 @@ class Runner:
         agents, graded = self._config.agents, self._config.env[env_name].grader is not None
         finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
         said = None if finish.score is None else self._completed(finish.score, episode, seconds)
-        if not finish.with_trajectory:
+        # a score that can't be kept has become FAILED, which takes no trajectory along
+        if not finish.with_trajectory or (said is not None and said.status != "SCORED"):
             return None, said
         truncated, timings = ending.limit is not None, {"episode_s": seconds}
         try:
@@ -318,7 +333,7 @@ class Runner:
                 why = episode.over.result()
                 if isinstance(why, str):
                     return None, why
-                if isinstance(why, CodecError):
+                if isinstance(why, (CodecError, EpisodeTooLarge)):
                     return Score("FAILED", message=f"a call could not be kept: {why}"), None
                 if isinstance(why, InvalidCall):
                     # what a program can do wrong is refused before it is sampled: the buffer has forgotten the calls before this one, or
@@ -354,15 +369,15 @@ class Runner:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
 
     async def _refused(self, lease: Lease, newest_version: int, message: str) -> Score:
-        """Of an episode that the buffer does not take. It is no fault of its program if the buffer has forgotten the weights that it was
-        sampled from, because its server lost writes: the trainer restores it, which ends the lease."""
+        """The score of an episode that the buffer does not take. It is no fault of its program if the buffer has forgotten the weights
+        that it was sampled from, because its server lost writes: the trainer restores it, which ends the lease."""
         state = await self._retry(self._replay.state)
         if newest_version > state.next_step:
-            return Score("INTERRUPTED", message=message, environment=lease.group.env_name).fitted()
+            return Score("INTERRUPTED", message=message, environment=lease.group.env_name).storable()
         return self._failed(lease, message)
 
     def _failed(self, lease: Lease, message: str) -> Score:
-        return Score("FAILED", message=message, environment=lease.group.env_name).fitted()
+        return Score("FAILED", message=message, environment=lease.group.env_name).storable()
 
     def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
         """The score with what the runner knows: its environment and build, what the program asked for and did not get, its time."""
@@ -381,17 +396,17 @@ class Runner:
             score.build or known,
             {**score.timings, "environment": seconds},
         )
-        return completed.fitted()
+        return completed.storable()
 
     def _count(self, lease: Lease, outcome: str) -> None:
         self.status.outcomes[outcome] += 1
         metrics.EPISODES.labels(lease.group.env_name, outcome).inc()
 
 
-def limits_of(config: Config) -> Limits:
-    """Those of an episode."""
+def limits_of(config: Config) -> SessionLimits:
+    """The limits of an episode."""
     agents, context = config.agents, config.policy.max_total_sequence_length
-    return Limits(
+    return SessionLimits(
         calls=agents.max_rollout_turns,
         tokens=agents.max_episode_tokens or agents.max_rollout_turns * context,
         nbytes=agents.max_episode_bytes,

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,10 +36,14 @@ from headrace.trajectory import Call, Message
 from headrace_services.agents import conversation
 
 Tokens = npt.NDArray[np.int32]
-# Of a record, besides its tokens and messages: names, numbers, times.
+# Of a record, at most, besides its tokens, spans and messages: names, numbers, times.
 _CALL_BYTES = 1024
-# A context token, and a sampled one with its log-probability and its text.
-_CONTEXT_BYTES, _SAMPLED_BYTES = 4, 16
+# A token of a context; one that was sampled, with its log-probability and its mask; a span of them.
+_CONTEXT_BYTES, _SAMPLED_BYTES, _SPAN_BYTES = 4, 9, 32
+# A token that is yet to be sampled, with a text of usual length: `answered` looks at what it has come to.
+_RESERVED_BYTES = 16
+# Calls of an episode that may fail, for each that it may have.
+_FAILED_PER_CALL = 8
 
 Refusal = Literal["limit", "ended", "conflict"]
 
@@ -54,9 +58,9 @@ class Refused(HeadraceError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Of an episode: its calls, its tokens (contexts and completions), the bytes of its record; of a path, `context` tokens; of a
-    completion, `new_tokens`."""
+class SessionLimits:
+    """The limits of an episode: its calls, its tokens (contexts and completions), the bytes of its record; of a path, `context` tokens;
+    of a completion, `new_tokens`."""
 
     calls: int
     tokens: int
@@ -79,8 +83,8 @@ class Clocks:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request, as the state machine sees it. `body` is a digest of its bytes, `retry` whether the client says that it has sent it
-    before; `train` is False if the request opts out."""
+    """A request, as the state machine sees it. `train` is False if the request opts out; `body` is a digest of its bytes and of that,
+    `retry` whether the client says that it has sent it before."""
 
     messages: tuple[Message, ...]
     body: bytes
@@ -162,8 +166,12 @@ class SessionCall:
 
     @property
     def nbytes(self) -> int:
-        """What its record takes, at most."""
-        return _CALL_BYTES + self.told_bytes + _CONTEXT_BYTES * self.context.size + _SAMPLED_BYTES * self._new
+        """What its record takes, at most; while it is being sampled, as a rule."""
+        if self.completion is None:
+            sampled = _RESERVED_BYTES * self._new
+        else:
+            sampled = _SAMPLED_BYTES * self._new + _SPAN_BYTES * len(self.completion.spans)
+        return _CALL_BYTES + self.told_bytes + _CONTEXT_BYTES * self.context.size + sampled
 
     @property
     def tokens(self) -> int:
@@ -220,9 +228,9 @@ class Ending:
 
 
 class Session:
-    """`seed` is of the run, the group and the index; `end_tokens` are those that end a turn."""
+    """The session of one episode. `seed` is of the run, the group and the index; `end_tokens` are those that end a turn."""
 
-    def __init__(self, limits: Limits, clocks: Clocks, end_tokens: Sequence[int], seed: str, now: float) -> None:
+    def __init__(self, limits: SessionLimits, clocks: Clocks, end_tokens: Sequence[int], seed: str, now: float) -> None:
         self.limits, self.clocks = limits, clocks
         self.calls: list[SessionCall] = []
         self.ended = False
@@ -260,6 +268,9 @@ class Session:
         taken = sum(not call.failed for call in self.calls)
         if taken >= self.limits.calls:
             raise self.no_room(now, f"the episode has had its {self.limits.calls} calls (agents.max_rollout_turns)")
+        if (failed := len(self.calls) - taken) >= _FAILED_PER_CALL * self.limits.calls:
+            many = f"{_FAILED_PER_CALL} times as many as it may have (agents.max_rollout_turns)"
+            raise self.no_room(now, f"{failed} calls of the episode have failed, {many}")
         call = SessionCall(asked, now, conversation.prefixes(asked.messages, asked.tools))
         self.calls.append(call)
         self._by_body.setdefault(asked.body, []).append(call)
@@ -278,7 +289,7 @@ class Session:
                 )
             if known is not None and not known.failed:
                 return known
-        same = [call for call in self._by_body.get(asked.body, ()) if not call.failed]
+        same = self._by_body.get(asked.body, ())
         for call in same:
             if not call.delivered and call.readers == 0:
                 return call
@@ -300,11 +311,12 @@ class Session:
                 return max(known, key=lambda each: (each.delivered, each.number))
         return None
 
-    def needs_told(self, parent: SessionCall, rendered: Sequence[int]) -> bool:
-        """Whether `place` has to know how the parent's conversation with its answer renders (`tell`), for a request of these tokens."""
+    def needs_rendering(self, parent: SessionCall, rendered: Sequence[int]) -> bool:
+        """Whether `place` has to know how the parent's conversation with its answer renders (`note_rendering`), for a request of these
+        tokens."""
         return parent.told is None and _behind(parent.path, np.asarray(rendered, np.int32)) is None
 
-    def tell(self, call: SessionCall, rendered: Sequence[int]) -> None:
+    def note_rendering(self, call: SessionCall, rendered: Sequence[int]) -> None:
         """Take down how the call's conversation with its answer renders."""
         assert call.completion is not None
         told = np.asarray(rendered, np.int32)
@@ -319,7 +331,7 @@ class Session:
 
     def place(self, call: SessionCall, rendered: Sequence[int], parent: SessionCall | None, now: float) -> Placed:
         """Decide what the call's context is, and reserve room for it. `rendered` is the request; `parent` is of `parent_of`, and was told
-        what it needs (`needs_told`). Raises `Refused`."""
+        what it needs (`needs_rendering`). Raises `Refused`."""
         if self.ended:
             raise Refused("ended", "the episode of this key has ended")
         asked = np.asarray(rendered, np.int32)
@@ -365,10 +377,13 @@ class Session:
                 f"the episode has {tokens} tokens, and may have {limits.tokens} (agents.max_episode_tokens)",
             ),
             (
-                (limits.nbytes - nbytes) // _SAMPLED_BYTES,
-                f"the episode's record has {nbytes} bytes, and may have {limits.nbytes} (agents.max_episode_bytes)",
+                (limits.nbytes - nbytes) // _RESERVED_BYTES,
+                self._too_many_bytes(nbytes),
             ),
         )
+
+    def _too_many_bytes(self, nbytes: int) -> str:
+        return f"the episode's record has {nbytes} bytes, and may have {self.limits.nbytes} (agents.max_episode_bytes)"
 
     def no_room(self, now: float, message: str) -> Refused:
         """What to raise for a call that a limit of the run leaves no room for."""
@@ -388,12 +403,16 @@ class Session:
         self._cut_short = call.cut_short and completion.finish_reason == "length"
 
     def answered(self, call: SessionCall, answer: Message, now: float) -> None:
-        """Number the call and take down its answer, whose tool calls are named after that number."""
+        """Number the call and take down its answer, whose tool calls are named after that number. Raises `Refused` if its text is longer
+        than what was reserved for it, and there is no room."""
         assert call.completion is not None
-        call.number = self._numbered
+        answer = _named(answer, self._numbered)
+        call.told_bytes += _size([answer])
+        nbytes = sum(each.nbytes for each in self.calls if each is call or each.number >= 0)
+        if nbytes > self.limits.nbytes:
+            raise self.no_room(now, self._too_many_bytes(nbytes))
+        call.number, call.answer = self._numbered, answer
         self._numbered += 1
-        call.answer = _named(answer, call.number)
-        call.told_bytes += _size([call.answer])
         call.conversation = conversation.followed_by(call.prefixes[-1], call.answer)
         if not isinstance(
             call.completion.stop_reason, str
@@ -402,8 +421,15 @@ class Session:
         self._note_activity(now)
 
     def failed(self, call: SessionCall, now: float, *, again: bool) -> None:
-        """The call has no answer, and takes no room any more; whoever waits for it gets an error, after which clients ask `again`."""
-        call.failed, call.reserved = True, None
+        """The call has no answer, and takes no room any more, nor memory for its request; whoever waits for it gets an error, after which
+        clients ask `again`."""
+        call.failed, call.reserved, call.completion = True, None, None
+        call.asked = dataclasses.replace(call.asked, messages=(), tools=(), stop=())
+        call.added, call.prefixes, call.context = (), [], call.context[:0].copy()
+        same = self._by_body[call.asked.body]
+        same.remove(call)
+        if not same:
+            del self._by_body[call.asked.body]
         if again:
             self._owed[call.asked.body] += call.readers
         self._note_activity(now)
@@ -510,4 +536,4 @@ def _digest(tokens: Tokens) -> bytes:
 
 
 def _size(messages: Sequence[Message]) -> int:
-    return len(json.dumps(messages).encode())
+    return len(msgspec.msgpack.encode(messages))

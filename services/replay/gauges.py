@@ -14,7 +14,7 @@ from headrace.replay import ReplicaState
 from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter, skews
 
 
-class Snapshot:
+class LatestStats:
     """The newest statistics; None while the buffer can't be reached, so that no gauge shows a stale figure."""
 
     stats: dict[str, Any] | None = None
@@ -51,12 +51,12 @@ _GAUGES = {
 }
 
 
-class _Gauges(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+class _BufferGauges(Collector):
+    def __init__(self, latest: LatestStats) -> None:
+        self._latest = latest
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._snapshot.stats
+        stats = self._latest.stats
         if stats is None:
             return
         for name, what in _GAUGES.items():
@@ -95,8 +95,8 @@ class _Gauges(Collector):
             for value, count in stats[name].items():
                 family.add_metric([value], count)
             yield family
-        if self._snapshot.meters is not None:
-            yield from _bias(self._snapshot.meters)
+        if self._latest.meters is not None:
+            yield from _bias(self._latest.meters)
 
 
 def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
@@ -137,9 +137,9 @@ def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[s
 
 
 @contextlib.contextmanager
-def exported(snapshot: Snapshot) -> Iterator[None]:
+def exported(latest: LatestStats) -> Iterator[None]:
     """Show the buffer on `/metrics` while the context is open."""
-    gauges = _Gauges(snapshot)
+    gauges = _BufferGauges(latest)
     REGISTRY.register(gauges)
     try:
         yield

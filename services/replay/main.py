@@ -22,7 +22,7 @@ from headrace.replay.connection import open_redis, shown
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
-from headrace_services.replay.gauges import Snapshot, exported
+from headrace_services.replay.gauges import LatestStats, exported
 from headrace_services.replay.http import build_app
 from headrace_services.replay.scorer import run_scorer
 
@@ -113,7 +113,7 @@ async def running(
         stack.push_async_callback(client.aclose)
         buffer = _Buffer(client, limits, url, config.replay.bias_warning)
         await buffer.prepare()
-        stack.enter_context(exported(buffer.snapshot))
+        stack.enter_context(exported(buffer.latest))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
         app = build_app(client, buffer.trouble, lineage, buffer.waits_for)
         await stack.enter_async_context(serve_http(app, sock, access))
@@ -148,7 +148,7 @@ class _Buffer:
 
     def __init__(self, client: ReplayClient, limits: Limits, url: str, bias_warning: float | None = None) -> None:
         """`bias_warning`: standard deviations of selection bias to warn of (`replay.bias_warning`)."""
-        self.snapshot = Snapshot()
+        self.latest = LatestStats()
         self._client = client
         self._limits = limits
         self._url = url
@@ -178,15 +178,15 @@ class _Buffer:
     async def watch(self) -> None:
         while True:
             try:
-                self.snapshot.stats = await self._client.stats()
-                if not self._superseded and await self._reopen(self.snapshot.stats["opened"]):
+                self.latest.stats = await self._client.stats()
+                if not self._superseded and await self._reopen(self.latest.stats["opened"]):
                     _log.warning("the buffer's server lost writes: the limits of the run are set again")
-                self.snapshot.meters = await self._client.bias()
-                await self._warn_of_bias(self.snapshot.meters)
-                self._report(self.snapshot.stats["environments"])
+                self.latest.meters = await self._client.bias()
+                await self._warn_of_bias(self.latest.meters)
+                self._report(self.latest.stats["environments"])
                 self._note_full(await self._client.make_room())
             except ReplayUnavailable as error:
-                self.snapshot.stats = self.snapshot.meters = None
+                self.latest.stats = self.latest.meters = None
                 if self._trouble is None:
                     _log.warning("%s; waiting for it", error)
                 self._trouble = str(error)

@@ -97,7 +97,7 @@ async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) 
         _log.info("what was being scored waits for its deadline: %s", error)
 
 
-class _Hub:
+class _HubConnection:
     """A reward hub: how each of its environments fares, and what it may be sent. It is `there` once it has answered in this round."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -121,7 +121,7 @@ class _Scorer:
         self._security = config.security
         credentials = credentials_of(config)
         self._token = None if credentials is None else credentials.presented("scorer")
-        self._hubs: list[_Hub] = []
+        self._hubs: list[_HubConnection] = []
         self._enqueued: list[str] = []  # the environments that the buffer knows
         # By token, group and index: a trajectory that the buffer took back meanwhile may be held again, under another token.
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
@@ -138,7 +138,7 @@ class _Scorer:
         async with contextlib.AsyncExitStack() as stack:
             for address in self._addresses:
                 channel = rpc.channel(address, self._max_message_bytes, security=self._security, token=self._token)
-                self._hubs.append(_Hub(address, await stack.enter_async_context(channel)))
+                self._hubs.append(_HubConnection(address, await stack.enter_async_context(channel)))
             while True:
                 await retry(self._round)
 
@@ -192,15 +192,15 @@ class _Scorer:
         free = {name: count for name, count in room.items() if count > 0}
         return await self._client.take_scoring(free) if free else []
 
-    def _routes(self, name: str) -> list[_Hub]:
+    def _routes(self, name: str) -> list[_HubConnection]:
         """The hubs that are sent what is for this environment."""
         there = [hub for hub in self._hubs if hub.there]
         return [there[place] for place in routes([hub.statuses.get(name) for hub in there])]
 
-    def _shared_out(self, items: Sequence[Item]) -> Iterator[tuple[_Hub, list[Item]]]:
+    def _shared_out(self, items: Sequence[Item]) -> Iterator[tuple[_HubConnection, list[Item]]]:
         """Each to the hub that has the most room for it."""
-        shares: dict[_Hub, list[Item]] = {}
-        room: dict[str, dict[_Hub, int]] = {}
+        shares: dict[_HubConnection, list[Item]] = {}
+        room: dict[str, dict[_HubConnection, int]] = {}
         for item in items:
             name = item[1].environment
             left = room.setdefault(name, {hub: hub.limits[name].free for hub in self._routes(name)})
@@ -216,7 +216,7 @@ class _Scorer:
         self._enqueued = [environment.name for environment in await self._client.environments()]
         self._awake.set()
 
-    async def _look_at(self, hub: _Hub) -> None:
+    async def _look_at(self, hub: _HubConnection) -> None:
         """One that was not there yet may stay away."""
         try:
             answer = await hub.stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
@@ -258,12 +258,12 @@ class _Scorer:
                 await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
 
-    def _begin(self, hub: _Hub, batch: Sequence[Item]) -> None:
+    def _begin(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         hub.limits[batch[0][1].environment].send(len(batch))
         self._held |= {_place(job): job for job, _ in batch}
         IN_FLIGHT.set(len(self._held))
 
-    async def _batch(self, hub: _Hub, batch: Sequence[Item]) -> None:
+    async def _batch(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         limit = hub.limits[batch[0][1].environment]
         scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
         limit.done(len(batch))
@@ -276,7 +276,9 @@ class _Scorer:
         IN_FLIGHT.set(len(self._held))
         self._awake.set()
 
-    async def _score(self, hub: _Hub, batch: Sequence[Item], timeout_s: float) -> list[tuple[ScoringJob, Score]]:
+    async def _score(
+        self, hub: _HubConnection, batch: Sequence[Item], timeout_s: float
+    ) -> list[tuple[ScoringJob, Score]]:
         started = time.monotonic()
         request = pb.ScoreRequest(trajectories=[trajectory for _, trajectory in batch])
         try:
@@ -309,12 +311,12 @@ class _Scorer:
             message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
         return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
 
-    def _gone(self, hub: _Hub, error: grpc.aio.AioRpcError) -> _HubUnreachable:
+    def _gone(self, hub: _HubConnection, error: grpc.aio.AioRpcError) -> _HubUnreachable:
         UNREACHABLE.inc()
         return _HubUnreachable(f"the reward hub at {hub.address} is gone ({error.code().name}: {error.details()})")
 
     async def _write(self, scores: Sequence[tuple[ScoringJob, Score]]) -> None:
-        scores = [(job, storable(score)) for job, score in scores]
+        scores = [(job, score.storable()) for job, score in scores]
         errors = await self._client.score_many(scores)
         for (job, score), error in zip(scores, errors, strict=True):
             if error is None:
@@ -371,18 +373,6 @@ def routes(statuses: Sequence[pb.EnvironmentStatus | None]) -> list[int]:
 
 def _place(job: ScoringJob) -> tuple[str, str, int]:
     return job.token, job.group.id, job.trajectory.index
-
-
-def storable(score: Score) -> Score:
-    """`score`, without metadata that are too large; or FAILED if the buffer can't keep it: an integer of more than 64 bits in its metadata,
-    or components that are too large."""
-    try:
-        score = score.fitted()
-        score.encode()
-    except CodecError as error:
-        message = f"the score can't be kept: {error}"
-        return Score("FAILED", message=message, environment=score.environment, build=score.build)
-    return score
 
 
 def _timed(job: ScoringJob, score: Score, call_s: float) -> Score:

@@ -19,8 +19,8 @@ from headrace.config import Config
 from headrace.replica_client import (
     RENDER,
     SAMPLE,
-    Problem,
-    Refusal,
+    ErrorBody,
+    ErrorDetail,
     Rendered,
     RenderRefused,
     RenderRequest,
@@ -92,15 +92,15 @@ def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat, mos
 
     @app.exception_handler(ReplicaFenced)
     async def fenced(_: Request, error: ReplicaFenced) -> Response:
-        return _json(409, Refusal(Problem(str(error), error.reason)))
+        return _json(409, ErrorBody(ErrorDetail(str(error), error.reason)))
 
     @app.exception_handler(RenderRefused)
     async def refused(_: Request, error: RenderRefused) -> Response:
-        return _json(413 if error.reason == "too_large" else 400, Refusal(Problem(str(error), error.reason)))
+        return _json(413 if error.reason == "too_large" else 400, ErrorBody(ErrorDetail(str(error), error.reason)))
 
     @app.exception_handler(GenerationError)
     async def failed(_: Request, error: GenerationError) -> Response:
-        return _json(500, Refusal(Problem(str(error))))
+        return _json(500, ErrorBody(ErrorDetail(str(error))))
 
     said = "A completion of token ids, with log-probabilities, and the message that it is"
     _add_call(app, SAMPLE, said, SampleRequest, Sampled, sample, most)
@@ -129,7 +129,7 @@ def _add_call(
         try:
             return msgspec.json.decode(content, type=asked)
         except (ValueError, RecursionError) as error:
-            raise RenderRefused("invalid", f"the body is no such request: {error}") from error
+            raise RenderRefused("invalid", f"the body is not such a request: {error}") from error
 
     # read before the handler runs, beside which the caller is listened for
     parsed = Depends(body)
@@ -137,7 +137,7 @@ def _add_call(
     async def post(raw_request: Request, request: Any = parsed) -> Response:
         return _json(200, await answer(request))
 
-    schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", Refusal))}
+    schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", ErrorBody))}
     refusals = {
         400: "What is asked can't be answered",
         409: "This replica samples nothing for it now; another may",
@@ -205,7 +205,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
             body = json.dumps(await request.json(), ensure_ascii=False)
             if not body.isascii() and any("\ud800" <= character <= "\udfff" for character in body):
                 raise HTTPException(
-                    400, "the request holds half a surrogate pair, which is no text; send valid Unicode"
+                    400, "the request holds half a surrogate pair, which is not text; send valid Unicode"
                 )
 
     name = config.policy.model_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.errors import Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.replay import Lease, RunnerReply
 from headrace.trajectory import Call, Score, Trajectory
 from tests.properties.fleet import Fleet, Taker, milliseconds
@@ -138,8 +138,10 @@ class Episodes(Fleet):
                 self.refuse(InvalidCall)
             return
         size = len(call.encode()) + sum(len(each.encode()) for _, each in calls)
-        if number > len(calls) or call.parent >= number or size > self.limits.max_episode_bytes:
+        if number > len(calls) or call.parent >= number:
             self.refuse(InvalidCall)
+        if size > self.limits.max_episode_bytes:
+            self.refuse(EpisodeTooLarge)
         held.calls[index] = [*calls, (nonce, call)]
 
     def finish(
@@ -163,7 +165,7 @@ class Episodes(Fleet):
             assert score is not None
             return again if self._free(held, index, score) else None
         if len(trajectory.encode()) > self.limits.max_episode_bytes:
-            self.refuse(InvalidCall)
+            self.refuse(EpisodeTooLarge)
         self._take_in(held, index, trajectory, score)
         return None
 

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import openai
 
+from headrace.config import Config
 from headrace.errors import HeadraceError
+from headrace.http_access import HttpAccess
 from headrace.replay import Lease, Replica
 from headrace.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.service import bind, serve_openly
@@ -21,7 +23,8 @@ from headrace.trajectory import Call, Group, Message, Sampling
 from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.session import Clocks, Limits
+from headrace_services.agents.main import forwarding
+from headrace_services.agents.session import Clocks, SessionLimits
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS
 
@@ -116,11 +119,14 @@ async def open_episode(
     policy: ToyPolicy | None = None,
     *,
     replicas: int = 1,
-    limits: Limits = LIMITS,
+    limits: SessionLimits = LIMITS,
     clocks: Clocks = CLOCKS,
     clock: Callable[[], float] | None = None,
+    config: Config | None = None,
     **bounds: Any,
 ) -> AsyncIterator[Open]:
+    """`config` says where the gateway listens, with which certificate, and how it asks others."""
+    config = config or Config()
     toys = {
         f"replica-{number + 1}": ToyReplica(
             dataclasses.replace(policy or ToyPolicy(), replica=f"replica-{number + 1}", asked=[])
@@ -144,9 +150,12 @@ async def open_episode(
     given = {"max_request_bytes": 10_000, "max_parallel_calls": 64, "max_requests_per_s": 1000.0}
     gateway = Gateway("policy", **(given | bounds))
     key = gateway.open(episode)
-    with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-        async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
-            address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    certificate = HttpAccess.of(config, config.agents.host).certificate
+    with contextlib.closing(bind(config.agents.host, 0, "agents.port")) as sock:
+        app = build_app(gateway, forward := forwarding(config, certificate))
+        async with forward, serve_openly(app, sock, certificate):
+            scheme = "http" if certificate is None else "https"
+            address = f"{scheme}://{config.agents.host}:{sock.getsockname()[1]}"
             opened = Open(episode, gateway, fleet, toys, address, key, [])
             opened.may_keep.set()
             try:

@@ -9,16 +9,20 @@ from typing import Any
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import Message
-from headrace_services.agents.session import Asked, Clocks, Limits, Placed, Refused, Session, SessionCall
+from headrace_services.agents.session import Asked, Clocks, Placed, Refused, Session, SessionCall, SessionLimits
 from tests.support.toy_policy import END, ToyPolicy
 
-LIMITS = Limits(calls=100, tokens=10**6, nbytes=10**7, context=4096, new_tokens=64)
+LIMITS = SessionLimits(calls=100, tokens=10**6, nbytes=10**7, context=4096, new_tokens=64)
 CLOCKS = Clocks(call_s=20.0, think_s=10.0, episode_s=100.0, finish_s=5.0, retry_grace_s=3.0)
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
 
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+class Held(dict[str, Any]):
+    """A message whose end can be watched."""
 
 
 class Program:
@@ -37,8 +41,8 @@ class Program:
     def place(self, call: SessionCall) -> Placed:
         parent = self.session.parent_of(call)
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
-        if parent is not None and self.session.needs_told(parent, rendered):
-            self.session.tell(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
+        if parent is not None and self.session.needs_rendering(parent, rendered):
+            self.session.note_rendering(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
         try:
             return self.session.place(call, rendered, parent, 0.0)
         except Refused:

@@ -358,3 +358,21 @@ def test_a_score_with_much_metadata_keeps_its_reward_and_says_what_was_left_out(
     assert small.fitted() is small
     with pytest.raises(CodecError):  # components are never left out: they may be trained on
         Score("SCORED", 1.0, components={"x" * 2 * SCORE_BYTES: 1.0}).fitted().encode()
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        Score("SCORED", 1.0, metadata={"result": 10**30}, environment="math", build="b"),
+        Score("SCORED", 1.0, metadata={"said": "\ud83d"}, environment="math", build="b"),
+        Score("SCORED", 1.0, components={"x" * 2 * SCORE_BYTES: 1.0}, environment="math", build="b"),
+        Score("FAILED", components={"x" * 2 * SCORE_BYTES: 1.0}, message="no", environment="math", build="b"),
+    ],
+)
+def test_law_7_a_score_that_cant_be_kept_is_a_failure_that_says_why(score: Score) -> None:
+    kept = score.storable()
+    assert Score.decode(kept.encode()) == kept
+    assert (kept.status, kept.reward, kept.environment, kept.build) == ("FAILED", None, "math", "b")
+    assert kept.message.startswith("the score can't be kept: ")
+    large = Score("SCORED", 1.0, metadata={"log": "x" * 2 * SCORE_BYTES})
+    assert large.storable() == large.fitted()

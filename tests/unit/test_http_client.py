@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace.http_client import HttpClient, TooLarge
+from headrace.http_client import AnswerTooLarge, HttpClient
 
 
 class Server:
@@ -113,7 +113,7 @@ async def test_connections_are_used_again_as_long_as_they_live() -> None:
 )
 async def test_an_answer_that_is_too_large_is_refused(answer: bytes) -> None:
     async with server(answer) as one:
-        with pytest.raises(TooLarge, match="more than 4 bytes"):
+        with pytest.raises(AnswerTooLarge, match="more than 4 bytes"):
             await post(one, most=4)
 
 

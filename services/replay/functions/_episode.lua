@@ -31,6 +31,6 @@ end
 
 local function bytes_refusal(run, entry, bytes)
   if bytes <= max_episode_bytes(run) then return end
-  return 'HR_INVALID', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes .. ' bytes, more than max_episode_bytes ' ..
+  return 'HR_EPISODE_BYTES', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes .. ' bytes, more than max_episode_bytes ' ..
     max_episode_bytes(run)
 end

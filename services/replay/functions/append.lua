@@ -4,7 +4,7 @@
 --          in order), parent (number of the call that it continues; -1: a root), nonce, oldest and newest (weight versions); then its bytes
 -- Returns  1; the same call again changes nothing
 -- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has begun anew, or the server has forgotten that it did, too), HR_SURPLUS (the episode has ended, or the group has its n without
---          it), HR_INVALID (also: out of order, its parent absent, more bytes than max_episode_bytes)
+--          it), HR_INVALID (also: out of order, its parent absent), HR_EPISODE_BYTES (more than max_episode_bytes)
 --
 -- The calls of an episode are one list, each behind its nonce. Its bytes are those that the lease counts.
 -- uses: _args, _episode, _register

@@ -6,7 +6,8 @@
 --          status, and if SCORED reward and build); then the payload ('' where it is staged, or there is none), and the record of the score
 -- Returns  1: the episode is to begin anew; 0: it has ended, or its group is no longer the caller's. The same call again changes nothing, also
 --          when the group is ready or was filtered since.
--- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has begun anew, or the server has forgotten that it did, too), HR_SURPLUS (the group has its n without it), HR_UNSTAGED, HR_INVALID
+-- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has begun anew, or the server has forgotten that it did, too), HR_SURPLUS (the group has its n without it), HR_UNSTAGED,
+--          HR_EPISODE_BYTES, HR_INVALID
 --
 -- What failed is charged to the episode: FAILED and TIMED_OUT cost one of its own `max_attempts`. With the last of them the group fails,
 -- unless others were started beyond n. NOT_STARTED and INTERRUPTED (its process died, or the way to it was lost) cost nothing. INVALID fails

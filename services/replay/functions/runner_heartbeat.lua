@@ -1,6 +1,6 @@
 -- runner_heartbeat: a runner lives, and so do its leases.
 -- KEYS     the run
--- ARGV     runner, number (of this heartbeat, higher than that of any before), tokens of its leases
+-- ARGV     runner, number (of this heartbeat, higher than that of any before), tokens of its leases (MOST_SLOTS in headrace/config/agents.py)
 -- Returns  msgpack: alive, timeline, lost (tokens that are no longer valid), complete (those of them whose groups are complete), surplus (of
 --          these, token and index of each episode that has not ended)
 -- Errors   HR_INVALID
@@ -18,7 +18,7 @@ local function add_surplus(run, token, surplus)
   end
 end
 
-register('runner_heartbeat', {runner = name, number = natural, tokens = list_of(name, 4 * BATCH)}, function(run, call)
+register('runner_heartbeat', {runner = name, number = natural, tokens = list_of(name, 16 * BATCH)}, function(run, call)
   local holder = runner_name(call.runner)
   local state, newest = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'heartbeat'))
   local alive, lost, renewed, complete, surplus = state == 'ALIVE', {}, {}, {}, {}

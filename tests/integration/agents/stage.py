@@ -19,8 +19,8 @@ from headrace.service import bind, serve_openly
 from headrace.trajectory import Sampling, Score
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.programs import Programs
-from headrace_services.agents.runner import Runner
+from headrace_services.agents.programs import ProgramApi
+from headrace_services.agents.runner import EpisodeRunner
 from tests.support.buffer import eventually, make_group
 from tests.support.gateways import ToyReplica
 from tests.support.toy_policy import END
@@ -70,8 +70,8 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def runner(
-        self, programs: Programs, **agents: Any
-    ) -> AsyncIterator[tuple[Runner, asyncio.Event, asyncio.Task[None]]]:
+        self, programs: ProgramApi, **agents: Any
+    ) -> AsyncIterator[tuple[EpisodeRunner, asyncio.Event, asyncio.Task[None]]]:
         config = self.config.model_copy(update={"agents": self.config.agents.model_copy(update=agents)})
         fleet = Fleet(lambda url: self.toy, RunClock(lambda: self.now[0]))
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
@@ -80,7 +80,7 @@ class Stage:
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}"
                 reached = config.agents.advertised_url or url
                 info = {"name": gateway.name, "gateway": url}
-                runner = Runner(config, self.replay, fleet, gateway, programs, reached, info)
+                runner = EpisodeRunner(config, self.replay, fleet, gateway, programs, reached, info)
                 stop = asyncio.Event()
                 running = asyncio.create_task(runner.run(stop))
                 try:

@@ -90,6 +90,31 @@ async def with_openai(base_url: str, api_key: str, stream: bool) -> list[Message
     return used
 
 
+async def with_blocking_openai(base_url: str, api_key: str, stream: bool) -> list[Message]:
+    """In a thread: it closes a stream's connection itself, as soon as it has read the end."""
+    used: list[Message] = []
+    given: dict[str, Any] = {"model": "policy", "tools": TOOLS}
+
+    def play() -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=PATIENCE_S, max_retries=RETRIES) as client:
+            for question in QUESTIONS:
+                messages: list[Any] = [user(question)]
+                while messages[-1]["role"] != "assistant":
+                    if stream:
+                        with client.chat.completions.stream(messages=messages, **given) as answering:
+                            answer: Any = answering.get_final_completion().choices[0].message
+                    else:
+                        answer = client.chat.completions.create(messages=messages, **given).choices[0].message
+                    messages.append(answer.model_dump(exclude={"parsed"}))
+                    used.append(messages[-1])
+                    messages += [
+                        {"role": "tool", "tool_call_id": call.id, "content": SEEN} for call in answer.tool_calls or ()
+                    ]
+
+    await asyncio.to_thread(play)
+    return used
+
+
 async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[Message]:
     used: list[Message] = []
 
@@ -158,6 +183,7 @@ def litellm(tmp_path_factory: pytest.TempPathFactory) -> Program:
 @pytest.fixture(
     params=[
         "openai",
+        "openai, blocking",
         "openai agents",
         # it is installed for this, and takes seconds to be imported: minutes in all
         pytest.param("litellm", marks=pytest.mark.nightly),
@@ -167,7 +193,9 @@ def program(request: pytest.FixtureRequest) -> Program:
     if request.param == "litellm":
         installed: Program = request.getfixturevalue("litellm")
         return installed
-    return {"openai": with_openai, "openai agents": with_openai_agents}[request.param]
+    return {"openai": with_openai, "openai, blocking": with_blocking_openai, "openai agents": with_openai_agents}[
+        request.param
+    ]
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------------

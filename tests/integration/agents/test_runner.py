@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from headrace.episode import Episode, EpisodeOutcome
 from headrace.errors import ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from headrace.trajectory import SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
 from tests.support.toy_policy import decode
@@ -110,6 +111,31 @@ async def test_metrics_by_environment_say_what_episodes_came_to_and_lost(stage: 
     assert value("calls_dropped_total", reason="unanswered") - dropped == 1
 
 
+async def test_metrics_count_what_was_ended_and_whose_options_were_imposed(stage: Stage) -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"headrace_agents_{name}_total", labels) or 0.0
+
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        for temperature in (0.5, 0.5, None):
+            await episode.chat(episode.messages, temperature=temperature, seed=1)
+        began.append(episode)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    began: list[Episode] = []
+    imposed = {option: value("options_imposed", option=option) for option in ("temperature", "seed")}
+    ended = value("episodes", environment="talk", outcome="returned")
+    await stage.enqueue(0)
+    async with stage.runner(Played(waits)) as (runner, stop, running):
+        await eventually(lambda: _true(len(began) == N))
+        stop.set()
+        await running
+    assert runner.status.outcomes["returned"] == N
+    assert value("episodes", environment="talk", outcome="returned") - ended == N
+    found = {option: value("options_imposed", option=option) - count for option, count in imposed.items()}
+    assert found == {"temperature": 2 * N, "seed": 3 * N}
+
+
 async def test_what_failed_begins_anew_alone_and_is_charged(stage: Stage) -> None:
     async def fails_once(episode: Episode) -> EpisodeOutcome:
         if episode.index == 0 and episode.attempt == 0:
@@ -179,6 +205,17 @@ async def test_an_episode_whose_beginnings_the_buffer_has_forgotten_is_lost_alon
     async with stage.runner(Played(fails_twice)) as (runner, _, _):
         await stage.until(ready=1)
         assert runner.status.outcomes["lost"] >= 1  # a busy machine may be late for the lease that follows
+
+
+async def test_an_episode_that_is_too_large_for_the_buffer_is_charged(stage: Stage, limits: Limits) -> None:
+    """The runner's configuration allows more than the buffer was opened with."""
+    await stage.replay.open_run(dataclasses.replace(limits, max_episode_bytes=500))
+    await stage.enqueue(0)
+    async with stage.runner(Played(two_turns)) as (runner, _, _):
+        await stage.until(failed=1)
+    assert runner.status.outcomes["interrupted"] == 0
+    (failed,) = await stage.replay.failures()
+    assert "more than max_episode_bytes 500" in str(failed)
 
 
 async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:
@@ -419,7 +456,49 @@ async def test_an_error_of_one_episode_ends_no_other(stage: Stage) -> None:
     await stage.enqueue(0)
     async with stage.runner(Played(odd)) as (runner, _, _):
         await stage.until(ready=1)
-    assert runner.status.outcomes == {"failed": 1, "scored": N, "surplus": 0, "lost": 0, "returned": 0}
+    assert runner.status.outcomes == {"failed": 1, "scored": N}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Score("SCORED", 1.0, metadata={"result": 10**30}),
+        Score("SCORED", 1.0, metadata={"said": "\ud83d"}),
+        Score("SCORED", 1.0, components={"x" * SCORE_BYTES: 1.0}),
+        Score("FAILED", components={"x" * SCORE_BYTES: 1.0}, message="it raised"),
+    ],
+    ids=["a large number", "half a surrogate pair", "large components", "large components of a failure"],
+)
+async def test_a_score_that_cant_be_kept_fails_its_episode_and_ends_no_runner(stage: Stage, odd: Score) -> None:
+    async def says(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and episode.attempt == 0:
+            await episode.chat(episode.messages)
+            return EpisodeOutcome(odd)
+        return await two_turns(episode)
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(says)) as (runner, _, _):
+        await stage.until(ready=1)
+    assert runner.status.outcomes == {"failed": 1, "scored": N}
+    reasons = [fields.get("reason", "") for _, fields in await stage.replay.events("0", 0.1)]
+    assert any("FAILED: the score can't be kept" in reason for reason in reasons)
+
+
+async def test_what_a_failure_says_and_cant_be_kept_ends_no_runner(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest's processes hand on what is logged, as UTF-8
+    monkeypatch.setattr(logging.getLogger("headrace_services.agents.runner"), "disabled", True)
+
+    async def raises(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and episode.attempt == 0:
+            raise ValueError("\ud83d")
+        return await two_turns(episode)
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(raises)) as (runner, _, _):
+        await stage.until(ready=1)
+    assert runner.status.outcomes == {"failed": 1, "scored": N}
 
 
 async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:

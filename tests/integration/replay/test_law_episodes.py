@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.errors import Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.config.agents import MOST_SLOTS
+from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Waiting
 from headrace.trajectory import Call, EpisodeTrajectory, Score, Status
 from tests.support.buffer import (
@@ -235,7 +236,7 @@ async def test_law_4_a_call_is_appended_once_in_order_under_its_lease(replay: Re
     await refused(InvalidCall, 0, 1, make_call(1))
     await refused(InvalidCall, 2, 0, call)
     await refused(InvalidCall, 0, 1, make_call(0, version=1))  # weights that there are not yet
-    await refused(InvalidCall, 0, 1, make_call(0, length=limits.max_episode_bytes // 8))
+    await refused(EpisodeTooLarge, 0, 1, make_call(0, length=limits.max_episode_bytes // 8))
     await replay.release(lease, "shutdown", failed=False)
     before = await contents(replay)
     await refused(LeaseLost, 0, 1, make_call(0))
@@ -323,7 +324,7 @@ async def test_an_episode_of_several_calls_is_kept_byte_for_byte(replay: ReplayC
     large = EpisodeTrajectory(
         lease.group.id, lease.attempt, 1, (make_call(length=limits.max_episode_bytes // 8), *calls[1:]), False, "runner"
     )
-    with pytest.raises(InvalidCall, match="more than max_episode_bytes"):
+    with pytest.raises(EpisodeTooLarge, match="more than max_episode_bytes"):
         await replay.finish(lease, 1, large, Score("SCORED", 1.0))
     assert len(await payloads(replay)) == 1
 
@@ -407,6 +408,16 @@ async def test_law_3_a_group_whose_episodes_two_builds_score_is_generated_again(
         assert (group["state"], group["failures"]) == ("queued" if again < 8 else "failed", 0)
         assert await payloads(replay) == []
     assert 'scored by build "a" and then by "b"' in group["reason"]
+
+
+async def test_a_runner_may_hold_a_lease_for_each_of_its_slots(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    runner = await new_runner(replay)
+    (lease,) = await replay.lease_episodes(runner, LONG)
+    others = [lease.token.replace(lease.group.id, f"e0-train-{place}") for place in range(1, MOST_SLOTS)]
+    reply = await replay.runner_heartbeat(runner, [lease.token, *others])
+    assert (reply.alive, reply.lost) == (True, tuple(others))
 
 
 async def test_surplus_episodes_are_told_by_the_heartbeat(replay: ReplayClient, limits: Limits) -> None:

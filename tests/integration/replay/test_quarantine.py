@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 
 from headrace.errors import Fenced, LeaseLost, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient, Reservation
-from headrace_services.replay.gauges import Snapshot, exported
+from headrace_services.replay.gauges import LatestStats, exported
 from tests.support.buffer import (
     enqueue,
     group_of,
@@ -151,9 +151,9 @@ async def test_the_disagreement_of_each_replica_is_kept_for_people(replay: Repla
         await replay.disagreements(5, "another", {bad: 1.0})
 
     await replay.quarantine(bad, timeline, WHY)
-    snapshot = Snapshot()
-    snapshot.stats = await replay.stats()
-    with exported(snapshot):
+    latest = LatestStats()
+    latest.stats = await replay.stats()
+    with exported(latest):
         metrics = generate_latest().decode()
     for line in (
         'headrace_replay_replicas{state="HEALTHY"} 1.0',

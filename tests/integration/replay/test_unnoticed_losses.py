@@ -209,7 +209,7 @@ async def test_limits_whose_write_is_lost_are_set_again_by_the_newest_start_of_t
         await eventually(partial(_equals, limit, 8))
         await newest.prepare()  # it starts again: the earlier one keeps still
         for _ in range(3):
-            await eventually(partial(_looks_again, earlier, earlier.snapshot.stats))
+            await eventually(partial(_looks_again, earlier, earlier.latest.stats))
             assert await limit() == 8
         assert [task.done() for task in watching] == [False, False]
     finally:
@@ -256,4 +256,4 @@ async def _equals(read: Callable[[], Awaitable[int]], value: int) -> bool:
 
 
 async def _looks_again(buffer: _Buffer, stats: object) -> bool:
-    return buffer.snapshot.stats is not stats
+    return buffer.latest.stats is not stats

@@ -20,7 +20,7 @@ from headrace.config import Config
 from headrace.credentials import Credentials, complete
 from headrace.episode import EpisodeOutcome
 from headrace.errors import ServiceError
-from headrace.scripted_policy import ScriptedPolicy, Session
+from headrace.scripted_policy import ScriptedPolicy, ScriptedSession
 from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace.wire import episode_to_wire, outcome_from_wire
 from headrace_services.reward import hub as hub_module
@@ -38,7 +38,7 @@ def policy() -> Iterator[ScriptedPolicy]:
         yield policy
 
 
-def episode(session: Session | None = None, within_s: float = WAIT_S, **public: Any) -> Episode:
+def episode(session: ScriptedSession | None = None, within_s: float = WAIT_S, **public: Any) -> Episode:
     base_url, key = ("http://127.0.0.1:1/v1", "key") if session is None else (session.base_url, session.api_key)
     prompt = ({"role": "user", "content": "How many?"},)
     return Episode(base_url, key, prompt, public, deadline=time.monotonic() + within_s, environment="odd", group_id="g")

@@ -21,7 +21,7 @@ from headrace.episode import EpisodeOutcome
 from headrace.errors import ConfigError
 from headrace.program_verifiers import check, playing, tasks
 from headrace.programs import Programs
-from headrace.scripted_policy import Answers, ScriptedPolicy, Session
+from headrace.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
 from headrace.trajectory import Message
 from headrace.v1 import reward_pb2
 from headrace.wire import episode_to_wire, outcome_from_wire
@@ -78,7 +78,7 @@ def episode(name: str, row: dict[str, Any], base_url: str, key: str) -> Episode:
     return Episode(base_url, key, tuple(row["messages"]), public, deadline=time.monotonic() + WAIT_S, environment=name)
 
 
-async def run(hub: Hub, name: str, row: dict[str, Any], session: Session) -> Score:
+async def run(hub: Hub, name: str, row: dict[str, Any], session: ScriptedSession) -> Score:
     wire = episode_to_wire(episode(name, row, session.base_url, session.api_key))
     response = await hub.stub.RunEpisode(reward_pb2.RunEpisodeRequest(episode=wire), timeout=WAIT_S)
     found = outcome_from_wire(response.outcome).score

@@ -8,16 +8,26 @@ import dataclasses
 import itertools
 import json
 import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from headrace.cli.app import app as cli
+from headrace.config import Config
 from headrace.episode import without_keys
 from headrace.errors import LeaseLost
+from headrace.replay import Replica
 from headrace.replica_client import ReplicaFenced, SampleRequest
+from headrace.tls import client_context
 from headrace_services.agents import gateway as gateway_module
+from headrace_services.agents import metrics
 from tests.support.gateways import Open, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import LIMITS, TOOLS, user
@@ -40,6 +50,11 @@ def gate(opened: Open) -> asyncio.Event:
     for toy in opened.replicas.values():
         toy.before = lambda request: event.wait()
     return event
+
+
+def elsewhere(reason: str) -> float:
+    """How often a replica did not do its part of a call."""
+    return metrics.ASKED_ELSEWHERE.labels(reason)._value.get()
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------------
@@ -164,6 +179,140 @@ async def test_any_gateway_takes_a_request_and_forwards_what_is_another_ones() -
         assert not other.kept
 
 
+@pytest.mark.parametrize(
+    ("names", "advertised"),
+    [
+        ("agents", "https://Agents:8394"),  # all that are behind one name have a certificate for it, as in containers
+        ("gateway-1,127.0.0.2", "https://agents:8394"),  # each has its own, and what is in front of them another
+    ],
+)
+async def test_gateways_behind_one_name_know_each_other_by_their_certificates(
+    tmp_path: Path, names: str, advertised: str
+) -> None:
+    made = CliRunner().invoke(cli, ["certs", "--dir", str(tmp_path), names])
+    assert made.exit_code == 0
+    pair = tmp_path / names.partition(",")[0]
+    # an address of its own, which only the second certificate names
+    agents = {"host": "127.0.0.2", "advertised_url": advertised}
+    security = {"tls_cert": f"{pair}.pem", "tls_key": f"{pair}.key", "tls_ca": f"{tmp_path}/ca.pem"}
+    config = Config.model_validate({"agents": agents, "security": security})
+    async with open_episode(config=config) as mine, open_episode(config=config) as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        context = client_context(security["tls_ca"])
+        context.check_hostname = False
+        async with httpx.AsyncClient(verify=context, base_url=f"{other.address}/s/{mine.key}/v1", timeout=60) as client:
+            answer = await client.post("/chat/completions", json={"messages": HI})
+            assert answer.status_code == 200, answer.text
+    assert len(mine.kept) == 1
+
+
+async def test_a_gateway_that_was_not_heard_of_yet_is_waited_for_where_there_may_be_others() -> None:
+    async with open_episode() as mine, open_episode(peers_every_s=0.5) as other:
+        url = f"{other.address}/s/{mine.key}/v1"
+        async with mine.client(base_url=url) as client:
+            for turned in (client.models.list, partial(ask, client)):
+                with pytest.raises(openai.InternalServerError, match="not heard of") as error:
+                    await turned()
+                assert (error.value.status_code, error.value.response.headers["retry-after"]) == (503, "1")
+        refused = metrics.REFUSED.labels("503", "server_error")._value
+        before = refused.get()
+        async with mine.client(base_url=url, max_retries=1) as client:
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: refused.get() > before)
+            other.gateway.peers = {mine.gateway.name: mine.address}
+            await asking
+        for key in (f"{other.gateway.name}-{'0' * 32}", mine.key.upper(), f"{mine.key}0", mine.key[1:]):
+            async with other.client(base_url=f"{other.address}/s/{key}/v1") as client:
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(client)
+
+
+async def heads_alone(address: str, path: str, key: str) -> bytes:
+    """What a gateway says to the head of a request whose body never comes."""
+    _, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+    try:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 5000\r\n\r\n"
+        writer.write(head.encode())
+        return await reader.readline()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("in_path", [True, False])
+async def test_nothing_is_read_that_comes_with_a_key_that_opens_nothing(in_path: bool) -> None:
+    async with open_episode() as mine, open_episode() as other:
+        other.gateway.peers = {each.gateway.name: each.address for each in (mine, other)}
+        made_up = [f"{name}-{'0' * 32}" for name in (other.gateway.name, mine.gateway.name)]
+        odd = [f"{mine.gateway.name}-%0A", f"{mine.key}%0A", f"{mine.key}%00", f"{mine.gateway.name}-", "%2e%2e", "x"]
+        for key in [*made_up, *odd]:
+            path = f"/s/{key}/v1/chat/completions" if in_path else "/v1/chat/completions"
+            assert b" 401 " in await heads_alone(other.address, path, key)
+        assert not any(other.gateway.has_door(key) for key in made_up)
+
+
+async def test_what_is_forwarded_is_bounded_as_what_is_not() -> None:
+    async with open_episode() as mine, open_episode(max_parallel_calls=2, max_requests_per_s=0.4) as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        go = gate(mine)
+        async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
+            two = [asyncio.create_task(ask(client)) for _ in range(2)]
+            await until(lambda: mine.replicas["replica-1"].sampling == 2)
+            with pytest.raises(openai.RateLimitError, match=r"agents\.max_parallel_calls"):
+                await ask(client)
+            go.set()
+            await asyncio.gather(*two)
+            for _ in range(2):
+                await ask(client)
+            with pytest.raises(openai.RateLimitError, match=r"agents\.max_requests_per_s"):
+                await ask(client)
+
+
+async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
+    many = 120  # more than httpx has connections, unless it is told otherwise
+    limits = dataclasses.replace(LIMITS, calls=many, tokens=10**6, nbytes=10**8)
+    async with (
+        open_episode(limits=limits, max_parallel_calls=many) as mine,
+        open_episode(max_parallel_calls=many) as other,
+    ):
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        go = gate(mine)
+        async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
+            asking = [asyncio.create_task(ask(client)) for _ in range(many)]
+            await until(lambda: mine.replicas["replica-1"].sampling == many or any(each.done() for each in asking))
+            go.set()
+            await asyncio.gather(*asking)
+
+
+async def test_a_key_that_died_with_its_episode_is_forgotten_by_other_gateways() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
+            await ask(client)
+            assert other.gateway.has_door(mine.key)
+            mine.gateway.close(mine.key)
+            with pytest.raises(openai.AuthenticationError, match="has ended"):
+                await ask(client)
+        assert not other.gateway.has_door(mine.key)
+
+
+def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
+    now = [0.0]
+    bounds = {"max_request_bytes": 1000, "max_parallel_calls": 1, "max_requests_per_s": 1.0}
+    gateway = gateway_module.Gateway("policy", **bounds, clock=lambda: now[0])  # type: ignore[arg-type]
+    used, idle, another = (f"{number}2345678-{'0' * 32}" for number in range(3))
+    gateway.make_door(used)
+    with gateway.admitted(used):
+        gateway.make_door(idle)
+        with gateway.admitted(idle):
+            pass
+        for now[0] in (5.0, 10.0):
+            assert gateway.has_door(idle)
+            gateway.make_door(another)
+        assert not gateway.has_door(idle)
+        assert gateway.has_door(used)
+
+
 async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> None:
     async with open_episode() as mine, open_episode() as other:
         go = gate(mine)
@@ -228,6 +377,67 @@ def test_no_key_gets_into_a_log() -> None:
     record = logging.LogRecord("any", logging.INFO, "", 0, "POST %s", (f"http://host/s/{key}/v1/chat",), None)
     assert without_keys(record)
     assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
+
+
+async def test_the_policy_is_a_model() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match='no model "gpt/4" here; the policy is "policy"') as error:
+            await client.models.retrieve("gpt/4")
+        assert error.value.code == "model_not_found"
+        opened.gateway.close(opened.key)
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.retrieve("policy")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/responses", 404),
+        ("POST", "/completions", 404),
+        ("POST", "/chat/completions/", 404),
+        ("GET", "/", 404),
+        ("GET", "/models/", 404),
+        ("GET", "/chat/completions", 405),
+        ("POST", "/models", 405),
+        ("DELETE", "/models/policy", 405),
+    ],
+)
+@pytest.mark.parametrize("key_in_path", [True, False])
+async def test_what_is_not_spoken_here_is_refused_as_openai_does(
+    method: str, path: str, status: int, key_in_path: bool
+) -> None:
+    async with open_episode() as opened, opened.http() as client:
+        url = f"{opened.url if key_in_path else f'{opened.address}/v1'}{path}"
+        answer = await client.request(method, url, headers={"authorization": f"Bearer {opened.key}"}, json={})
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] in ("unknown_url", "model_not_found")
+        assert opened.key not in error["message"]
+        if path != "/models/":
+            assert f'{method} "/v1{path}" is not answered here' in error["message"]
+            assert "POST /v1/chat/completions" in error["message"]
+        if status == 405:
+            assert answer.headers["allow"] in ("GET", "POST")
+
+
+async def test_who_asks_for_responses_is_told_what_to_set_in_the_agents_sdk() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        with pytest.raises(openai.NotFoundError, match=r'set_default_openai_api\("chat_completions"\)'):
+            await client.responses.create(model="policy", input="hi")
+
+
+async def test_a_gateway_that_fails_says_so_as_openai_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    async with open_episode() as opened, opened.client() as client:
+        monkeypatch.setattr(opened.gateway, "episode", fail)
+        with pytest.raises(openai.InternalServerError, match="the runner's log says why") as error:
+            await client.models.list()
+        assert error.value.type == "server_error"
+        assert "a bug" not in str(error.value)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------
@@ -389,6 +599,67 @@ async def test_a_call_that_nobody_came_back_for_is_dropped() -> None:
     assert ending.dropped == {"abandoned": 1}
 
 
+@contextlib.asynccontextmanager
+async def busy_loop() -> AsyncIterator[None]:
+    """Each turn of the event loop takes as long as other threads need to do what they have to."""
+    loop = asyncio.get_running_loop()
+    next_turn = loop.call_soon(lambda: None)
+
+    def turn() -> None:
+        nonlocal next_turn
+        time.sleep(0.002)
+        next_turn = loop.call_soon(turn)
+
+    turn()
+    try:
+        yield
+    finally:
+        next_turn.cancel()
+
+
+def whole(client: openai.OpenAI) -> None:
+    client.chat.completions.create(model="any", messages=HI)
+
+
+def streamed(client: openai.OpenAI) -> None:
+    for _ in client.chat.completions.create(model="any", messages=HI, stream=True):
+        pass
+
+
+def streamed_to_its_finish_reason(client: openai.OpenAI) -> None:
+    with client.chat.completions.create(model="any", messages=HI, stream=True) as chunks:
+        assert any(chunk.choices[0].finish_reason for chunk in chunks)
+
+
+@pytest.mark.parametrize("use", [whole, streamed, streamed_to_its_finish_reason])
+async def test_a_client_that_closes_its_connection_once_it_has_its_answer_was_given_it(
+    use: Callable[[openai.OpenAI], None],
+) -> None:
+    async with open_episode() as opened, busy_loop():
+        with openai.OpenAI(base_url=opened.url, api_key="none", max_retries=0, timeout=60.0) as client:
+            for _ in range(5):
+                await asyncio.to_thread(use, client)
+        ending = await opened.episode.end()
+    assert len(ending.calls) == 5
+    assert not ending.dropped
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_goes_before_the_last_part_of_an_answer_was_not_given_it(stream: bool) -> None:
+    size = 2**24  # more than connections hold
+    limits = dataclasses.replace(LIMITS, nbytes=2 * size)
+    async with open_episode(limits=limits) as opened, opened.http() as client:
+        large = {"role": "assistant", "content": "a" * size}
+        opened.replicas["replica-1"].policy.derender = lambda *_: large  # type: ignore[method-assign]
+        asked = {"messages": HI, "stream": stream}
+        async with client.stream("POST", "/chat/completions", json=asked) as response:
+            await anext(response.aiter_raw())
+        await until(lambda: opened.episode.session.calls[0].readers == 0)
+        assert not opened.episode.session.calls[0].delivered
+        ending = await opened.episode.end()
+    assert ending.dropped == {"abandoned": 1}
+
+
 async def test_real_duplicates_at_once_are_calls_of_their_own() -> None:
     async with open_episode() as opened, opened.client() as client:
         answers = await asyncio.gather(*(ask(client, max_tokens=3) for _ in range(8)))
@@ -425,6 +696,67 @@ async def test_a_call_whose_replica_is_lost_is_sampled_elsewhere() -> None:
         opened.replicas["replica-1"].before = unavailable(1)
         await ask(client)
     assert opened.kept[0].replica == "replica-2"
+
+
+@pytest.mark.parametrize("silent_at", ["render", "sample"])
+@pytest.mark.parametrize("then", [[replica("replica-1", "DEAD"), replica("replica-2")], [replica("replica-2")]])
+async def test_a_call_whose_replica_fell_silent_is_sampled_elsewhere_as_soon_as_the_buffer_says_so(
+    silent_at: str, then: list[Replica]
+) -> None:
+    asked = asyncio.Event()
+
+    async def silent(*_: Any, **__: Any) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    counted = elsewhere("unavailable")
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        lost = opened.replicas["replica-1"]
+        if silent_at == "render":
+            lost.render = silent  # type: ignore[method-assign]
+        else:
+            lost.before = silent
+        asking = asyncio.create_task(ask(client))
+        await asked.wait()
+        opened.fleet.note(then)
+        await asking
+        assert lost.sampling == 0  # nobody waits for it any more
+    assert opened.kept[0].replica == "replica-2"
+    assert elsewhere("unavailable") == counted + 1
+
+
+async def test_a_call_of_another_timeline_than_its_replica_has_now_is_not_waited_for() -> None:
+    counted = elsewhere("timeline")
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        gate(opened)
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        opened.replicas["replica-2"].before = lambda request: asyncio.sleep(0)
+        opened.fleet.note([replica("replica-1", timeline="after"), replica("replica-2")])
+        await asking
+    assert [call.replica for call in opened.kept] == ["replica-2"]
+    assert elsewhere("timeline") == counted + 1
+
+
+async def test_a_call_whose_answer_may_still_count_is_waited_for() -> None:
+    counted = elsewhere("unavailable"), elsewhere("timeline")
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        go = gate(opened)
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        other = replica("replica-2")
+        for news in (
+            [],  # the buffer is away
+            [replica("replica-1", "STALE", version=-1), other],  # a refit failed, and another follows
+            [replica("replica-1", "QUARANTINED", version=-1), other],
+            [replica("replica-1", version=4), other],
+        ):
+            opened.fleet.note(news)
+            await client.models.list()  # time enough to look for another replica
+        go.set()
+        await asking
+    assert [call.replica for call in opened.kept] == ["replica-1"]
+    assert (elsewhere("unavailable"), elsewhere("timeline")) == counted
 
 
 async def test_a_call_goes_to_the_replica_of_its_parent() -> None:

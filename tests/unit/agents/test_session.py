@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import json
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace.trajectory import Message
-from headrace_services.agents.session import Clocks, Limits, Refused, Session, SessionCall
+from headrace.replica_client import Sampled, SampleRequest
+from headrace.trajectory import EpisodeTrajectory, Message, Span, episode_record
+from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, _size
 from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, USER, ToyPolicy, encode
-from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
+from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, user
 
 
-def session(limits: Limits = LIMITS, clocks: Clocks = CLOCKS) -> Session:
+def session(limits: SessionLimits = LIMITS, clocks: Clocks = CLOCKS) -> Session:
     return Session(limits, clocks, [END], "42 group-1 0", 0.0)
 
 
@@ -192,6 +198,20 @@ def test_a_call_that_a_stop_string_ended_is_not_continued() -> None:
     raise AssertionError
 
 
+def test_behind_a_call_that_a_stop_string_ended_the_call_before_it_is_continued() -> None:
+    for place in range(100):
+        program = Program(session(), ToyPolicy())
+        messages = [user(f"{place}")]
+        first = program.ask(messages)
+        messages += [first.answer, user("and?")]
+        second = program.ask(messages, stop=("b",))
+        if isinstance(second.completion.stop_reason, str):
+            break
+    third = program.ask([*messages, second.answer, user("so?")])
+    assert second.parent is third.parent is first
+    assert program.session.end().paths == 2
+
+
 def test_tool_calls_are_named_after_the_number_of_their_call() -> None:
     named = []
     program = Program(session(), ToyPolicy())
@@ -330,6 +350,23 @@ def test_a_failed_call_is_asked_again_under_its_idempotency_key(program: Program
     assert is_new
 
 
+def test_a_call_that_failed_holds_nothing_of_its_request(program: Program) -> None:
+    first = program.ask([user("hi")])
+    for places in (False, True):
+        message = Held(user("and?"))
+        call = program.begin([user("hi"), first.answer, message], tools=TOOLS if places else ())
+        if places:
+            program.place(call)
+        program.session.failed(call, 0.0, again=True)
+        held = weakref.ref(message)
+        del message
+        gc.collect()
+        assert held() is None
+        assert call.context.size == 0
+        assert call.prefixes == []
+        assert call.asked.tools == ()
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +382,19 @@ def test_calls_are_limited(program: Program) -> None:
     ending = program.session.end()
     assert ending.limit is not None
     assert ending.refused
+
+
+def test_calls_that_fail_are_limited() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, calls=2)), ToyPolicy())
+    for _ in range(16):
+        program.session.failed(program.begin([user("a")]), 0.0, again=False)
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"16 calls of the episode have failed.*agents\.max_rollout_turns") as refused:
+            program.begin([user("b")])
+        assert refused.value.kind == "limit"
+    ending = program.session.end()
+    assert ending.refused
+    assert ending.dropped == {"failed": 16}
 
 
 def test_an_answer_that_is_cut_off_is_a_limit_that_refused_nothing() -> None:
@@ -390,6 +440,72 @@ def test_the_record_is_bounded_in_bytes() -> None:
         list(map(program.ask, ([user(f"{place}" * 1000)] for place in range(10))))
     ending = program.session.end()
     assert 0 < sum(len(call.encode()) for call in ending.calls) <= 8000
+
+
+def test_fields_that_no_template_shows_count_as_they_are_kept() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, nbytes=20_000)), ToyPolicy())
+    with pytest.raises(Refused, match=r"agents\.max_episode_bytes"):
+        program.ask([{**user("hi"), "more": [0.5] * 2_300}])  # 9 bytes each; as JSON 5
+
+
+def test_an_answer_whose_text_is_longer_than_its_room_is_refused() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, nbytes=8000)), ToyPolicy())
+    first = program.ask([user("hi")])
+    call = program.begin([user("hi"), first.answer, user("and?")])
+    placed = program.place(call)
+    program.session.sampled(call, program.policy.sample(SampleRequest(tuple(placed.token_ids), 64, "now", 0)))
+    with pytest.raises(Refused, match=r"agents\.max_episode_bytes"):
+        program.session.answered(call, {"role": "assistant", "content": "x" * 6000}, 0.0)
+    program.session.failed(call, 0.0, again=False)
+    assert program.ask([user("short")]).number == 1
+    ending = program.session.end()
+    assert len(ending.calls) == 2
+    assert ending.dropped == {"failed": 1}
+
+
+_MANY = st.builds(
+    lambda value, times: [value] * times, st.sampled_from([0.5, 1, -(2**40), None, "", "é", {}]), st.integers(0, 5000)
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=5),
+)
+_MESSAGES = st.builds(
+    lambda fields, many: {**fields, **user("hi"), "many": many}, st.dictionaries(st.text(), _JSON, max_size=4), _MANY
+)
+
+
+@given(
+    added=st.lists(_MESSAGES, min_size=1, max_size=4),
+    answer=_MESSAGES,
+    context=st.integers(1, 300),
+    cuts=st.sets(st.integers(1, 400), min_size=1, max_size=50),
+    version=st.integers(0, 2**53),
+    name=st.text("r", min_size=1, max_size=256),
+)
+def test_a_record_has_no_more_bytes_than_its_call_says(
+    added: list[Message], answer: Message, context: int, cuts: set[int], version: int, name: str
+) -> None:
+    edges = [0, *sorted(cuts)]
+    call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, [], added=tuple(added))
+    call.context, call.told_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
+    call.answer, call.timings = answer, {"render_s": 0.1, "sample_s": 0.1, "keep_s": 0.1}
+    call.completion = Sampled(
+        token_ids=[2**31 - 1] * edges[-1],
+        logprobs=[-0.1] * edges[-1],
+        spans=tuple(Span(version, start, end) for start, end in itertools.pairwise(edges)),
+        finish_reason="length",
+        stop_reason=None,
+        timeline="now",
+        version=version,
+        replica=name,
+    )
+    record = call.record(lambda each: 2**31)
+    assert len(record.encode()) <= call.nbytes
+    episode = EpisodeTrajectory("g" * 256, 2**31, 2**31, (record,), True, name, {"episode_s": 0.1})
+    assert len(episode.encode()) <= call.nbytes
+    single = episode_record("g" * 256, 2**31, 2**31, (record,), truncated=True, runner=name, timings={"episode_s": 0.1})
+    assert len(single.encode()) <= call.nbytes
 
 
 def test_a_calls_own_max_tokens_is_no_limit_of_the_run(program: Program) -> None:

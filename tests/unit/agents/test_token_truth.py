@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import EpisodeTrajectory, Message
-from headrace_services.agents.session import Ending, Limits, Refused, Session, SessionCall
+from headrace_services.agents.session import Ending, Refused, Session, SessionCall, SessionLimits
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 
@@ -35,7 +35,7 @@ class Episode(RuleBasedStateMachine):
         tight=st.booleans(),
     )
     def start(self, reasoning: Any, ends_answers: bool, tight: bool) -> None:
-        limits = Limits(30, EPISODE_TOKENS, 60_000, CONTEXT, 64) if tight else LIMITS
+        limits = SessionLimits(30, EPISODE_TOKENS, 60_000, CONTEXT, 64) if tight else LIMITS
         self.policy = ToyPolicy(reasoning, ends_answers)
         self.program = Program(Session(limits, CLOCKS, [END], "42 g 0", 0.0), self.policy)
         self.limits = limits
