@@ -76,7 +76,7 @@ def on_chain(starts: Sequence[Start], found: Mapping[int, str | None]) -> list[i
 
 
 def removable(starts: Sequence[Start], timeline: str, names: Iterable[str]) -> list[str]:
-    """Of the names of unfinished checkpoints those that the trainer on `timeline` removes: its own, those of timelines that have ended,
+    """The unfinished checkpoints among `names` that the trainer on `timeline` removes: its own, those of timelines that have ended,
     and those of builds that knew no chain. The newest trainer's and an unknown one's may still be written."""
     if not starts or starts[-1].timeline != timeline:
         return []

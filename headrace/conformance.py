@@ -151,7 +151,7 @@ class _Stop(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Answer:
+class _Scores:
     """What came of one call: one score for each sample, or why there is none. `hung`: there was nothing by the deadline; `lost`: the
     connection was."""
 
@@ -540,18 +540,18 @@ class _Examination:
         self._blame(check, _shown(sample.completion), answer)
         return answer.scores[0] if answer.scores else Score("FAILED", message=answer.failure)
 
-    async def _ask(self, samples: Sequence[Sample], timeout_s: float | None = None) -> _Answer:
+    async def _ask(self, samples: Sequence[Sample], timeout_s: float | None = None) -> _Scores:
         """Score these in one call, and what it has no room for in another."""
         began, timeout_s = time.monotonic(), timeout_s or self._timeout_s
         try:
             scores = await ask(self._call, samples, timeout_s)
         except CodecError as error:
-            return _Answer(failure=str(error))
+            return _Scores(failure=str(error))
         except grpc.aio.AioRpcError as error:
             late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             said = f"no answer within {timeout_s:.1f} s" if late else f"{error.code().name}: {error.details()}"
-            return _Answer(failure=said, hung=late, lost=error.code() in _LOST)
-        return _Answer(tuple(scores), took_s=time.monotonic() - began)
+            return _Scores(failure=said, hung=late, lost=error.code() in _LOST)
+        return _Scores(tuple(scores), took_s=time.monotonic() - began)
 
     async def _call(self, samples: Sequence[Sample], timeout_s: float) -> Sequence[trajectory_pb2.Result]:
         request = pb.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, samples))
@@ -581,7 +581,7 @@ class _Examination:
         if answer.failure or answer.scores[0].status != "SCORED":
             raise _Stop
 
-    def _blame(self, check: str, what: str, answer: _Answer) -> None:
+    def _blame(self, check: str, what: str, answer: _Scores) -> None:
         """Note a call that failed. Raises `_Stop` if the process seems to be gone, or hangs on what is ordinary."""
         if answer.failure:
             self._fault(check, f"{what}: {answer.failure}")

@@ -88,7 +88,7 @@ class Credentials:
 
 
 def credentials_of(config: Config) -> Credentials | None:
-    """Those that the configuration names, if it does. Raises `ConfigError` if they can't be used."""
+    """The credentials that the configuration names, if it does. Raises `ConfigError` if they can't be used."""
     path = config.security.credentials
     return None if path is None else Credentials(Path(path))
 

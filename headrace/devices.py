@@ -107,7 +107,7 @@ def uuids(environ: Mapping[str, str]) -> list[str]:
 
 
 def chosen(devices: Sequence[Device], names: str | None) -> list[Device]:
-    """Those that a value of CUDA_VISIBLE_DEVICES names, in its order: indices as nvidia-smi counts, UUIDs or their beginnings.
+    """The devices that a value of CUDA_VISIBLE_DEVICES names, in its order: indices as nvidia-smi counts, UUIDs or their beginnings.
 
     CUDA stops at the first name that it doesn't know; here that is a `ServiceError`, as is a device that is named twice.
     """

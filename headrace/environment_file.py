@@ -56,7 +56,7 @@ def check(target: str) -> None:
     Raises `ConfigError`. Nothing of the file runs.
     """
     if not is_file(target):
-        raise ConfigError(f"{target}: this is no Python file; give FILE.py, or FILE.py:CLASS")
+        raise ConfigError(f"{target}: not a Python file; give FILE.py, or FILE.py:CLASS")
     path, name = _parts(target)
     module = _parsed(target, path)
     for line in _serving(module):
@@ -86,7 +86,7 @@ def load(target: str) -> Environment:
         return made()
     except Exception as error:
         # what the class was not asked for is what the call lacks
-        remedy = "mend what it does as it is made" if _frames(error) else "it has to be made without arguments"
+        remedy = "correct its __init__" if _frames(error) else "it must take no arguments"
         raise ConfigError(f"{target}: {name}() raised {_told(error)}; {remedy}{_traceback(error)}") from error
 
 
@@ -107,7 +107,7 @@ def _parsed(target: str, path: Path) -> ast.Module:
             f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file as seen from this folder"
         ) from error
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{target}: {path} is no Python: {error}") from error
+        raise ConfigError(f"{target}: {path} is not valid Python: {error}") from error
 
 
 def run_file(target: str, path: Path) -> ModuleType:
@@ -144,7 +144,7 @@ def _traceback(error: Exception) -> str:
 
 
 def _frames(error: Exception) -> TracebackType | None:
-    """Those below this module's, if it came through any."""
+    """The error's frames below this module's, if it came through any."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next

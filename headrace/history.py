@@ -30,7 +30,7 @@ STEP_TIME: Metric = ("train", "timing/train/total_step_time")
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """`run.json`. Times are Unix seconds; `reason` says why it failed."""
+    """The record of a run, `run.json`. Times are Unix seconds; `reason` says why it failed."""
 
     started: float
     state: Literal["running", "finished", "stopped", "failed"]

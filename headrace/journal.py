@@ -65,7 +65,7 @@ def retried(lines: Iterable[Line]) -> list[list[int]]:
 
 
 class Journal:
-    """`metrics.jsonl`, appended to line by line."""
+    """The file `metrics.jsonl`, appended to line by line."""
 
     def __init__(self, path: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.path = path

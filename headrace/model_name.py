@@ -119,7 +119,7 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         said = str(error.__cause__ or error).strip().splitlines()
         reason = said[0] if said else type(error).__name__
         raise ServiceError(
-            f"{key}: there is no directory {name} here, nor does the hub give a {kind.name} of that name ({reason}); {kind.remedy}"
+            f"{key}: {name} is not a local directory, and the hub has no {kind.name} of that name ({reason}); {kind.remedy}"
         ) from error
 
 

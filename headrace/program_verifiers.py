@@ -76,7 +76,7 @@ def _environ(python: str) -> dict[str, str]:
 
 
 class VerifiersProgram(Environment):
-    """`env.<name>`, while `playing` has its process; each episode is a connection to it, which ends with the episode."""
+    """The program of `env.<name>`, while `playing` has its process; each episode is a connection to it, which ends with the episode."""
 
     def __init__(self, name: str, env: EnvConfig, address: str, software: list[str]) -> None:
         self.name = name

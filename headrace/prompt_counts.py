@@ -21,9 +21,9 @@ FILE = "prompts.json"
 
 
 class PromptCounts(msgspec.Struct, frozen=True):
-    """`train` and `validation`: distinct prompts that the run uses; `orders`: training prompts in all epochs. Training lacks `duplicates`,
-    those that are `held_out` for validation, and those that are `too_long`; validation lacks `too_long_validation`. `digest` is the same
-    for the same prompts in the same order.
+    """How many prompts a run has. `train` and `validation` count the distinct ones that it uses, `orders` the training prompts of all
+    epochs. Training lacks `duplicates`, those that are `held_out` for validation, and those that are `too_long`; validation lacks
+    `too_long_validation`. `digest` is the same for the same prompts in the same order.
     """
 
     train: int
@@ -79,7 +79,7 @@ class PromptRecord(msgspec.Struct, frozen=True):
 
 
 def read(run_folder: Path) -> PromptRecord | None:
-    """None if no trainer of the run has written one. Raises `ServiceError` for a file that `write` did not write."""
+    """Read the counts; None if no trainer of the run has written any. Raises `ServiceError` for a file that `write` did not write."""
     path = run_folder / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=PromptRecord)

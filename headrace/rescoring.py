@@ -23,7 +23,7 @@ class Rescored:
 
     @property
     def change(self) -> float:
-        """Of its reward; 0 if it gets none."""
+        """By how much its reward changes; 0 if it gets none."""
         return 0.0 if self.after.reward is None else self.after.reward - self.before
 
     @property
@@ -33,8 +33,8 @@ class Rescored:
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """Of groups: mean and standard deviation of the rewards. `spread`: the mean of the standard deviations within a group. `flat`: the
-    share of groups whose rewards are all equal, from which nothing is learnt."""
+    """The rewards of some groups: mean and standard deviation. `spread` is the mean of the standard deviations within a group. `flat` is
+    the share of groups whose rewards are all equal, from which nothing is learnt."""
 
     mean: float
     deviation: float
@@ -44,8 +44,8 @@ class Rewards:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """`before` and `after` are over the groups of which every trajectory gets a reward now: `groups` of them. `failures`: how many
-    trajectories get none, for which reason."""
+    """What scoring again changes. `before` and `after` are over the groups of which every trajectory gets a reward now: `groups` of them.
+    `failures`: how many trajectories get none, for which reason."""
 
     groups: int
     trajectories: int
@@ -72,7 +72,7 @@ def compare(rescored: Sequence[Rescored]) -> Comparison:
 
 
 def rewards(groups: Sequence[Sequence[float]]) -> Rewards | None:
-    """Of these groups' rewards; None if there is no group."""
+    """The statistics of these groups' rewards; None if there is no group."""
     if not groups:
         return None
     every = np.concatenate([np.asarray(group, np.float64) for group in groups])

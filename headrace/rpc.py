@@ -170,7 +170,7 @@ def _limits(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def _server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
-    """Those of a server whose handshakes show the current certificate."""
+    """The credentials of a server whose handshakes show the current certificate."""
     reloading = Reloading(certificate)
 
     def read() -> grpc.ServerCertificateConfiguration:

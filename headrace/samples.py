@@ -108,7 +108,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def conversation(self) -> list[tuple[str, list[str]]]:
-        """Of an episode of several calls, the head of each, and what its messages said; otherwise empty."""
+        """The head of each call of an episode of several, and what its messages said; otherwise empty."""
         return [self._call(*pair) for pair in enumerate(self.calls)]
 
     @property
@@ -187,7 +187,7 @@ class SampleGroup:
 
     @property
     def mean_reward(self) -> float | None:
-        """Of its completions; None if there is none, or one without a reward."""
+        """The mean reward of its completions; None if there is none, or one without a reward."""
         rewards = self._rewards
         return None if rewards is None else sum(rewards) / len(rewards)
 
@@ -199,7 +199,7 @@ class SampleGroup:
 
     @property
     def builds(self) -> list[str]:
-        """That scored its completions: one, but where some are yet to be scored again."""
+        """The builds that scored its completions: one, but where some are yet to be scored again."""
         return list(dict.fromkeys(sample.build for sample in self.samples if sample.build))
 
     @property

@@ -47,7 +47,7 @@ _PROBLEM = {
 
 @dataclasses.dataclass
 class Health:
-    """Of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
+    """The health of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
 
     status: str
     reason: str | None = None
@@ -58,7 +58,7 @@ _PROBLEMS = {
     400: "The arguments name nothing that there can be",
     401: "No token, or an unknown one",
     403: "The token is for something else, or the request comes from another site",
-    404: "There is no such thing",
+    404: "Not found",
     415: "The body is not sent as JSON",
     500: "What is stored can't be read",
     503: "The service can't do this now",

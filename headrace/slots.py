@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Slots:
-    """`count` calls at a time. `on_free` is called when there is room for more."""
+    """Room for `count` calls at a time. `on_free` is called when there is room for more."""
 
     def __init__(self, count: int, on_free: Callable[[], None]) -> None:
         self.count = self.free = count

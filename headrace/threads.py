@@ -18,7 +18,7 @@ _GENERATION = 4
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """Of each rank of the trainer (None leaves it to torch), and of each worker process of a replica."""
+    """The threads of each rank of the trainer (None leaves it to torch), and of each worker process of a replica."""
 
     trainer: int | None
     rollout: int
@@ -81,7 +81,7 @@ def quota(groups: str, root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def _limits(mount: Path, path: str, version: Literal[1, 2]) -> list[float]:
-    """Of a group and of those that it is in. In a container the mount may be the group itself."""
+    """The limits of a group and of those that it is in. In a container the mount may be the group itself."""
     folder = mount / path.lstrip("/")
     inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
     return [limit for each in inside if (limit := _limit(each, version)) is not None]

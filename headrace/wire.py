@@ -156,7 +156,7 @@ def episode_from_wire(episode: episode_pb2.Episode, within_s: float | None = Non
     if not episode.deadline_ms:
         raise CodecError(f"{where}: deadline_ms is 0; say how many milliseconds its program has")
     if not episode.base_url.startswith(("http://", "https://")):
-        raise CodecError(f"{where}: base_url is no http or https address; say where the policy is called")
+        raise CodecError(f"{where}: base_url is not an http or https address; say where the policy is called")
     return Episode(
         base_url=episode.base_url.rstrip("/"),
         api_key=episode.api_key,

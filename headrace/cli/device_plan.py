@@ -58,7 +58,7 @@ def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
 
 
 def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
-    """Those of the run's processes, of which what computes on no device of the plan shares the cores of this machine."""
+    """The thread counts of the run's processes; those that compute on no device of the plan share the cores of this machine."""
     return threads.of(
         config,
         threads.usable_cores(),

@@ -74,7 +74,7 @@ class RunSummary:
 
     @property
     def evaluated(self) -> int:
-        """Of a run that evaluates: the prompts that have ended."""
+        """The prompts that have ended, of a run that evaluates."""
         return self.counts.get("evaluated", 0) + self.counts.get("failed", 0)
 
     def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:

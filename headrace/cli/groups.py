@@ -120,7 +120,7 @@ async def _failed_order(replay: ReplayClient, group: str) -> int:
             if found is None
             else found["state"]
         )
-        raise HeadraceError(f"group {group!r} is no training group that failed: it is {state}")
+        raise HeadraceError(f"group {group!r} is not a failed training group: it is {state}")
     return int(found["order"])
 
 

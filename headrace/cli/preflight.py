@@ -36,7 +36,7 @@ def look(loaded: Loaded) -> list[str]:
             if not is_here(key, name):
                 told.add(key)
                 warnings.append(
-                    f"{key}: {name} is no directory here, nor in the hub's cache: the hub is asked for it{origin}"
+                    f"{key}: {name} is neither a local directory nor in the hub's cache: it must be downloaded{origin}"
                 )
         except ServiceError as error:
             told.add(key)
@@ -70,7 +70,7 @@ async def _unreachable(config: Config, credentials: Credentials | None) -> list[
 
 
 async def _ping(config: Config, credentials: Credentials | None, name: str, target: str) -> str | None:
-    """None if an environment answers at `target`, else what is said instead."""
+    """Ask the environment at `target`. Returns None if it answers, else what is wrong."""
     channel = rpc.channel(
         target,
         security=None if target_is_local(target) else config.security,

@@ -188,7 +188,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
 
 
 async def _capacity(stub: Any, name: str) -> int:
-    """Of the environment. Raises `ServiceError` if it can't score."""
+    """The capacity of the environment. Raises `ServiceError` if it can't score."""
     until = time.monotonic() + _START_S
     while True:
         listed = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_MARGIN_S)

@@ -369,7 +369,7 @@ async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[Rep
     async with contextlib.AsyncExitStack() as stack:
         try:
             if not may_be_up(config):
-                raise ReplayUnavailable("nobody is at work on it")
+                raise ReplayUnavailable("no process of the run is alive")
             client = await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=0.0)
         except ReplayUnavailable:
             client = await _start_embedded(config, role, stack)

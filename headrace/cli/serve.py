@@ -108,7 +108,7 @@ def _tls(config: Config | None, cert: str | None, key: str | None) -> tuple[str,
 def arguments(
     found: NamedModel, host: str, port: int, tls: tuple[str, str] | None, options: Sequence[str], *, on_cpu: bool
 ) -> list[str]:
-    """Those of vLLM's server. Of two equal ones it takes the last: the user's win over the run's, and where it listens is ours."""
+    """The arguments of vLLM's server. Of two equal ones it takes the last: the user's win over the run's, and where it listens is ours."""
     ours = ["--host", host, "--port", str(port)]
     if tls is not None:
         ours += ["--ssl-certfile", tls[0], "--ssl-keyfile", tls[1]]
@@ -140,7 +140,7 @@ def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
 
 
 def environment(found: NamedModel, environ: Mapping[str, str]) -> dict[str, str]:
-    """That of vLLM's server; what is set already stays."""
+    """The environment variables of vLLM's server; what is set already stays."""
     ours = {"VLLM_NO_USAGE_STATS": "1"}
     if found.run is not None:
         # a server has the machine to itself

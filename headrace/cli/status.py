@@ -53,7 +53,7 @@ def status(
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
         if run is not None and not runs.may_be_up(loaded):
-            raise ReplayUnavailable("nobody is at work on it")
+            raise ReplayUnavailable("no process of the run is alive")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, runners, meters, newest, environments, reasons = found
     except ReplayUnavailable:

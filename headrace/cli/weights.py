@@ -36,7 +36,8 @@ class RunCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class NamedModel:
-    """`model`: the directory of a model, or its name on the hub. `name`: how people read it, `RUN@STEP` where a run made it."""
+    """A model to evaluate, serve or export. `model` is its directory, or its name on the hub; `name` is how people read it, `RUN@STEP`
+    where a run made it."""
 
     name: str
     model: str
@@ -109,7 +110,7 @@ def _version(run: str, config: Config, step: str) -> int:
             raise ConfigError(f"{run}@{BEST}: {why}, so nothing says which is best; name one of {listed}, or {LATEST}")
         return best[0]
     if not (step.isascii() and step.isdecimal()):
-        raise ConfigError(f"{run}@{step}: {step!r} is no step; give {LATEST}, {BEST} or a number ({listed})")
+        raise ConfigError(f"{run}@{step}: {step!r} is not a step; give {LATEST}, {BEST} or a number ({listed})")
     if int(step) not in (0, *there):
         raise ConfigError(f"{run}@{step}: no such checkpoint in {folder}; there are {listed}, and 0, the initial model")
     return int(step)

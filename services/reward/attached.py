@@ -265,7 +265,7 @@ class AttachedBackend:
         ]
 
     def _attached(self) -> list[AttachedStream]:
-        """Those of the newest build, the one that offered itself last at the end."""
+        """The streams of the newest build, the one that offered itself last at the end."""
         name = self._name
         takers = [stream for stream in self._streams if stream.takes_work]
         newest = takers[-1].build(name) if takers else ""

@@ -5,7 +5,7 @@ process, in an empty folder in memory, with limits, and with nothing left of it 
 what they are expected to answer.
 
 Frames on standard input and output are as in `scoring_worker`, of msgpack: the first one out is what the machine denies (empty: nothing),
-then a `Run` in and an `Outcome` out in turn. It ends with its input.
+then a `Run` in and a `ProgramResult` out in turn. It ends with its input.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Run(msgspec.Struct):
     processes: int
 
 
-class Outcome(msgspec.Struct):
+class ProgramResult(msgspec.Struct):
     """What a program wrote, and why that is no answer (empty: it ended by itself, well). `late`: it ran out of its time. `problem`: it
     could not be run, for no fault of its own."""
 
@@ -90,7 +90,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO, user: int) -> None:
         try:
             outcome = _run(msgspec.msgpack.decode(request, type=Run), user)
         except OSError as error:
-            outcome = Outcome(problem=str(error))
+            outcome = ProgramResult(problem=str(error))
         write_frame(replies, msgspec.msgpack.encode(outcome))
 
 
@@ -138,7 +138,7 @@ def _readable() -> list[Path]:
     return [path for path in paths if not any(parent in path.parents for parent in paths)]
 
 
-def _run(run: Run, user: int) -> Outcome:
+def _run(run: Run, user: int) -> ProgramResult:
     """Run a program to its end, or to that of its time. Every process that it started is gone when this returns."""
     kernel.mount_scratch(FOLDER, user, _SCRATCH_BYTES, _FILES)
     try:
@@ -150,7 +150,7 @@ def _run(run: Run, user: int) -> Outcome:
         kernel.unmount(FOLDER)
 
 
-def _watched(run: Run, user: int) -> Outcome:
+def _watched(run: Run, user: int) -> ProgramResult:
     given = os.open(_INPUT, os.O_RDONLY | os.O_CLOEXEC)
     (out, out_end), (error, error_end), (broken, broken_end) = os.pipe(), os.pipe(), os.pipe()
     child = os.fork()
@@ -182,7 +182,7 @@ def _watched(run: Run, user: int) -> Outcome:
     elif code:
         failure = f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
     said = bytes(written[error][-_ERROR_BYTES:]).decode(errors="replace")
-    return Outcome(bytes(written[out][:MAX_OUTPUT_BYTES]), failure, late, said)
+    return ProgramResult(bytes(written[out][:MAX_OUTPUT_BYTES]), failure, late, said)
 
 
 def _read_until(ended: int, written: dict[int, bytearray], out: int, deadline: float) -> bool:

@@ -110,7 +110,7 @@ class RewardModelOnDevice:
         return found
 
     def _tokens(self, conversation: Conversation) -> list[int]:
-        """Of the prompt and the completion, as the tokenizer's chat template writes them, or without one as a pair of texts."""
+        """The tokens of the prompt and the completion, as the tokenizer's chat template writes them, or without one as a pair of texts."""
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)

@@ -21,7 +21,7 @@ from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.frames import LENGTH
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import Asked, Specification, Started
+from headrace_services.reward.scoring_worker import ScoreRequest, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
 _RESTART_PAUSE_S = 1.0
@@ -53,7 +53,7 @@ class _Job:
 
 
 class WorkerPool:
-    """`size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
+    """A pool of `size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
     trajectories behind it nothing.
 
     What came together, a worker looks through first, and answers at once for those that it can tell at sight: a frame for each would cost
@@ -84,7 +84,7 @@ class WorkerPool:
 
     @property
     def builds(self) -> Mapping[str, str]:
-        """Of the environments, by name; of each result, it is that of the worker that gave it."""
+        """The builds of the environments, by name; of each result, it is that of the worker that gave it."""
         return self._workers[0].builds if self._workers else {}
 
     async def start(self) -> None:
@@ -261,7 +261,7 @@ class WorkerProcess:
         """What the worker answers for each. Raises as `ask` does, and `TimeoutError`."""
         async with asyncio.timeout(timeout_s + _GRACE_S):
             answer = await self.ask(
-                msgspec.msgpack.encode(Asked(list(trajectories), timeout_s)),
+                msgspec.msgpack.encode(ScoreRequest(list(trajectories), timeout_s)),
                 len(trajectories) * (MAX_RESULT_BYTES + _OVERHEAD_BYTES),
             )
         try:

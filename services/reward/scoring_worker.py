@@ -52,7 +52,7 @@ class Started(msgspec.Struct):
     builds: dict[str, str] = {}
 
 
-class Asked(msgspec.Struct, array_like=True):
+class ScoreRequest(msgspec.Struct, array_like=True):
     """Trajectories that are to be scored, each in at most `timeout_s`; of several, only those that can be told at sight. The answer has
     a result for each, or None."""
 
@@ -87,7 +87,7 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
         return
     builds = {name: environment.build for name, environment in environments.items()}
     write_frame(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
-    decoder = msgspec.msgpack.Decoder(Asked)
+    decoder = msgspec.msgpack.Decoder(ScoreRequest)
     while (request := read_frame(requests)) is not None:
         asked = decoder.decode(request)
         results: list[bytes | None]

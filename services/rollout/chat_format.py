@@ -112,7 +112,7 @@ class ChatFormat:
         from vllm.renderers.chat_utils import has_non_text_content
 
         if has_non_text_content(request.messages):
-            raise RenderRefused("invalid", "messages hold content that is no text; there is nothing here that reads it")
+            raise RenderRefused("invalid", "messages hold content that is not text, which this service does not read")
         chat = self._chat(request.messages, request.tools, add_generation_prompt=request.add_generation_prompt)
         try:
             rendered = await self.online.render_chat(chat)

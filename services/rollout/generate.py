@@ -156,7 +156,8 @@ def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: in
 
 @functools.lru_cache(maxsize=256)
 def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingParams:
-    """Those that the trajectories of many groups share: vLLM checks them when they are made, at a fifth of what a trajectory costs here."""
+    """The sampling parameters that the trajectories of many groups share: vLLM checks them when they are made, at a fifth of what a
+    trajectory costs here."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

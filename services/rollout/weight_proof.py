@@ -82,7 +82,7 @@ class _Parameter:
 
 
 class WeightProof(TorchDispatchMode):
-    """Of one update of `model`, made when its layerwise reload has begun."""
+    """The proof of one update of `model`, made when its layerwise reload has begun."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -187,8 +187,8 @@ class WeightProof(TorchDispatchMode):
 
 
 class AdapterProof(TorchDispatchMode):
-    """Of one adapter, `arrived`: its tensors by name, each with its checksum. Watches what is copied into `stacked`, the tensors that the
-    engine keeps of it, by name."""
+    """The proof of one adapter. `arrived` are its tensors by name, each with its checksum. Watches what is copied into `stacked`, the
+    tensors that the engine keeps of it, by name."""
 
     def __init__(
         self, stacked: Mapping[str, torch.Tensor], arrived: Mapping[str, tuple[torch.Tensor, torch.Tensor]]

@@ -55,7 +55,7 @@ def _metric_name(config: Config) -> Iterator[tuple[Keys, str]]:
     close = difflib.get_close_matches(name, known, 1, 0.6) or ["val:accuracy"]
     yield (
         ("checkpointing", "metric_name"),
-        f"checkpointing.metric_name {name!r} is no metric that a checkpoint knows, so that none would count as better; did you mean "
+        f"checkpointing.metric_name {name!r} is not a metric of a checkpoint, so none could be the best; did you mean "
         f"{close[0]}? (There are {', '.join(known)})",
     )
 

@@ -18,22 +18,22 @@ print(list(services.__path__)[0], headrace_services.__file__)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tracked sources: a build leaves folders behind."""
+def sources() -> list[str]:
+    """What the wheel is built from: all that lies here, whether git knows it or not, without what Python compiled of it."""
+    named = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+    found = (path for folder in ("headrace", "services") for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [*named, *(str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts)]
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources: a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z", "headrace", "services", "pyproject.toml", "setup.py", "README.md", "LICENSE"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in tracked.stdout.strip("\0").split("\0"):
+    for name in sources:
         copy = source / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_file():  # else: removed, and not yet committed
-            copy.write_bytes((ROOT / name).read_bytes())
+        copy.write_bytes((ROOT / name).read_bytes())
     build = [
         "-m",
         "pip",
@@ -58,10 +58,11 @@ def test_the_wheel_installs_two_packages_and_none_is_called_services(wheel: Path
     assert {name.partition("/")[0] for name in installed_files(wheel)} == {"headrace", "headrace_services"}
 
 
-def test_the_wheel_has_every_module_and_every_function_of_the_buffer(wheel: Path) -> None:
-    modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("headrace/**/*.py")}
-    for pattern in ("**/*.py", "**/*.lua"):
-        modules |= {f"headrace_{path.relative_to(ROOT)}" for path in ROOT.glob(f"services/{pattern}")}
+def test_the_wheel_has_every_module_and_every_function_of_the_buffer(wheel: Path, sources: list[str]) -> None:
+    modules = {name for name in sources if name.startswith("headrace/") and name.endswith(".py")}
+    modules |= {
+        f"headrace_{name}" for name in sources if name.startswith("services/") and name.endswith((".py", ".lua"))
+    }
     assert modules <= installed_files(wheel)
     assert any(name.endswith(".lua") for name in modules)
 

@@ -18,7 +18,7 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
-from headrace_services.reward.code_worker import PYTHON, Outcome, Run
+from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
 from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame
 
@@ -39,7 +39,7 @@ _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class Tests(msgspec.Struct):
-    """Of a problem: the input of each test, text or the arguments of `fn_name`, and the output that is expected."""
+    """The tests of a problem: the input of each, text or the arguments of `fn_name`, and the output that is expected."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -47,9 +47,9 @@ class Tests(msgspec.Struct):
 
 
 class Code(BuiltInEnvironment):
-    """`extra_env_info` is `{"inputs": […], "outputs": […]}`: what a program reads from standard input and is to write to standard output;
-    with `"fn_name"` the arguments of a Python function and what it is to return. 1 if all tests pass, else 0; with `partial_credit` the
-    share of those that do.
+    """Runs the tests of a problem on the program in a completion. `extra_env_info` is `{"inputs": […], "outputs": […]}`: what a program
+    reads from standard input and is to write to standard output; with `"fn_name"` the arguments of a Python function and what it is to
+    return. 1 if all tests pass, else 0; with `partial_credit` the share of those that do.
 
     A program that fails, or runs out of time or memory, fails that test: it is its own fault. The runner never sees `outputs`, so that
     there is nothing for a program to find.
@@ -60,7 +60,7 @@ class Code(BuiltInEnvironment):
         super().__init__(name, env, python if env.runs_with is None else env.runs_with[0])
         self.description = "tests of a program, or of a Python function"
         self._runner: subprocess.Popen[bytes] | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[ProgramResult] = []
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         """Start the runner. Raises `ServiceError` if it denies to run programs, with the remedy."""
@@ -129,7 +129,7 @@ class Code(BuiltInEnvironment):
             f"the wall_s {self.env.wall_s:g} of one more, though none ran out of its time; raise timeout_s, or give fewer tests",
         )
 
-    def _run(self, program: str, given: bytes, function: str | None = None) -> Outcome:
+    def _run(self, program: str, given: bytes, function: str | None = None) -> ProgramResult:
         assert self._runner is not None
         assert self._runner.stdin is not None
         assert self._runner.stdout is not None
@@ -142,7 +142,7 @@ class Code(BuiltInEnvironment):
             answer = read_frame(self._runner.stdout)
         if answer is None:  # the worker ends as well, to be started anew with another
             raise SystemExit(f"env.{self.name}: the code worker ended")
-        return msgspec.msgpack.decode(answer, type=Outcome)
+        return msgspec.msgpack.decode(answer, type=ProgramResult)
 
 
 def refusal(name: str, denied: str) -> str:
@@ -163,7 +163,7 @@ def program_of(completion: str, env: EnvConfig) -> str | None:
     return blocks[-1] if blocks else said
 
 
-def passes(outcome: Outcome, expected: Any, function: str | None) -> bool:
+def passes(outcome: ProgramResult, expected: Any, function: str | None) -> bool:
     """Whether a test's program ended well, with the expected output: text but for blanks at the ends of lines, or an equal JSON value."""
     if outcome.failure:
         return False
@@ -181,7 +181,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(found: Any, expected: Any) -> bool:
-    """Of JSON values: numbers to within rounding, and true is no 1."""
+    """Whether two JSON values are equal: numbers to within rounding, and true is no 1."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, int | float) and isinstance(expected, int | float):

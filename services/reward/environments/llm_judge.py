@@ -60,7 +60,7 @@ class _Choice(msgspec.Struct):
     message: _Message
 
 
-class _Completion(msgspec.Struct):
+class _ChatCompletion(msgspec.Struct):
     choices: list[_Choice]
 
 
@@ -113,7 +113,7 @@ class VerdictStore:
 
 
 class LLMJudge(Hosted):
-    """`extra_env_info.answer`, where there is one, is shown to the judges as the reference answer.
+    """Asks language models for a verdict. `extra_env_info.answer`, where there is one, is shown to the judges as the reference answer.
 
     Each judge's score is mapped from `scale` to 0 to 1; with `threshold` it then counts as 1 at or above that, else as 0. The reward is
     their mean, or under `vote: majority` 1 if more than half of them are 1. Law 7: without a verdict of every judge there is no reward.
@@ -175,8 +175,8 @@ class LLMJudge(Hosted):
         return f"judge {place} ({judge.model} at {judge.base_url}): {error}"
 
     async def _verdict(self, place: int, content: str) -> Verdict:
-        """Of one judge: what it has said before of the same, or is being asked, or says now. A request goes on if nobody waits for it any
-        more: it is paid for."""
+        """The verdict of one judge: what it has said before of the same, or is being asked, or says now. A request goes on if nobody
+        waits for it any more: it is paid for."""
         key = self._key(self.env.judges[place], content)
         if (known := self._store.verdict(key)) is not None:
             return known
@@ -269,7 +269,7 @@ def request_of(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, An
 def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
     """The verdict in the body of a response. Raises `_NoVerdict`."""
     try:
-        choices = msgspec.json.decode(body, type=_Completion).choices
+        choices = msgspec.json.decode(body, type=_ChatCompletion).choices
         said = choices[0].message.content if choices else None
         if said is None:
             raise _NoVerdict("answered without a text; it may have refused")

@@ -22,9 +22,9 @@ _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
 class Math(BuiltInEnvironment):
-    """`extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression in the completion
-    (a boxed one first, else the last; with `extract` in what that takes from it), else 0. With `tolerance` a number near the expected one
-    earns 1 too. With `extract: choice` the answer is a letter, and the same letter earns 1.
+    """Compares a number or a formula. `extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression
+    in the completion (a boxed one first, else the last; with `extract` in what that takes from it), else 0. With `tolerance` a number
+    near the expected one earns 1 too. With `extract: choice` the answer is a letter, and the same letter earns 1.
 
     math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
     """

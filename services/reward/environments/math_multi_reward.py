@@ -14,8 +14,8 @@ _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
 class MathMultiReward(BuiltInEnvironment):
-    """`extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or 1, by the rules of NeMo RL's environment of this
-    name; the reward is their sum.
+    """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or
+    1, by the rules of NeMo RL's environment of this name; the reward is their sum.
 
     correctness: what stands in the last `<answer>…</answer>`, or the whole completion without such a tag, is the expected answer,
     letter by letter. integer: it is nothing but digits. format: the completion is `<think>…</think>`, a new line, and the one

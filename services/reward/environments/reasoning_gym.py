@@ -20,8 +20,8 @@ from headrace_services.reward.environments.gym_answers import TASKS, acceptable,
 
 
 class ReasoningGym(BuiltInEnvironment):
-    """`extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, the entry as `tagged_json.to_json`
-    writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
+    """Scores the tasks of reasoning-gym. `extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, the entry as
+    `tagged_json.to_json` writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
 
     The reward is the task's `score_answer` of what `extract` takes from the completion: 0 to 1. With `threshold` it is 1
     at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all; so is one whose

@@ -86,7 +86,7 @@ class RefitReport:
     attempts: int
 
 
-class _Outcome(enum.Enum):
+class _AttemptOutcome(enum.Enum):
     """The outcome of one attempt. SETTLED: every member has verified, refused or died, or ran out of time. INTERRUPTED: the transfer did
     not reach all members, through no fault of theirs, so another attempt is worthwhile. NO_MEMBERS: no live replica came."""
 
@@ -182,7 +182,7 @@ class WeightSender:
         refit = _Refit(version, timeline, source, adapter, source, self._manifest(source), probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
             epoch, outcome = await self._attempt(refit)
-            if outcome is not _Outcome.INTERRUPTED:
+            if outcome is not _AttemptOutcome.INTERRUPTED:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
         return RefitReport(
@@ -200,14 +200,14 @@ class WeightSender:
         self._close_channel()
         await asyncio.to_thread(self._closed.join, self._config.timeout_s)
 
-    async def _attempt(self, refit: _Refit) -> tuple[Epoch, _Outcome]:
+    async def _attempt(self, refit: _Refit) -> tuple[Epoch, _AttemptOutcome]:
         """Run one epoch from its announcement to its end; returns its final state and the outcome."""
         self._closed.check()
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
                 ended = await self._replay.end_epoch(epoch.id, aborted=True)
-            return msgspec.structs.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
+            return msgspec.structs.replace(ended, members=(), verified=()), _AttemptOutcome.NO_MEMBERS
         whole = refit.adapter is None or not self._have_model.issuperset(epoch.acknowledged)
         refit.source = refit.whole if refit.adapter is None or whole else refit.adapter
         refit.manifest = self._manifest(refit.source)
@@ -217,15 +217,15 @@ class WeightSender:
                 epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *self._tolerance
             )
         outcome = await self._transfer(epoch, rendezvous, refit)
-        if outcome is _Outcome.SETTLED:
+        if outcome is _AttemptOutcome.SETTLED:
             outcome = await self._await_proofs(epoch, refit)
         with _server_lost(epoch.id):
-            ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _Outcome.INTERRUPTED)
+            ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _AttemptOutcome.INTERRUPTED)
         if whole:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
-        if outcome is _Outcome.SETTLED:
+        if outcome is _AttemptOutcome.SETTLED:
             refit.silent |= membership.unsettled(ended, await self._replay.replicas())
             silence = f"it was silent for {self._config.timeout_s:g} s (weight_channel.timeout_s)"
             refit.refused.update(dict.fromkeys(refit.silent, silence))
@@ -288,7 +288,7 @@ class WeightSender:
             probe_token_ids=refit.probe_ids,
         )
 
-    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _Outcome:
+    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _AttemptOutcome:
         """Broadcast on a thread while watching the members. INTERRUPTED, with the channel closed, if it did not reach them all."""
         with refit.timed("transfer"):
             broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
@@ -305,7 +305,7 @@ class WeightSender:
             except WeightChannelError as error:
                 logger.warning("the transfer of version %d failed: %s", refit.version, error)
                 self._close_channel()
-                return _Outcome.INTERRUPTED
+                return _AttemptOutcome.INTERRUPTED
             except BaseException:
                 # the thread must end before the next attempt, which opens a channel of its own: there can be only one
                 while not broadcast.done():
@@ -314,7 +314,7 @@ class WeightSender:
                 broadcast.exception()  # retrieved, so that asyncio does not warn about it
                 self._close_channel()
                 raise
-        return _Outcome.SETTLED
+        return _AttemptOutcome.SETTLED
 
     def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit) -> None:
         """On a thread: open a channel to the group unless there is one, then send."""
@@ -341,7 +341,7 @@ class WeightSender:
             raise WeightChannelAborted("the transfer was given up")
         send(channel, refit.manifest, refit.source, deadline)
 
-    async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _Outcome:
+    async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _AttemptOutcome:
         """Wait until every member has verified, refused or died. INTERRUPTED if the transfer turns out not to have reached them all."""
         with refit.timed("verify") as started:
             while True:
@@ -350,7 +350,7 @@ class WeightSender:
                     self._close_channel()  # it may have died before it passed the bytes on: free those who wait for them
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0 or not membership.unsettled(epoch, fleet):
-                    return _Outcome.INTERRUPTED if membership.interrupted(epoch) else _Outcome.SETTLED
+                    return _AttemptOutcome.INTERRUPTED if membership.interrupted(epoch) else _AttemptOutcome.SETTLED
                 await self._replay.wait_epoch(min(left, POLL_S))
 
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:

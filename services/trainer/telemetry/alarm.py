@@ -47,7 +47,7 @@ class AlarmLimits:
 
     @classmethod
     def of(cls, config: Config) -> AlarmLimits:
-        """Those of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` lets pass as
+        """The limits of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` lets pass as
         agreement (bfloat16 needs a large one)."""
         alarm, loss = config.logger.train_inference_alarm, config.loss_fn
         agreed = tolerance(config).mean
@@ -62,11 +62,12 @@ class AlarmLimits:
 
 @dataclasses.dataclass(frozen=True)
 class LimitExceeded:
-    """A metric above the limit that holds for it."""
+    """A metric above the limit that holds for it. `on_policy`: whether it is of tokens that the current weights sampled."""
 
     metric: str
     value: float
     limit: float
+    on_policy: bool
 
     def __str__(self) -> str:
         return f"{self.metric} is {self.value:.4g}, above {self.limit:.4g}"
@@ -77,17 +78,18 @@ def on_policy_violations(metrics: Mapping[str, float], limits: AlarmLimits) -> l
     return _above(
         metrics,
         {"on_policy_token_mult_prob_error": limits.error, "on_policy_gen_kl_error": limits.kl},
+        on_policy=True,
     )
 
 
 def off_policy_violations(metrics: Mapping[str, float], limits: AlarmLimits) -> list[LimitExceeded]:
     """As `on_policy_violations`, of all of a step's tokens. It is an alarm once it lasts `OFF_POLICY_STEPS`."""
-    return _above(metrics, {"off_policy_tokens": limits.off_policy})
+    return _above(metrics, {"off_policy_tokens": limits.off_policy}, on_policy=False)
 
 
-def _above(metrics: Mapping[str, float], limits: Mapping[str, float | None]) -> list[LimitExceeded]:
+def _above(metrics: Mapping[str, float], limits: Mapping[str, float | None], *, on_policy: bool) -> list[LimitExceeded]:
     return [
-        LimitExceeded(name, metrics[name], limit)
+        LimitExceeded(name, metrics[name], limit, on_policy)
         for name, limit in limits.items()
         if limit is not None and name in metrics and not metrics[name] <= limit
     ]
@@ -162,8 +164,8 @@ class ReplicaDisagreement(NamedTuple):
 
 
 def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
-    """Of the tokens that count, by the replica that sampled them; those that top-k or top-p left out in the trainer say nothing. A
-    |rollout - old| counts for at most `LARGEST_DIFFERENCE`, so that sums are finite, whatever a replica claims."""
+    """The error of the tokens that count, by the replica that sampled them; those that top-k or top-p left out in the trainer say
+    nothing. A |rollout - old| counts for at most `LARGEST_DIFFERENCE`, so that sums are finite, whatever a replica claims."""
     if batch.old_logprobs is None:
         return {}
     names: dict[str, int] = {}
@@ -187,7 +189,7 @@ def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
 
 
 def merged(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, ReplicaDisagreement]:
-    """Those of a batch, from those of the ranks' shares of it."""
+    """The errors of a batch, from those of the ranks' shares of it."""
     totals: dict[str, ReplicaDisagreement] = {}
     for share in shares:
         for replica, own in share.items():
@@ -226,7 +228,7 @@ def message(step: int, found: Sequence[LimitExceeded], by_age: Mapping[int, floa
     if by_age:
         errors = ", ".join(f"{age}: {error:.4g}" for age, error in by_age.items())
         parts.append(f"token_mult_prob_error by age of the tokens in versions: {errors}")
-    if any(excess.metric.startswith("on_policy") for excess in found):
+    if any(excess.on_policy for excess in found):
         parts.append(
             "the current weights sampled these tokens, so the two programs compute different things: compare precision, sampling and refit "
             "(rollout logs, headrace_rollout_weight_difference; recompute_kv_cache_after_weight_updates)"

@@ -152,7 +152,7 @@ def test_two_engines_over_each_other_are_refused(config: Path, tmp_path: Path, m
         ("policy.model_name=./none", "policy.model_name: there is no directory ./none"),
         ("policy.tokenizer.name=.", "policy.tokenizer.name: . has no"),
         ("checkpointing.metric_name=val:acuracy", "did you mean val:accuracy?"),
-        ("checkpointing.metric_name=train:loss", "is no metric that a checkpoint knows"),
+        ("checkpointing.metric_name=train:loss", "is not a metric of a checkpoint"),
         ("data.train.0.env_name=adder", "env_name 'adder' is not one of the environments under env (math)"),
         ("env.math.target=localhost:1", "env.math: type 'math' and target 'localhost:1': give one of them"),
         ("env.mine.target=localhost", "env.mine: target 'localhost' is neither FILE.py:CLASS nor the host:port"),

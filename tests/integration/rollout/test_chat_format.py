@@ -18,8 +18,8 @@ from headrace.replica_client import RenderRefused, RenderRequest
 from headrace_services.rollout.chat_format import ChatFormat, Written, check_parser_names
 from headrace_services.rollout.engine import engine_arguments
 from headrace_services.trainer.demo_models import tiny_calculator
-from tests.fuzz.mutation import Mutator
 from tests.support import tool_model
+from tests.support.mutation import Mutator
 
 pytestmark = pytest.mark.slow
 
@@ -146,8 +146,8 @@ async def test_special_tokens_that_a_text_spells_are_what_chats_make_of_them(
         ([{"content": "x"}], "messages.0"),
         ([{"role": "user", "content": {"a": 1}}], "messages"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]}], "id: Field required"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}], "no text"),
-        ([{"role": "user", "content": [{"type": "video", "video": "x"}]}], "no text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}], "not text"),
+        ([{"role": "user", "content": [{"type": "video", "video": "x"}]}], "not text"),
     ],
 )
 async def test_messages_that_are_none_are_refused(hermes: ChatFormat, messages: Any, said: str) -> None:

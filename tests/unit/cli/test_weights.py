@@ -79,8 +79,8 @@ def test_a_checkpoint_off_the_chain_is_none_of_the_run(run: Path) -> None:
     ("name", "error"),
     [
         ("adder@5", r"adder@5: no such checkpoint in .*; there are 2, 4, 6, and 0"),
-        ("adder@-1", r"'-1' is no step; give latest, best or a number \(2, 4, 6\)"),
-        ("adder@newest", "'newest' is no step"),
+        ("adder@-1", r"'-1' is not a step; give latest, best or a number \(2, 4, 6\)"),
+        ("adder@newest", "'newest' is not a step"),
         ("adder@", "which step"),
         ("other@2", "other@2: no run there; there is neither other/config.yaml nor runs/other/config.yaml"),
         ("runs", "neither a config.yaml of a run nor a config.json of a model"),

@@ -46,7 +46,7 @@ def test_a_class_is_loaded_with_the_modules_beside_its_file(file: Path) -> None:
     ("text", "said"),
     [
         (None, "can't be read (No such file or directory)"),
-        ("class Exact(:\n", "is no Python: invalid syntax (my_env.py, line 1)"),
+        ("class Exact(:\n", "is not valid Python: invalid syntax (my_env.py, line 1)"),
         (FINE.replace("Exact", "Exakt"), "defines no Exact; it has Exakt, Other"),
         ("", "defines no Exact; it has no class"),
         (
@@ -110,7 +110,7 @@ def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str)
 
 @pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
 def test_what_names_no_python_file_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{target}: this is no Python file; give FILE.py, or FILE.py:CLASS"):
+    with pytest.raises(ConfigError, match=f"^{target}: not a Python file; give FILE.py, or FILE.py:CLASS"):
         environment_file.load(environment_file.completed(target))
 
 
@@ -130,7 +130,7 @@ def test_a_file_is_told_from_an_address() -> None:
         ),
         (
             FINE.replace("def score(self, sample)", "def __init__(self, judge)"),
-            "missing 1 required positional argument: 'judge'; it has to be made without arguments",
+            "missing 1 required positional argument: 'judge'; it must take no arguments",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file:
 @pytest.mark.parametrize(
     ("text", "said", "frames"),
     [
-        ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'; mend what it does as it is made", 1),
+        ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'; correct its __init__", 1),
         ("1 / 0", "raised ZeroDivisionError: division by zero when it was loaded", 2),
     ],
 )

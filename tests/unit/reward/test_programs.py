@@ -331,7 +331,7 @@ def test_an_episode_survives_the_wire() -> None:
     ("fields", "said"),
     [
         ({"deadline_ms": 0}, "deadline_ms is 0"),
-        ({"base_url": "file:///etc"}, "base_url is no http or https address"),
+        ({"base_url": "file:///etc"}, "base_url is not an http or https address"),
         ({"public_json": "[]"}, "public_json is a JSON list, not an object"),
     ],
 )

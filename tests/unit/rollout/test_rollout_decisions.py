@@ -22,7 +22,7 @@ from headrace_services.rollout.decisions import (
     decide,
     fence,
 )
-from headrace_services.rollout.worker import Status
+from headrace_services.rollout.worker import ReplicaStatus
 
 ME = "rollout-me"
 
@@ -246,7 +246,7 @@ def test_a_quarantined_replica_lets_go_of_what_it_held_and_does_nothing_more() -
 
 
 def test_a_quarantined_replica_says_why_and_what_to_do() -> None:
-    status = Status(state="QUARANTINED", quarantined="its refit failed", refused="of older date")
+    status = ReplicaStatus(state="QUARANTINED", quarantined="its refit failed", refused="of older date")
     assert status.problem() == "quarantined, because its refit failed; restart this replica once the cause is mended"
 
 

@@ -236,6 +236,9 @@ def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     old = alarm.message(7, alarm.off_policy_violations({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
     for part in ("0.75, above 0.5", "beyond the clip", "learning rate", "age bound"):
         assert part in old
+    # what is said follows from what was looked at, whatever the metric is called
+    named = alarm.LimitExceeded("token_mult_prob_error", 1.25, 1.05, on_policy=True)
+    assert "the current weights sampled these tokens" in alarm.message(7, [named], {}, None)
 
 
 def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:
