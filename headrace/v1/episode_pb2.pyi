@@ -136,7 +136,7 @@ class EpisodeOutcome(_message.Message):
           STATUS_TIMED_OUT    an attempt: the program was not done by its deadline
           STATUS_INVALID      the group: this prompt can never be played here
           STATUS_NOT_STARTED  nothing: the program has no room, is shutting down, or can't be reached
-          STATUS_INTERRUPTED  an attempt if the same happens again: the program's process died, or the connection was lost
+          STATUS_INTERRUPTED  nothing at first, an attempt if it keeps happening: the program's process died, or the connection was lost
         """
 
     def __init__(

@@ -13,6 +13,8 @@ from tests.properties.scoring import MOST_RESCORED
 
 CHARGED = ("FAILED", "TIMED_OUT")
 FREED = (*CHARGED, "NOT_STARTED", "INTERRUPTED")
+# Counts of an episode: beginnings before this one, attempts used, interruptions since it last ended by itself.
+NEVER = (0, 0, 0)
 
 
 def holder(runner: str) -> str:
@@ -117,7 +119,7 @@ class Episodes(Fleet):
             self.refuse(Surplus)
         if index >= held.count or newest > self.next_step:
             self.refuse(InvalidCall)
-        tries, _ = held.tries.get(index, (0, 0))
+        tries = held.tries.get(index, NEVER)[0]
         if lease.tries.get(index, 0) != tries:
             self.refuse(LeaseLost)
         return held
@@ -158,7 +160,7 @@ class Episodes(Fleet):
         if held is not None and held.token == lease.token:
             if index in held.pieces or index in held.dropped:
                 return None
-            if score is not None and score.status in FREED and said < held.tries.get(index, (0, 0))[0]:
+            if score is not None and score.status in FREED and said < held.tries.get(index, NEVER)[0]:
                 return again if held.state == "open" else None
         held = self._require_episode(lease, index, trajectory.newest_version if trajectory else 0)
         if trajectory is None:
@@ -171,18 +173,20 @@ class Episodes(Fleet):
 
     def _free(self, held: Held, index: int, score: Score) -> bool:
         """Whether it begins anew."""
-        tries, failures = held.tries.get(index, (0, 0))
-        failures += score.status in CHARGED
+        tries, failures, interrupted = held.tries.get(index, NEVER)
+        interrupted = 0 if score.status in CHARGED else interrupted + (score.status == "INTERRUPTED")
+        charged = score.status in CHARGED or (score.status == "INTERRUPTED" and interrupted > self.limits.max_attempts)
+        failures += charged
         if score.status not in FREED:
             self.end(held, "failed")
-        elif score.status in CHARGED and failures >= self.limits.max_attempts:
+        elif charged and failures >= self.limits.max_attempts:
             if len(held.dropped) >= held.count - held.group.n:
                 self.end(held, "failed")
             else:
                 self.do_without(held, index)
         else:
             held.calls.pop(index, None)
-            held.tries[index] = (tries + 1, failures)
+            held.tries[index] = (tries + 1, failures, interrupted)
             return True
         return False
 

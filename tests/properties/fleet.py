@@ -414,7 +414,7 @@ class Fleet(Scoring):
         assert (lease.count, list(lease.missing), lease.ticket) == (held.count, missing, held.number)
         prefixes = {index: prefix.encode() for index, prefix in lease.prefixes.items()}
         assert prefixes == {index: prefix.encode() for index, prefix in held.saved.items()}
-        assert lease.tries == {index: tries for index, (tries, _) in held.tries.items()}
+        assert lease.tries == {index: tries for index, (tries, *_) in held.tries.items()}
         taker.slots[held.lane] -= len(missing)
         held.replica = taker.holder
 

@@ -81,7 +81,7 @@ class Held:
     calls: dict[int, list[tuple[str, Call]]] = dataclasses.field(
         default_factory=dict
     )  # of episodes, each with its nonce
-    tries: dict[int, tuple[int, int]] = dataclasses.field(
+    tries: dict[int, tuple[int, int, int]] = dataclasses.field(
         default_factory=dict
     )  # times that they began before, and failed
     rebuilt: int = 0  # times that it was generated again, because another build scored

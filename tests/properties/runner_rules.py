@@ -168,7 +168,7 @@ class RunnerRules(RolloutRules):
             if held.state != "open" or not held.episodes or held.token not in newest:
                 continue
             lease = newest[held.token]
-            tries = {index: tries for index, (tries, _) in held.tries.items()}
+            tries = {index: tries for index, (tries, *_) in held.tries.items()}
             for index in [index for index in self.model.missing(held) if held.state == "open"]:
                 score = Score("SCORED", float(index + (not differ)), build=held.build[1] if held.scored else "")
                 graded = held.group.order % 3 == 1

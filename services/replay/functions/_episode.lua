@@ -5,14 +5,16 @@
 -- said of an earlier time (law 4): at most one program is at an episode.
 -- uses: _group, _payload
 
--- The group of a call that names an episode, how often that was begun before, and how often of these it failed; or code and message.
+-- The group of a call that names an episode, with three counts of that episode: how often it began before, how many of its attempts it has used, and
+-- how often it was interrupted since it last ended by itself; or code and message.
 local function episode_of(run, call, entry)
   if is_foreign(run, call) then return nil, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id end
   local group = load_group(run, entry.id)
   if not group then return nil, lease_refusal(run, entry) end
   local fields = redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'a' .. entry.at, 'leased')
-  local tries, failures = string.match(fields[3] or '0 0', '^(%d+) (%d+)$')
-  group.tries, group.failed, group.leased = tonumber(tries), tonumber(failures), tonumber(fields[4] or nil)
+  local tries, failures, interrupted = string.match(fields[3] or '0 0 0', '^(%d+) (%d+) (%d+)$')
+  group.tries, group.failed, group.interrupted = tonumber(tries), tonumber(failures), tonumber(interrupted)
+  group.leased = tonumber(fields[4] or nil)
   group.has_ended = fields[1] ~= false or fields[2] ~= false
   return group
 end

@@ -10,8 +10,9 @@
 --          HR_EPISODE_BYTES, HR_INVALID
 --
 -- What failed is charged to the episode: FAILED and TIMED_OUT cost one of its own `max_attempts`. With the last of them the group fails,
--- unless others were started beyond n. NOT_STARTED and INTERRUPTED (its process died, or the way to it was lost) cost nothing. INVALID fails
--- the group at once.
+-- unless others were started beyond n. NOT_STARTED costs nothing. INTERRUPTED (its process died, or the connection to it was lost) costs nothing
+-- `max_attempts` times, as the cause may be another episode of that process or a restart; further interruptions cost an attempt each, until the
+-- episode ends by itself. INVALID fails the group at once.
 --
 -- Law 3: an episode can't be scored again. If another build scores one of a group that has scores, the group is generated again; one to which
 -- that happens more than MOST_RESCORED times has builds that take turns, and fails.
@@ -47,9 +48,11 @@ end
 
 -- The episode has ended without a trajectory. Returns whether it begins anew.
 local function free(run, group, entry)
-  local failures = group.failed + (CHARGED[entry.status] and 1 or 0)
+  local interrupted = CHARGED[entry.status] and 0 or group.interrupted + (entry.status == 'INTERRUPTED' and 1 or 0)
+  local charged = CHARGED[entry.status] or entry.status == 'INTERRUPTED' and interrupted > run.max_attempts
+  local failures = group.failed + (charged and 1 or 0)
   local reason = entry.status .. ': ' .. words(entry.message)
-  if not FREED[entry.status] or failures >= run.max_attempts and CHARGED[entry.status] then
+  if not FREED[entry.status] or failures >= run.max_attempts and charged then
     reason = 'episode ' .. entry.at .. (FREED[entry.status] and ' failed ' .. failures .. ' times: ' or ' was refused: ') .. reason
     if not FREED[entry.status] or group.dropped >= group.count - group.n then
       fail(run, group, reason)
@@ -59,7 +62,7 @@ local function free(run, group, entry)
     return 0
   end
   forget_prefix(run, group, entry.index)
-  redis.call('HSET', group.key, 'a' .. entry.at, group.tries + 1 .. ' ' .. failures)
+  redis.call('HSET', group.key, 'a' .. entry.at, string.format('%d %d %d', group.tries + 1, failures, interrupted))
   event(run, 'began_anew', 'group', entry.id, 'index', entry.at, 'reason', reason)
   return 1
 end

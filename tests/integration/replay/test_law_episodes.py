@@ -354,6 +354,35 @@ async def test_law_6_an_episode_that_fails_is_charged_alone(replay: ReplayClient
     assert await payloads(replay) == []
 
 
+async def test_law_6_an_episode_that_ends_its_process_each_time_fails_its_group(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    """Others that were in that process are interrupted too, which costs them nothing."""
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (known,) = await leased(replay)
+    most = limits.max_attempts
+
+    async def interrupted(times: int) -> None:
+        nonlocal known
+        for _ in range(times):
+            again = await fail(replay, known, 0, "INTERRUPTED")
+            assert again is not None
+            known = again
+
+    await interrupted(most)
+    again = await fail(replay, known, 0, "TIMED_OUT")  # it ended by itself, and costs the first attempt
+    assert again is not None
+    known = again
+    await interrupted(2 * most - 2)  # `most` of them cost nothing
+    assert await fail(replay, known, 0, "INTERRUPTED") is None
+    group = await group_of(replay, known)
+    assert (group["state"], group["reason"]) == (
+        "failed",
+        f"episode 0 failed {most} times: INTERRUPTED: the program raised",
+    )
+
+
 async def test_law_6_the_group_does_without_an_episode_if_others_were_started(
     replay: ReplayClient, limits: Limits
 ) -> None:
