@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.repeats import Repeats
 from headrace.replica_client import RenderRefused, RenderRequest, StopReason
 from headrace.trajectory import FinishReason, Message
 from headrace_services.rollout.generate import detokenize
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers import BaseRenderer
 
+log = logging.getLogger(__name__)
+
+_ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 _SECTION = "policy.generation.vllm_cfg"
 # What a template, and the code that a renderer has in its place, raise for messages that they can't render.
 _UNRENDERABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
@@ -75,7 +79,7 @@ class ChatFormat:
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.utils.async_utils import make_async
 
-        vllm_cfg = config.policy.generation.vllm_cfg
+        self._vllm_cfg = vllm_cfg = config.policy.generation.vllm_cfg
         # how vLLM's serving of chats is set up too
         self.template: dict[str, Any] = {
             "chat_template": None,
@@ -95,10 +99,12 @@ class ChatFormat:
             ) from error
         # a tool call that can't be read stays in the content: what a policy writes is no fault of this process, to be logged with a trace
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        self._unread = Repeats()
         self._model = model
         self._renderer = renderer
         # where the renderer tokenizes, since a tokenizer is not for several threads at once
         self._parse = make_async(self._parsed, executor=renderer._executor)
+        self._check_parser()
 
     @property
     def special_tokens(self) -> bool:
@@ -146,15 +152,12 @@ class ChatFormat:
                 raise RenderRefused("invalid", f"the stop string {written.stop_reason!r} is not in what was written")
         if self.online.parser is None:
             return {"role": "assistant", "content": text}
-        kwargs = self.online.effective_chat_template_kwargs(chat)
-        parser = self.online.parser(tokenizer, chat.tools, chat_template_kwargs=kwargs, model_config=self._model)
-        parser.set_prompt_token_ids(prompt)
         try:
-            reasoning, content, calls = parser.parse(
-                text, chat, enable_auto_tools=self.online.enable_auto_tools, model_output_token_ids=ids
-            )
-        except Exception as error:  # whatever a parser makes of a text that a policy has written
-            raise RenderRefused("invalid", f"vLLM's parser can't read the completion: {error!r}") from error
+            reasoning, content, calls = self._read(chat, text, ids, prompt)
+        except Exception as error:  # noqa: BLE001 - whatever the parser raises for a text that the policy wrote
+            if (times := self._unread.due(type(error).__name__)) is not None:
+                log.warning("vLLM's parser can't read a completion, which stays text: %r (%d so far)", error, times)
+            return {"role": "assistant", "content": text}
         message: Message = {"role": "assistant", "content": _whole(content)}
         if reasoning is not None:
             message["reasoning"] = _whole(reasoning)
@@ -164,6 +167,32 @@ class ChatFormat:
                 for call in calls
             ]
         return message
+
+    def _read(
+        self, chat: ChatCompletionRequest, text: str, ids: Sequence[int], prompt: Sequence[int]
+    ) -> tuple[str | None, str | None, Sequence[Any] | None]:
+        """Reasoning, content and tool calls of a completion, by vLLM's parsers."""
+        kwargs = self.online.effective_chat_template_kwargs(chat)
+        tokenizer = self._renderer.get_tokenizer()
+        parser: Any = self.online.parser(tokenizer, chat.tools, chat_template_kwargs=kwargs, model_config=self._model)
+        parser.set_prompt_token_ids(prompt)
+        parsed: tuple[str | None, str | None, Sequence[Any] | None] = parser.parse(
+            text, chat, enable_auto_tools=self.online.enable_auto_tools, model_output_token_ids=ids
+        )
+        return parsed
+
+    def _check_parser(self) -> None:
+        """Raise `ServiceError` for a parser that reads no completion at all: some of vLLM's are for its server alone."""
+        if self.online.parser is None:
+            return
+        vllm_cfg, ids = self._vllm_cfg, self._renderer.get_tokenizer().encode("a")
+        try:
+            self._read(self._chat([], [_ANY_TOOL]), "a", ids, ())
+        except Exception as error:  # whatever it raises
+            raise ServiceError(
+                f"{_SECTION}.tool_parser {vllm_cfg.tool_parser}, reasoning_parser {vllm_cfg.reasoning_parser}: vLLM's parser "
+                f"can't read a completion of this model ({error!r}); choose another"
+            ) from error
 
     def _chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, **options: Any

@@ -248,6 +248,19 @@ async def test_what_is_no_tool_call_stays_in_the_content(hermes: ChatFormat, tok
     assert "tool_calls" not in message
 
 
+async def test_a_completion_that_the_parser_cant_read_is_text(
+    format_of: Callable[..., ChatFormat], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hermes = format_of(tool_parser="hermes")
+
+    def parse(*arguments: Any, **named: Any) -> Any:
+        raise ValueError("what is this?")
+
+    monkeypatch.setattr(hermes.online.parser, "parse", parse)
+    text = '<tool_call>{"name": "calculate", "arguments": {}}</tool_call>'
+    assert await hermes.derender(completion(tokenizer, f"{text}<|im_end|>")) == {"role": "assistant", "content": text}
+
+
 async def test_half_a_surrogate_pair_in_a_call_stays_an_escape(hermes: ChatFormat, tokenizer: Any) -> None:
     text = r'</think><tool_call>{"name": "\ud83d", "arguments": {"expression": "\udd8a\ud83e\udd8a"}}</tool_call>'
     (call,) = (await hermes.derender(completion(tokenizer, f"{text}<|im_end|>")))["tool_calls"]
@@ -298,6 +311,14 @@ def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> 
         ServiceError, match=r"vllm_cfg.reasoning_parser: vLLM has no parser 'qwen33'; did you mean qwen3"
     ):
         check_parser_names(config_of(model, reasoning_parser="qwen33"))
+
+
+@pytest.mark.parametrize("parsers", [{"tool_parser": "openai"}, {"reasoning_parser": "openai_gptoss"}])
+def test_a_parser_that_reads_nothing_is_refused_at_the_start(
+    format_of: Callable[..., ChatFormat], parsers: dict[str, str]
+) -> None:
+    with pytest.raises(ServiceError, match=r"can't read a completion of this model .*; choose another"):
+        format_of(**parsers)
 
 
 def test_parsers_that_do_not_go_together_are_refused(format_of: Callable[..., ChatFormat]) -> None:
