@@ -267,22 +267,42 @@ class Fleet(Scoring):
 
     def lease_to(self, taker: Taker, seen: list[Lease]) -> None:
         taker.member.answer, taker.left = seen, list(seen)
-        self._lease(taker)
+        asked = taker.most
+        is_apart = self._lease(taker)
+        taker.member.waits = not taker.episodes and not is_apart and len(seen) < asked
         assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
         taker.member.together = len(self.held_by(taker.holder))
 
-    def _lease(self, taker: Taker) -> None:
+    def _share(self, taker: Taker) -> int:
+        """Groups that a replica may get, so that others that wait get as many."""
+        waiting = [
+            id for id, member in self.members.items() if id != taker.holder and member.waits and self.healthy(id)
+        ]
+        if not waiting:
+            return taker.most
+        mine = len(self.held_by(taker.holder))
+        held = mine + sum(len(self.held_by(id)) for id in waiting)
+        groups = [each for each in self.groups.values() if not each.episodes]
+        there = sum(each.orphaned or each.passed for each in groups)
+        there += sum(not each.episodes for each in self.queue("validation"))
+        there += min(0 if self.refill else max(0, self.room(taker.version)), len(self.queue("train")))
+        return min(taker.most, max(0, math.ceil((max(there, 1) + held) / (len(waiting) + 1)) - mine))
+
+    def _lease(self, taker: Taker) -> bool:
+        """Returns whether the taker is set apart for suspects."""
         mine = [held for held in self.groups.values() if held.episodes == taker.episodes]
         suspects = sorted((held for held in mine if held.cohort is not None), key=_ticket)
         if self.held_by(taker.holder):
             if taker.member.cohort or (suspects and self._drains(taker, suspects[0])):
                 assert not taker.left, f"{taker.holder} was given {_ids(taker.left)}, and has to be empty for suspects"
-                return
+                return True
         else:
             taker.member.cohort = bool(suspects)
         if taker.member.cohort:
             self._lease_cohort(suspects, taker)
-            return
+            return True
+        if not taker.episodes:
+            taker.most = self._share(taker)
         for held in sorted((held for held in mine if held.orphaned and not held.overdue(self.now)), key=_ticket):
             if taker.fits(held, len(self.missing(held))):
                 self._hand_on(held, taker)
@@ -292,6 +312,7 @@ class Fleet(Scoring):
         if not self.refill and self._lease_passed(taker, sorted((h for h in mine if h.passed), key=_ticket)):
             room = self.room(taker.version)
             self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.episodes))
+        return False
 
     def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:
         """Those that have their place in line, as far as it is admitted. Returns whether that is all of them."""

@@ -187,6 +187,7 @@ class Member:
     leased: int = 0  # its newest `lease`, by the number of the call
     answer: list[Lease] | None = None  # to that; None if it was refused
     cohort: bool = False  # what it holds, if anything, are suspects
+    waits: bool = False  # a replica that got less than it asked for
     together: int = 0  # groups that it held when it was heard of last, by a heartbeat or a lease
 
 

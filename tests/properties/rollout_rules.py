@@ -102,6 +102,12 @@ class RolloutRules(Caller):
     def lease(self, which: int, most: int, how: str) -> None:
         self.leases += self.call("lease", self.replica(which), most, how=how) or []
 
+    @rule(most=st.sampled_from([2, 16]))
+    def all_lease(self, most: int) -> None:
+        """Who gets less than it asks for waits, and has its share of what comes later."""
+        for which in range(REPLICAS):
+            self.lease(which, most, "once")
+
     def trajectory(self, lease: Lease, index: int, versions: str, length: int = 4) -> Trajectory:
         """No two are of the same tokens, and every third is too large to travel in the call. `versions`: of the lease; with a refit in its
         middle; older than they may be."""

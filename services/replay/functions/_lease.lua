@@ -18,6 +18,10 @@
 -- at most v + A and the age at most A (law 2) without dropping anything. Under `drop` and `mask` it is ahead_steps, at least A: groups are
 -- trained as they get ready, and reserve.lua keeps law 2.
 --
+-- Shares: a replica that asked for more than it got waits for more. If others wait, a replica gets no more than its share of what there is: what
+-- can be leased now, and what it and those that wait hold already, divided equally. Else the first to ask would take all that admission allows,
+-- and the others would generate nothing.
+--
 -- Until a refill is complete no training prompt is leased: those that are still missing come before those that are there (law 5).
 --
 -- A group whose lease was lost has its place in line and its bytes already, and keeps what its trajectories can still be trained with: those
@@ -333,20 +337,43 @@ local function room_for_probe(run, taker)
   return 0
 end
 
+-- Groups that this replica may get, so that others that wait get as many. `room`: train groups that admission allows.
+local function share_of(run, taker, room)
+  local mine = redis.call('SCARD', run.base .. 'h:' .. taker.holder)
+  local waiting, held = 0, mine
+  for _, id in ipairs(redis.call('ZRANGE', registry_of(run, taker.holder), 0, -1)) do
+    if id ~= taker.holder and redis.call('HGET', replica_key(run, id), 'waits') == '1' and may_lease(run, id) then
+      waiting, held = waiting + 1, held + redis.call('SCARD', run.base .. 'h:' .. id)
+    end
+  end
+  if waiting == 0 then return taker.most end
+  local there = math.min(math.max(room, 0), redis.call('ZCARD', queue_of(run, 'train')))
+  for _, key in ipairs({of_kind(run, 'orphans'), queue_of(run, 'validation'), of_kind(run, 'passed')}) do there = there + redis.call('ZCARD', key) end
+  -- at least one, which may be a broken environment's probe: who holds least can always take it
+  local share = math.ceil((math.max(there, 1) + held) / (waiting + 1))
+  return math.min(taker.most, math.max(0, share - mine))
+end
+
 -- What the taker gets, as calls answer it.
 local function lease_to(run, taker)
-  if set_apart(run, taker) then taker.most = 0 end
+  local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
+  local bound = (taker.version + steps + 1 - run.next_step) * run.prompts_per_step - run.pinned
+  local asked, apart = taker.most, set_apart(run, taker)
+  if apart then
+    taker.most = 0
+  elseif not taker.kind then
+    taker.most = share_of(run, taker, run.refill == 0 and bound - redis.call('ZCARD', run.base .. 'line') or 0)
+  end
   if taker.most > 0 then hand_on(run, taker) end
   -- mostly there is neither
   local any = taker.most > 0 and redis.call('EXISTS', run.base .. 'broken', of_kind(run, 'passed', taker.kind)) > 0
   taker.any_broken = any and redis.call('EXISTS', run.base .. 'broken') == 1
   if taker.most > 0 then lease_from(run, 'validation', taker, math.huge) end
-  local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
-  local bound = (taker.version + steps + 1 - run.next_step) * run.prompts_per_step - run.pinned
   if taker.most > 0 and run.refill == 0 and (not any or lease_passed(run, taker, bound)) then
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end
+  if not taker.kind then redis.call('HSET', replica_key(run, taker.holder), 'waits', not apart and #taker.leases < asked and 1 or 0) end
   return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
 end
 

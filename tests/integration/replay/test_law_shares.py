@@ -1,0 +1,65 @@
+"""Replicas that wait share what there is to lease: adding one adds capacity, whoever asks first."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.replay import Lease, Limits, ReplayClient
+from tests.support.buffer import enqueue, nonce, push_all, refit, reserve, score_all, tighten
+
+ALL = 64  # groups that each replica asks for
+
+
+@pytest.fixture
+async def room(replay: ReplayClient, limits: Limits) -> int:
+    """Train groups that admission lets be in work at a time."""
+    await tighten(replay, limits, prompts_per_step=8, max_age=0)
+    await enqueue(replay, range(80))
+    return 8
+
+
+async def healthy(replay: ReplayClient, count: int) -> list[str]:
+    replicas = [nonce() for _ in range(count)]
+    for replica in replicas:
+        await replay.register(replica, {})
+    await refit(replay, 0, replicas)
+    return replicas
+
+
+async def train(replay: ReplayClient, replicas: list[str], held: dict[str, list[Lease]]) -> None:
+    """What the replicas hold is generated and trained, and they get the next weights."""
+    step = (await replay.state()).next_step
+    for lease in (lease for leases in held.values() for lease in leases):
+        await push_all(replay, lease)
+    await score_all(replay)
+    await reserve(replay, step)
+    await refit(replay, step + 1, replicas)
+
+
+async def test_law_6_each_replica_that_waits_gets_its_share_whoever_asks_first(replay: ReplayClient, room: int) -> None:
+    first, second, third, fourth = replicas = await healthy(replay, 4)
+    held = {replica: await replay.lease(replica, ALL) for replica in replicas}
+    assert [len(leases) for leases in held.values()] == [room, 0, 0, 0]  # nobody waited when the first asked
+    await train(replay, replicas, held)
+    # asking again and again gets nothing more
+    assert [len(await replay.lease(replica, ALL)) for replica in (first, second, first, second)] == [2, 2, 0, 0]
+    # the share of those that have not asked yet stays theirs, and one that holds less has what is left
+    assert [len(await replay.lease(replica, ALL)) for replica in (third, fourth, first)] == [2, 2, 0]
+
+
+async def test_law_6_only_a_replica_that_waits_has_a_share(replay: ReplayClient, room: int) -> None:
+    first, second, third = replicas = await healthy(replay, 3)
+    held = {first: await replay.lease(first, ALL), second: await replay.lease(second, ALL)}
+    assert (len(held[first]), len(held[second])) == (room, 0)
+    await train(replay, replicas, held)
+    assert len(await replay.lease(second, 1)) == 1  # which is all that it asked for
+    assert len(await replay.lease(first, ALL)) == room - 1
+    assert await replay.lease(third, ALL) == []
+
+
+async def test_law_6_a_replica_that_has_left_has_no_share(replay: ReplayClient, room: int) -> None:
+    first, second = replicas = await healthy(replay, 2)
+    held = {replica: await replay.lease(replica, ALL) for replica in replicas}
+    await train(replay, replicas, held)
+    await replay.deregister(second)
+    assert len(await replay.lease(first, ALL)) == room
