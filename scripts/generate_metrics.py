@@ -1,6 +1,6 @@
 """Generate the tables of docs/metrics.md from the registry of metrics: `python scripts/generate_metrics.py [OUTPUT]`.
 
-The output is committed; a test generates it again and compares.
+The output is committed, and a test checks that it is current.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARK = "<!-- What follows is generated from services/trainer/telemetry/metric_na
 
 
 def page(written: str) -> str:
-    """`written` up to the mark, and the tables."""
+    """Return `written` up to the mark, followed by the generated tables."""
     prose, mark, _ = written.partition(MARK)
     return "\n".join([prose + mark, *map(_section, METRIC_SECTIONS)])
 
