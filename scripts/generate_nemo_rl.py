@@ -29,49 +29,53 @@ headrace config show  examples/configs/recipes/llm/RECIPE.yaml   # the same run 
 headrace up           examples/configs/recipes/llm/RECIPE.yaml
 ```
 
-A file is read as a NeMo RL file if it, or a file it builds on, has one of {marks}: every NeMo RL file has one, and
-Headrace has none of these keys. `check`, `show` and `up` then say that they read it as a NeMo RL file.
+A file is read as a NeMo RL file if it, or a file that it builds on, has one of these keys: {marks}.
+Every NeMo RL file has one of them, and Headrace has none. `check`, `show` and `up` then report that they read it as a NeMo RL file.
 
 ## Use your configuration
 
-1. `headrace config check FILE`. Each line of the error names a key that can't be honoured, its value, the file that sets
-   it and the remedy: the most important first, at most ten lines at a time. Nothing is dropped silently: keys that are
+1. Run `headrace config check FILE`. Each line of the error names a key that can't be honoured, its value, the file that sets
+   it and the remedy. The most important come first, at most ten lines at a time. Nothing is dropped silently: keys that are
    not used are listed as not applicable, with what replaces them.
-2. Write your changes into a file of your own, so that NeMo RL's stays unchanged. It may contain keys of both:
+2. Write your changes into your own file, so that NeMo RL's stays unchanged. It may contain keys of both:
 
    ```yaml
    defaults: nemo-rl/examples/configs/grpo_math_1B.yaml
    policy: {{train_micro_batch_size: 8}}
    data: {{default: {{prompt_file: nemo-rl/examples/prompts/cot.txt}}}}
-   rollout: {{replicas: 7}}            # Headrace's own: one replica a GPU, say
+   rollout: {{replicas: 7}}            # Headrace's own key: one replica a GPU, for example
    trainer: {{num_processes: 1}}
    ```
 
-3. `headrace up MINE.yaml`. Paths of data and prompts are looked for beside the file that gives them, then in the working directory, where
-   NeMo RL looks; those in `defaults` are relative to the file.
+3. Run `headrace up MINE.yaml`. Paths of data and prompts are looked for beside the file that gives them, then in the working
+   directory, where NeMo RL looks. Paths in `defaults` are relative to the file.
 
-`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean the same as in NeMo RL;
+`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the other interpolations mean the same as in NeMo RL;
 [configuration.md](configuration.md) explains them. On the command line, keys have no `+` or `++` before them.
 
 ## The rules
 
-After interpolations are resolved, the first of these rules that applies decides about each key of the file:
+Interpolations are resolved first. Then the first of these rules that applies decides about each key of the file:
 
 1. **The table below** says that the key is used, used under another name, replaced (listed, with its replacement) or
    refused. If several rows match, the most exact one counts: a full key before `moe_router_*`, and that before `**`, which matches
-   everything below. A key that matches only a `*` but is nearly the same as another key of its section is treated as a
+   everything below. A key may match only a `*` but be nearly the same as another key of its section. It is then treated as a
    misspelling, and refused with the key that was probably meant.
 2. **A key of Headrace** is used. It may be in NeMo RL's file or in yours.
 3. **An unknown key that asks for nothing** (null, false, empty) is listed, and never refused.
-4. **An unknown key that asks for something** is refused, with its value and the nearest key that there is.
+4. **An unknown key that asks for something** is refused, with its value and the nearest existing key.
 
-Parts that NeMo RL itself ignores are listed as such and not checked: without `megatron_cfg.enabled` all
-of `megatron_cfg`; with it `dtensor_cfg`, `optimizer` and `scheduler`, which `megatron_cfg.optimizer` and
-`megatron_cfg.scheduler` replace; `async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data
-set names; a type of truncated importance sampling without a ratio.
+Parts that NeMo RL itself ignores are listed as such and not checked:
 
-Sections of engines that Headrace replaces (Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
-and transports of refits, the data plane) are listed: vLLM generates whatever `policy.generation.backend` says.
+- all of `megatron_cfg`, without `megatron_cfg.enabled`;
+- with `megatron_cfg.enabled`, `dtensor_cfg`, `optimizer` and `scheduler`: `megatron_cfg.optimizer` and
+  `megatron_cfg.scheduler` replace the last two;
+- `async_rl`, if `async_grpo` (`async_ppo`) is given;
+- environments that no data set names;
+- a type of truncated importance sampling without a ratio.
+
+Sections of engines that Headrace replaces are listed: Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
+and transports of refits, the data plane. vLLM generates whatever `policy.generation.backend` says.
 
 A NeMo RL file implies the following values, unless it sets these keys itself:
 
@@ -79,21 +83,28 @@ A NeMo RL file implies the following values, unless it sets these keys itself:
 | --- | --- |
 {implied}
 
-In NeMo RL, `loss_fn.sequence_is_aggregation` is the sum over a sequence; Headrace's own default, the mean, does not shrink
-the update of long completions. NeMo RL cuts a prompt longer than `data.max_input_seq_length` and leaves it out of the loss,
-but keeps its place in the batch; Headrace leaves its problem out from the start. NeMo RL's schedules count calls of `train()`,
-of which a step of PPO makes `ppo_epochs`.
+Details of the translation:
 
-A null for a key that can't be null in Headrace means Headrace's default. Megatron's schedules (linear warm-up, then constant,
-linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become torch's. Weight decay comes from Megatron's scheduler
-and must not change during the run. `freeze_moe_router` applies if Megatron is enabled. Older releases:
-`dtensor_cfg` is `automodel_cfg`; a `data` section without `train` is the flat form, with the validation set that came
-with its data set; `checkpointing.metric_name: val_reward` is `val:accuracy`; `ratio_eps_min` and `ratio_eps_max` are
-`ratio_clip_min` and `ratio_clip_max`.
+- In NeMo RL, `loss_fn.sequence_is_aggregation` is the sum over a sequence. Headrace's own default is the mean, which does not shrink
+  the update of long completions.
+- NeMo RL cuts a prompt longer than `data.max_input_seq_length` and leaves it out of the loss, but keeps its place in the batch.
+  Headrace leaves its problem out from the start.
+- NeMo RL's schedules count calls of `train()`. A step of PPO makes `ppo_epochs` of them.
+- A null for a key that can't be null in Headrace means Headrace's default.
+- Megatron's schedules (linear warm-up, then constant, linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become
+  torch's. Weight decay comes from Megatron's scheduler and must not change during the run.
+- `freeze_moe_router` applies if Megatron is enabled.
+
+Older releases:
+
+- `dtensor_cfg` is `automodel_cfg`.
+- A `data` section without `train` is the flat form, with the validation set that came with its data set.
+- `checkpointing.metric_name: val_reward` is `val:accuracy`.
+- `ratio_eps_min` and `ratio_eps_max` are `ratio_clip_min` and `ratio_clip_max`.
 
 ## The table
 
-`*` is a name, a number or any part of a name, `**` everything below. `automodel_cfg` stands for `dtensor_cfg` as well.
+`*` is a name, a number or any part of a name; `**` is everything below. `automodel_cfg` also stands for `dtensor_cfg`.
 """
 
 TITLES = {
@@ -119,7 +130,7 @@ def page() -> str:
 
 
 def _rows(rules: Iterable[Rule]) -> Iterable[str]:
-    """One row for neighbours that say the same."""
+    """Yield one row for each series of neighbouring rules with the same text."""
     for says, group in itertools.groupby(rules, key=_says):
         keys = ", ".join(f"`{key}`" for key in shortened(rule.key for rule in group))
         yield f"| {keys} | {says} |"
