@@ -64,7 +64,7 @@ def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
 def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[dict[Keys, Any], list[str]]:
     """The value of each expression, and one line for each that has none; for one that grows without end that line alone."""
     # imported here because it takes 0.1 s, and most files have no interpolation
-    from headrace.config.evaluate import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
+    from headrace.config.resolvers import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
 
     # one that can't be parsed would spoil the whole container
     problems = [_problem(keys, text, str(error)) for keys, text in expressions.items() if (error := parse_error(text))]
