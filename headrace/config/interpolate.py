@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.config.keys import ItemPath
 from headrace.errors import ConfigError
-
-Keys = tuple[str | int, ...]
 
 MISSING = "???"
 
@@ -43,7 +42,7 @@ def escape(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
-def _expressions(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+def _expressions(value: Any, keys: ItemPath) -> Iterator[tuple[ItemPath, str]]:
     if isinstance(value, str) and ("${" in value or value == MISSING):
         yield keys, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -51,7 +50,7 @@ def _expressions(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
         yield from _expressions(inner, (*keys, key))
 
 
-def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
+def _replaced(value: Any, keys: ItemPath, results: Mapping[ItemPath, Any]) -> Any:
     if keys in results:
         return results[keys]
     if isinstance(value, dict):
@@ -61,7 +60,7 @@ def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
     return value
 
 
-def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[dict[Keys, Any], list[str]]:
+def _evaluate(expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> tuple[dict[ItemPath, Any], list[str]]:
     """The value of each expression, and one line for each that has none; for one that grows without end that line alone."""
     # imported here because it takes 0.1 s, and most files have no interpolation
     from headrace.config.resolvers import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
@@ -71,7 +70,7 @@ def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[d
     if problems:
         return {}, problems
     evaluation = Evaluation(expressions, whole)
-    results: dict[Keys, Any] = {}
+    results: dict[ItemPath, Any] = {}
     for keys, text in expressions.items():
         try:
             results[keys] = evaluation.result(keys)
@@ -82,7 +81,7 @@ def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[d
     return results, problems
 
 
-def _problem(keys: Keys, text: str, error: str) -> str:
+def _problem(keys: ItemPath, text: str, error: str) -> str:
     key = ".".join(map(str, keys))
     if text == MISSING:
         return f"{key}: {text} marks a value that must be given; set it, for example {key}=…"

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.inherit import Inherited, merge, read
 from headrace.config.interpolate import expressions, resolve
+from headrace.config.keys import Keys
 from headrace.config.root import Config
 from headrace.config.text import line_of, parse
 from headrace.errors import ConfigError
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 PREFIX = "HEADRACE_"
 _COMMAND_LINE = "command line"
-
-Keys = tuple[str, ...]
 
 # each file of NeMo RL has one of these keys, and Headrace has none of them
 NEMO_RL_KEYS = (

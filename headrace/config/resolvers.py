@@ -10,9 +10,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
-
-Keys = tuple[str | int, ...]
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -53,7 +52,7 @@ class Evaluation:
     stand for 10⁹ values. So each is replaced by a call that gives its value, and what is written out is counted.
     """
 
-    def __init__(self, expressions: Mapping[Keys, str], whole: dict[str, Any]) -> None:
+    def __init__(self, expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> None:
         for name, function in _ARITHMETIC.items():
             OmegaConf.register_resolver(name, _of_numbers(name, function), replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
@@ -68,7 +67,7 @@ class Evaluation:
         for keys, number in self._numbers.items():
             self._put(keys, _call(number))
 
-    def result(self, keys: Keys) -> Any:
+    def result(self, keys: ItemPath) -> Any:
         """What the expression at `keys` stands for, as plain values. Raises an error of OmegaConf's, `InterpolationsTooLarge` among
         them."""
         if keys not in self._expressions:
@@ -78,13 +77,13 @@ class Evaluation:
         except RecursionError as error:
             raise InterpolationResolutionError("it contains itself") from error
 
-    def _holder(self, keys: Keys) -> Any:
+    def _holder(self, keys: ItemPath) -> Any:
         node: Any = self._container
         for key in keys[:-1]:
             node = node[key]
         return node
 
-    def _put(self, keys: Keys, text: str) -> None:
+    def _put(self, keys: ItemPath, text: str) -> None:
         self._holder(keys)[keys[-1]] = text
 
     def _value(self, number: int) -> Any:

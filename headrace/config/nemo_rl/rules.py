@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-Keys = tuple[str, ...]
+from headrace.config.keys import Keys
+
 Whole = Mapping[str, Any]
 
 Does = Literal["used", "renamed", "replaced", "refused"]

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.keys import Keys
 from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
 from headrace.config.nemo_rl.gathered import GATHERERS
 from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
 from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
-from headrace.config.nemo_rl.rules import Keys, Rule, Table, look, off, sources
+from headrace.config.nemo_rl.rules import Rule, Table, look, off, sources
 from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
 from headrace.config.text import in_yaml
 
