@@ -44,8 +44,8 @@ SAVE_DEADLINE_S = 600.0
 POLL_S = 1.0
 # While services start.
 LOOK_S = 0.2
-# Longest time between two questions that counts as a service's silence.
-LONGEST_GAP_S = 10.0
+# The most that one poll adds to the silence of a service that did not answer.
+LONGEST_PROBE_GAP_S = 10.0
 # In place of a status: the service took the connection, and said nothing.
 NO_ANSWER = 504
 
@@ -348,7 +348,7 @@ class Pipeline:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
         # a supervisor that was itself frozen, or waited for the buffer, must not take its own silence for a service's
         now = time.monotonic()
-        after_s, self._asked = min(now - self._asked, LONGEST_GAP_S), now
+        after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
         await asyncio.gather(
             *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
         )
