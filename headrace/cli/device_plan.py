@@ -68,7 +68,7 @@ def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
     )
 
 
-def told_threads(planned: Threads, config: Config, child: str) -> dict[str, str]:
+def thread_variables(planned: Threads, config: Config, child: str) -> dict[str, str]:
     """What a child's environment has of the threads, unless they are configured: torchrun would set OMP_NUM_THREADS for its ranks."""
     if child == "trainer" and config.trainer.num_threads == "auto" and planned.trainer is not None:
         return {"HEADRACE_TRAINER__NUM_THREADS": str(planned.trainer)}
@@ -77,7 +77,7 @@ def told_threads(planned: Threads, config: Config, child: str) -> dict[str, str]
     return {}
 
 
-def told(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
+def device_variables(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
     """What a child's environment has of the plan: its devices, and its share of one that is shared, unless that is configured."""
     if child == "trainer":
         own, share, key = plan.trainer, TRAINER_SHARE, "trainer.gpu_memory_fraction"

@@ -131,11 +131,11 @@ class Children:
         )
         threads = device_plan.threads_of(config, plan)
         for each in children:
-            told = device_plan.told_threads(threads, config, each.name)
+            variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
-                told |= device_plan.told(plan, config, each.name)
+                variables |= device_plan.device_variables(plan, config, each.name)
             own = child_environ(os.environ) if each.environ is None else each.environ
-            each.environ = {**own, **told}
+            each.environ = {**own, **variables}
         return children
 
 

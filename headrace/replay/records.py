@@ -375,8 +375,8 @@ def info_of(data: bytes) -> dict[str, str | int | float | bool]:
         info = _decode_info(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return {"unreadable": str(error)}
-    unfit = [name for name, value in info.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {"unreadable": f"{', '.join(unfit)}: not a finite number"} if unfit else info
+    not_finite = [name for name, value in info.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {"unreadable": f"{', '.join(not_finite)}: not a finite number"} if not_finite else info
 
 
 def epoch_of(reply: Sequence[bytes]) -> Epoch:
