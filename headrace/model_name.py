@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.backoff import pause_after
 from headrace.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -17,8 +18,9 @@ log = logging.getLogger(__name__)
 # as the hub's own client has it
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?/)?[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 
-# Between the tries at a hub that can't be reached: a name may be unknown for a moment.
-_PAUSES_S = (1.0, 2.0)
+# Tries to reach the Hub, and the pauses between them: a host name may fail to resolve for a moment.
+_MOST_TRIES = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -128,16 +130,16 @@ def _reach_hub(name: str, file: str) -> None:
     answers whatever it may, is left to the client."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    for pause_s in (*_PAUSES_S, None):
+    for tries in range(1, _MOST_TRIES + 1):
         try:
             get_hf_file_metadata(hf_hub_url(name, file))
         except Exception as error:  # noqa: BLE001 - the client's own, of whatever library it uses
             refusal = _refusal(error)
             if refusal is None:
                 return
-            if pause_s is None:
+            if tries == _MOST_TRIES:
                 raise refusal from None
-            time.sleep(pause_s)
+            time.sleep(pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S))
         else:
             return
 
