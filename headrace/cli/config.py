@@ -79,12 +79,13 @@ def optimizer_steps(config: Config) -> str:
         passes = f" in each of {epochs} passes" if epochs > 1 else ""
         return f"{each} optimizer step{'s' if each > 1 else ''}{passes}"
 
-    if config.ppo is None:
-        return f"grpo: {batch} a step, {steps(config.policy_batch, 1)}"
-    ppo = config.ppo
-    told = f"ppo: {batch} a step, {steps(config.policy_batch, ppo.ppo_epochs)} of the policy"
-    if ppo.policy_training_start_step:
-        told += f" from step {ppo.policy_training_start_step} on"
-    if not ppo.adv_estimator.has_value_model:
-        return f"{told}, no value model"
-    return f"{told}, {steps(config.value_batch, ppo.value_epochs)} of the value model"
+    start = algorithm.first_policy_step
+    line = f"{algorithm.name}: {batch} a step, {steps(config.policy_batch, algorithm.policy_epochs(start))}"
+    if not algorithm.value_epochs:
+        return line
+    line += " of the policy"
+    if start:
+        line += f" from step {start} on"
+    if not algorithm.adv_estimator.has_value_model:
+        return f"{line}, no value model"
+    return f"{line}, {steps(config.value_batch, algorithm.value_epochs)} of the value model"

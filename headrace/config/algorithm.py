@@ -231,13 +231,18 @@ class AlgorithmConfig(Section):
         """P times n: trajectories in a trainer step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    @property
+    def first_policy_step(self) -> int:
+        """The first trainer step that trains the policy; earlier ones train the value model alone."""
+        return 0
+
     def policy_epochs(self, step: int) -> int:
         """Passes of the policy over the batch of trainer step `step`; 0 while a value model is trained alone."""
         return 1
 
     @property
     def value_epochs(self) -> int:
-        """Passes of the value model over each batch."""
+        """Passes of the value model over each batch; 0 for an algorithm that never has one."""
         return 0
 
     @property

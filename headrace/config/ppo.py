@@ -99,8 +99,12 @@ class PPOConfig(AlgorithmConfig):
     def asynchrony(self) -> AsyncConfig:
         return self.async_ppo
 
+    @property
+    def first_policy_step(self) -> int:
+        return self.policy_training_start_step
+
     def policy_epochs(self, step: int) -> int:
-        return self.ppo_epochs if step >= self.policy_training_start_step else 0
+        return self.ppo_epochs if step >= self.first_policy_step else 0
 
     @property
     def value_epochs(self) -> int:

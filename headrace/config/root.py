@@ -169,7 +169,7 @@ class Config(Section):
         models = {"policy.model_name": self.policy.model_name}
         if self.grpo is not None and self.grpo.adv_estimator.teacher_model_name is not None:
             models[TEACHER_KEY] = self.grpo.adv_estimator.teacher_model_name
-        if self.ppo is not None and self.ppo.adv_estimator.has_value_model and self.value.model_name is not None:
+        if self.algorithm.adv_estimator.has_value_model and self.value.model_name is not None:
             models["value.model_name"] = self.value.model_name
         return models
 
@@ -189,8 +189,8 @@ class Config(Section):
             return "loss_fn.sequence_level_importance_ratios true"
         if loss.truncated_importance_sampling_type == "seq-mask-tis":
             return "loss_fn.truncated_importance_sampling_type seq-mask-tis"
-        if self.ppo is not None and self.ppo.adv_estimator.has_value_model:
-            return f"ppo.adv_estimator.name {self.ppo.adv_estimator.name}"
+        if self.algorithm.adv_estimator.has_value_model:
+            return f"{self.algorithm.name}.adv_estimator.name {self.algorithm.adv_estimator.name}"
         if self.grpo is not None and self.grpo.adv_estimator.kl_to_go:
             return "grpo.adv_estimator.kl_to_go true"
         if not loss.token_level_loss and (generation.top_k is not None or generation.top_p < 1):
