@@ -42,7 +42,8 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _State(msgspec.Struct):
-    """The part of a checkpoint's state that is read here. The keys of `metrics` are those of `checkpointing.metric_name` (`val:accuracy`)."""
+    """The part of a checkpoint's state that is read here. The keys of `metrics` are those of `checkpointing.metric_name`
+    (`val:accuracy`)."""
 
     timeline: str
     ancestors: tuple[str, ...] = ()

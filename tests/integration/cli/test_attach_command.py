@@ -149,4 +149,4 @@ def test_the_token_for_another_machine_is_printed(config: Config) -> None:
     line = CliRunner().invoke(app, ["env", "token", "exact", "--run", folder]).stdout
     assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
     unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
-    assert "has no such environment in a process of its own (it has exact)" in str(unknown.exception)
+    assert "has no environment of this name in its own process; it has exact" in str(unknown.exception)

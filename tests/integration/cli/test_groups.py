@@ -48,7 +48,7 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
 
         listed = said("groups", "list", "--run", folder, "--state", "queued", "--state", "failed")
         assert sorted(listed.split()) == ["e0-train-1", "e0-train-2", "failed", "queued"]
-        assert "--state lost: no such state" in refused("groups", "list", "--run", folder, "--state", "lost")
+        assert "--state lost is not a state" in refused("groups", "list", "--run", folder, "--state", "lost")
 
         out = tmp_path / "out.jsonl"
         assert "2 trajectories" in said("groups", "export", "--run", folder, "-o", out)

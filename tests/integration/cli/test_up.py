@@ -177,7 +177,7 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     if not real:
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
-        run.wait_for("The run goes on with the other replicas.")
+        run.wait_for("The run continues with the other replicas.")
         assert "can't go on: exit code 1" in run.said()
         assert "this machine has no place for it" in run.said()
         (folder / "refused").unlink()
@@ -240,7 +240,7 @@ def test_environments_are_started_attached_waited_for_started_again_and_repaired
     run.wait_for("waits for environment mine, ")
     run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
     run.wait_for(" s: it is broken: KeyError: 'anwser' (")
-    run.wait_for(f"; correct {misspelt}, and the run goes on\n")
+    run.wait_for(f"; fix {misspelt}, and the run continues\n")
     log = folder / "logs" / "environment-file.log"
     assert "Judge raised KeyError" in log.read_text()
     assert "completion: " in log.read_text()
@@ -259,8 +259,8 @@ def test_environments_are_started_attached_waited_for_started_again_and_repaired
     attach = [sys.executable, script, f"127.0.0.1:{hub}"]
     others = [subprocess.Popen([*serve, "--port", str(port)], stderr=subprocess.DEVNULL), subprocess.Popen(attach)]
     try:
-        run.wait_for(f"waits no longer for environment away at 127.0.0.1:{port}")
-        run.wait_for("waits no longer for environment mine")
+        run.wait_for(f"no longer waits for environment away at 127.0.0.1:{port}")
+        run.wait_for("no longer waits for environment mine")
         misspelt.write_text(JUDGE)
         run.wait_for(f"environment-file: {misspelt} has changed; killed, to be started again")
         run.wait_for("step 1: reward")

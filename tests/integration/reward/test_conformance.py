@@ -314,7 +314,7 @@ def test_the_command_says_what_is_wrong_and_how_to_mend_it(tmp_path: Path) -> No
     assert wrong.returncode == 1
     (line,) = [line.strip().split(maxsplit=3) for line in wrong.stdout.splitlines() if line.startswith("wrong")]
     assert line[1:] == ["golden", "samples", r"'\x1b[2Jfour': reward 8, not 1"]
-    assert "to mend golden samples: the environment or the sample is wrong" in wrong.stdout
+    assert "to fix golden samples: the environment or the sample is wrong" in wrong.stdout
     assert "\x1b" not in wrong.stdout
 
 

@@ -159,7 +159,7 @@ def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> Non
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "waits for environment told at 127.0.0.1:5, 3 s: no answer",
         "waits for environment told at 127.0.0.1:5, 64 s: no answer",
-        "waits no longer for environment told at 127.0.0.1:5",
+        "no longer waits for environment told at 127.0.0.1:5",
     ]
     summary.waits = [Wait("environment told", 0.4, "\x1b[2Jgone")]
     assert r"waits for environment told, 0 s: \x1b[2Jgone" in shown(draw(summary))

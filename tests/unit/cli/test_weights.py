@@ -142,10 +142,10 @@ def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path)
     output = tmp_path / "out"
     output.mkdir()
     assert headrace("export", "adder", "-o", output).returncode == 0
-    assert "there is something in this folder" in error_of(headrace("export", "adder", "-o", output))
-    assert "there is a file of this name" in error_of(headrace("export", "adder", "-o", output / "config.json"))
+    assert "the folder is not empty" in error_of(headrace("export", "adder", "-o", output))
+    assert "config.json is a file" in error_of(headrace("export", "adder", "-o", output / "config.json"))
     inside = run / "checkpoints" / "step_6" / "policy" / "copy"
-    assert "inside the model's own folder" in error_of(headrace("export", "adder", "-o", inside))
+    assert "is inside the model's own folder" in error_of(headrace("export", "adder", "-o", inside))
     # a folder that was exported is a model like any other, and keeps its card
     assert headrace("export", output, "-o", tmp_path / "again").returncode == 0
     assert (tmp_path / "again" / CARD).read_text() == (output / CARD).read_text()

@@ -143,7 +143,7 @@ def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said:
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
     config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
-    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge': no such program"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge' is not a program"):
         environment_processes.check(config)
 
 
@@ -160,7 +160,7 @@ def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file:
     checked = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exact"])
     assert checked.exit_code == 0, checked.output
     assert checked.stdout.splitlines()[1:] == [
-        "environment away: 127.0.0.1:5, which the run waits for if it isn't there",
+        "environment away: 127.0.0.1:5; the run waits until it is up",
         "environment program: `headrace up` starts sh -c 'x y'",
         f"environment file: `headrace up` serves {file}:Exact",
     ]
