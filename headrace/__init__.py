@@ -1,6 +1,7 @@
 """Headrace's base package: the environment SDK, and what all services share (contract, configuration and client).
 
-It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK."""
+It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def serve(
     answered. `tls_cert` and `tls_key` are PEM files. All three files are read again when they change. A `host` beyond the loopback
     interface requires all three, unless `insecure` is true.
 
-    Raises `ServiceError` if the port is busy, `ConfigError` if a file is missing or can't be used."""
+    Raises `ServiceError` if the port is busy, `ConfigError` if a file is missing or can't be used.
+    """
     # only a process that serves loads gRPC
     from pathlib import Path
 
@@ -79,7 +81,8 @@ def attach(
     `environment NAME TOKEN` (`headrace env token NAME` prints it), and `tls_ca`, the PEM file of the authority that signed the hub's
     certificate (default: the system's authorities). `insecure` does without TLS, on a network that you trust.
 
-    Raises `ServiceError` if the hub refuses the environment, `ConfigError` for arguments that can't be used."""
+    Raises `ServiceError` if the hub refuses the environment, `ConfigError` for arguments that can't be used.
+    """
     from headrace import attachment
     from headrace.errors import ConfigError
 

@@ -14,7 +14,8 @@ _OPEN = ("/health", "/ping")
 class KeyGuard:
     """ASGI middleware for vLLM's server that requires the key in `VLLM_API_KEY` as `Authorization: Bearer KEY`.
 
-    Only liveness checks need no key. vLLM itself asks for the key under some paths only."""
+    Only liveness checks need no key. vLLM itself asks for the key under some paths only.
+    """
 
     def __init__(self, app: Any) -> None:
         """Raises `KeyError` without a key."""

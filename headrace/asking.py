@@ -24,7 +24,8 @@ async def ask(send: Send, samples: Sequence[Sample], timeout_s: float) -> list[S
     """Return the scores of `samples`, in order. Samples that the environment did not start are sent again after a pause. After `timeout_s`
     they stay NOT_STARTED.
 
-    Raises `CodecError` for too few or too many results, and whatever `send` raises."""
+    Raises `CodecError` for too few or too many results, and whatever `send` raises.
+    """
     until = time.monotonic() + timeout_s
     scores: dict[int, Score] = {}
     left = list(range(len(samples)))

@@ -62,7 +62,8 @@ class DialOptions:
 class Attachment:
     """An environment that is attached to a hub, in a thread with its own event loop.
 
-    `scored` counts the samples and episodes answered with a score, `failed` those that failed."""
+    `scored` counts the samples and episodes answered with a score, `failed` those that failed.
+    """
 
     def __init__(
         self, hub: str, environment: Environment, name: str, capacity: int | None, options: Callable[[], DialOptions]
@@ -402,7 +403,8 @@ def dial_options(
     """Return a function that gives the options. It is called each time `hub` is dialled: another run may be behind a port of this machine
     by then.
 
-    Raises `ConfigError` for options that don't go together, or that would send a token in plain text to another machine."""
+    Raises `ConfigError` for options that don't go together, or that would send a token in plain text to another machine.
+    """
     if token is not None and token_file is not None:
         raise ConfigError(f"token and token_file {token_file!r}: give one of them")
     local = target_is_local(hub)

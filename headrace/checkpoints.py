@@ -9,7 +9,8 @@ same rule.
     {"timeline": "93ab…", "version": 40}     version 41 and later ones are of this timeline
 
 A trainer holds the lock of the folder (`.trainer.lock`) while it lives. The lock shows `headrace rewind` and people that a trainer is at
-work. It never keeps a trainer from starting, because the holder may be frozen for good."""
+work. It never keeps a trainer from starting, because the holder may be frozen for good.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def best_first(
 ) -> list[int]:
     """Return the versions of the checkpoints with these metrics, the best by `metric_name` first.
 
-    Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better."""
+    Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.
+    """
     sign = 1.0 if higher_is_better else -1.0
 
     def merit(version: int) -> tuple[bool, float, int]:

@@ -1,6 +1,7 @@
 """The `headrace` command: its subcommands, and the exit code of a failure.
 
-A command is imported only when it is called: a service that `headrace up` starts needs none of the others."""
+A command is imported only when it is called: a service that `headrace up` starts needs none of the others.
+"""
 
 from __future__ import annotations
 

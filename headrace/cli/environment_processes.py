@@ -74,7 +74,8 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
     """Return the processes of the environments that `headrace up` starts, by name. Their ports must be settled.
 
     ENVIRONMENT_* variables give a program its address and the token to ask for. It trusts `security.tls_ca`, and otherwise inherits the
-    user's environment."""
+    user's environment.
+    """
     started = {}
     trusts = trusting(config.security.tls_ca, logs.parent / "authorities.pem")
     for name, env in config.env.items():

@@ -2,7 +2,8 @@
 
 The supervisor writes `+PGID` and `-PGID` lines to the guard's standard input; the pipe closes when the supervisor ends, for whatever
 reason. Every service leads its own process group. So the guard reaches grandchildren too (engine processes, torchrun ranks, the embedded
-server), while the kernel's parent-death signal reaches direct children only."""
+server), while the kernel's parent-death signal reaches direct children only.
+"""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class Pipeline:
         self._show([])
 
     async def _until_loaded(self, client: ReplayClient) -> None:
-        """Wait until each replica's engine is up: while vLLM starts, it takes what others allocate on its device for its own."""
+        """Wait until each replica's engine is up. While vLLM starts, it attributes other processes' allocations on its device to itself."""
         loaded: set[Any] = set()
         while any(child.pid not in loaded for child in self.children.rollouts):
             await asyncio.sleep(LOOK_S)
@@ -338,14 +338,14 @@ class Pipeline:
             self._show([])
 
     async def _recall(self, client: ReplayClient) -> None:
-        """Read what earlier starts of the run trained, which is no news of this one."""
+        """Read what earlier starts of the run trained, so that it is not displayed as new."""
         with contextlib.suppress(ReplayUnavailable):
             for entry in await client.metrics(self.summary.last_entry):
                 self.summary.add(*entry)
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        # a supervisor that was itself frozen, or waited for the buffer, must not take its own silence for a service's
+        # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
         now = time.monotonic()
         after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
         await asyncio.gather(
@@ -379,7 +379,7 @@ class Pipeline:
         self._show(replicas, after_s, runners)
 
     async def _counts(self, client: ReplayClient) -> dict[str, int]:
-        """The groups by state, of the lane that the run is about."""
+        """Return the groups by state, of the lane that the run is about."""
         if not self.summary.evaluates:
             return (await client.state()).counts
         counts: dict[str, int] = (await client.stats())["counts"]["validation"]
@@ -393,7 +393,7 @@ class Pipeline:
                     child.fruitless = 0
 
     def _say_prompts(self) -> None:
-        """Say how many prompts there are, once the trainer has counted them."""
+        """Print the numbers of prompts, once the trainer has counted them."""
         if (written := _written(self._prompts)) != self._prompts_before:
             self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
@@ -440,7 +440,7 @@ class Pipeline:
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written; None if there is none."""
+    """Return when a file was written; None if it doesn't exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -448,7 +448,7 @@ def _written(path: Path) -> int | None:
 
 
 def _json(text: str) -> Any:
-    """The JSON value, or None for text that was cut off because its sender died."""
+    """Return the JSON value, or None for text that was cut off because its sender died."""
     try:
         return json.loads(text)
     except ValueError:
@@ -456,7 +456,7 @@ def _json(text: str) -> Any:
 
 
 def _reason(answer: str) -> str:
-    """Why a service is not ready, of the answer of its `/readyz`."""
+    """Return why a service is not ready, from the answer of its `/readyz`."""
     said = _json(answer)
     return str(said.get("reason") or "") if isinstance(said, dict) else ""
 
@@ -477,7 +477,7 @@ def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
 async def http_get(
     host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
 ) -> tuple[int, str]:
-    """(status, body) of a GET over HTTP/1.0; status 0 if nothing listens there, `NO_ANSWER` if what listens is silent."""
+    """GET over HTTP/1.0. Return (status, body). The status is 0 if nothing listens there, and `NO_ANSWER` if the listener is silent."""
     target = reached(host)
     try:
         async with asyncio.timeout(timeout_s):

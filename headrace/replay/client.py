@@ -83,7 +83,8 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
     async def reopen_run(self, limits: Limits, opened: str) -> bool:
         """Call `open_run` again if the server lost it; returns whether it had. `opened` is what `stats` says.
 
-        Raises `WrongTimeline` if it lost nothing: another start of the replay service has set the limits since."""
+        Raises `WrongTimeline` if it lost nothing: another start of the replay service has set the limits since.
+        """
         if opened == self._opened:
             return False
         await self._open(limits)

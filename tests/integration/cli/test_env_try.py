@@ -62,7 +62,7 @@ def test_what_can_not_be_tried_is_refused_before_anything_starts(tmp_path: Path,
     assert "gone.py can't be read" in said(tmp_path / "gone.py")
     assert "nowhere: neither FILE.py nor the host:port of a process" in said("nowhere")
     assert "gone.jsonl: can't be read" in said(file, tmp_path / "gone.jsonl")
-    assert "no run and no model" in said(file, prompts, tmp_path)
+    assert "neither a run nor a model" in said(file, prompts, tmp_path)
     assert "no does not exist" in said(file, prompts, tiny_model, "--html", tmp_path / "no" / "page.html")
     assert "an evaluation sets grpo.val_period itself" in said(file, prompts, tiny_model, "--set", "grpo.val_period=3")
     prompts.write_text("\n")

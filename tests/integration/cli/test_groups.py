@@ -75,4 +75,4 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}: no run there" in refused("groups", "list", "--run", tmp_path)
+    assert f"{tmp_path} is not a run" in refused("groups", "list", "--run", tmp_path)

@@ -218,7 +218,7 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
     Journal(folder / JOURNAL).append("train", 0, "a", {})
     said = refused("up", config, "grpo.seed=7", "grpo.max_num_steps=5")
-    assert "run test has trained steps, and can't go on" in said
+    assert "run test has trained steps, and can't continue" in said
     assert "grpo.seed: 42 -> 7" in said
     assert "max_num_steps" not in said
 
@@ -268,7 +268,7 @@ def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(
 ) -> None:
     environ = instead_of(tmp_path / "services", rollout="idle_rollout")
     said = error_of(headrace_process("up", config, f"policy.model_name={broken_model}", environ=environ))
-    assert "can't go on: exit code 1" in said
+    assert "can't continue: exit code 1" in said
     assert str(broken_model) in said
 
 

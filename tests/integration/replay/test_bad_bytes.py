@@ -98,7 +98,7 @@ async def test_what_nobody_can_read_of_a_replica_is_shown_of_that_replica_alone(
     assert msgspec.json.decode(msgspec.json.encode(stats["replicas"])) == stats["replicas"]
     out = io.StringIO()
     show(out, await replay.state(), await replay.replicas(), [], await replay.bias(), None)
-    assert out.getvalue().count("what it says of itself can't be read (") == len(stored)
+    assert out.getvalue().count("its description of itself can't be read (") == len(stored)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ def check(tmp_path: Path, *overrides: str) -> Config:
         ),
         (
             ["grpo.adv_estimator.minus_baseline=false"],
-            "minus_baseline false with name grpo: it is of reinforce_plus_plus",
+            "minus_baseline false with name grpo: only reinforce_plus_plus uses it",
         ),
-        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: it is of reinforce_plus_plus alone"),
+        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: only reinforce_plus_plus uses it"),
         (
             ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"],
             "kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true",
