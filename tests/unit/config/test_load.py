@@ -159,7 +159,7 @@ def test_an_unknown_key_shows_its_value(file: Path) -> None:
         ("HEADRACE_GRPO__NUM_PROMPTS_PER_STEPS", "grpo.num_prompts_per_step"),
         ("HEADRACE_GRP__SEED", "HEADRACE_GRPO__SEED"),
         ("HEADRACE_GRPO_SEED", "HEADRACE_"),
-        ("HEADRACE_ZZZZ", "no such section"),
+        ("HEADRACE_ZZZZ", "the section does not exist"),
     ],
 )
 def test_an_unknown_variable_is_an_error_too(file: Path, variable: str, near: str) -> None:
@@ -341,8 +341,8 @@ def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
         ("grpo.seed=[1", "grpo.seed: not valid YAML"),
         ("run.id={{ x }}", "run.id: not valid YAML: a key is a mapping; put text that begins with { or [ in quotes"),
         ("grpo.seed=!!int abc", "grpo.seed: not valid YAML: 'abc' is not a valid int"),
-        ("data.train.7.size=3", "data.train is a list of 2, and '7' none of 0 to 1"),
-        ("data.train.first.size=3", "data.train is a list of 2, and 'first' none of 0 to 1"),
+        ("data.train.7.size=3", "data.train has 2 items; index '7' is out of range (0 to 1)"),
+        ("data.train.first.size=3", "data.train has 2 items; index 'first' is out of range (0 to 1)"),
     ],
 )
 def test_an_override_that_is_none_is_refused(file: Path, override: str, said: str) -> None:
