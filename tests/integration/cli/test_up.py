@@ -305,7 +305,7 @@ def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_l
     light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
     unknown = up(1, f"env.mine.target={file}:Jugde", **light)
     assert unknown.ends() == 1
-    assert f"env.mine.target {file}:Jugde: {file} defines no Jugde; it has Judge" in unknown.said()
+    assert f"env.mine.target {file}:Jugde: {file} does not define Jugde; it defines Judge" in unknown.said()
     assert "replay: starting" not in unknown.said()
 
     file.write_text(f"import nonexistent_module\n{JUDGE}")

@@ -96,7 +96,10 @@ def test_a_schedule_is_written_as_nemo_rl_writes_it(tmp_path: Path) -> None:
     [
         ("policy.scheduler.2.milestones=[50, 60]", "2 schedulers need 1 milestones, not 2"),
         ("policy.scheduler.2.milestones=[0]", "milestones [0] are not ascending steps of 1 or more"),
-        ("policy.scheduler.0.name=torch.optim.lr_scheduler.LambdaLR", "unknown scheduler 'torch.optim.lr_scheduler.LambdaLR'"),
+        (
+            "policy.scheduler.0.name=torch.optim.lr_scheduler.LambdaLR",
+            "unknown scheduler 'torch.optim.lr_scheduler.LambdaLR'",
+        ),
         (
             "policy.scheduler.0.kwargs.gamma=2",
             "LinearLR takes no gamma; it takes end_factor, start_factor, total_iters",

@@ -52,7 +52,7 @@ def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
         (
             ECHO,
             {"dataset_name": "arithmetic"},
-            "env_name 'echo' is of type verifiers, which has tasks of its own alone",
+            "env_name 'echo' is of type verifiers, which has only its own tasks",
         ),
         ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo', which is of another type"),
         (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers, .* leave it out"),
