@@ -48,7 +48,7 @@ async def test_an_evaluated_group_that_can_not_be_read_has_failed_and_the_others
     assert not isinstance(good, CodecError)
     done, failed, unknown = await replay.evaluated(ids)
     assert ([one.group.id for one in done], unknown) == ([ids[0], ids[2]], [])
-    assert failed == {ids[1]: f"what was evaluated can't be read: {bad}"}
+    assert failed == {ids[1]: f"its trajectories can't be read: {bad}"}
 
 
 @pytest.mark.parametrize(
