@@ -44,7 +44,7 @@ class Reloading:
     """
 
     def __init__(self, files: CertificateFiles) -> None:
-        """Raises `ConfigError`."""
+        """Load the files. Raises `ConfigError`."""
         self.files = files
         self._context = files.context()
         self._signature = files.signature()

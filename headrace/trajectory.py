@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
+    """The sampling parameters of a group's completions. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
 
     `top_k` (None: all) keeps the largest probabilities at that temperature, and `top_p` the fewest of those that sum to at least it.
     """

@@ -138,12 +138,12 @@ class Tasks:
                 )
         if index >= len(self._read):
             raise UnsupportedEnvironment(
-                f"there is no task {index}: the task set has {len(self._read)}, and had others when the run's rows were made"
+                f"task {index} does not exist: the task set has {len(self._read)}, and had others when the run's rows were made"
             )
         task = self._read[index]
         if task.key != key:
             raise UnsupportedEnvironment(
-                f"task {index} is another than when the run's rows were made (its key is {task.key}, and was {key}): the task set must be "
+                f"task {index} has changed since the run's rows were made (its key is {task.key}, and was {key}), but the task set must be "
                 "the same each time it is loaded; give it a seed, and all processes of the run the same version"
             )
         return task
@@ -186,7 +186,7 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
         budgets = {"retries": resolved.retries, **{f"{name}.retries": agent.retries for name, agent in agents.items()}}
         if (key := retried(budgets)) is not None:
             raise UnsupportedEnvironment(
-                f"{key}: a run begins failed episodes anew itself (replay.max_attempts); leave it out"
+                f"{key}: a run itself restarts failed episodes (replay.max_attempts); leave it out"
             )
         return vf.load_environment(resolved), policy
     except UnsupportedEnvironment:

@@ -280,7 +280,7 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             here = here[slot]
         elif isinstance(here.get(slot), str) and "${" in here[slot]:
             at = ".".join(keys[: depth + 1])
-            raise ConfigError(f"{given}: {at} is {here[slot]!r:.60}, which has no keys of its own; set {at} as a whole")
+            raise ConfigError(f"{given}: {at} is {here[slot]!r:.60}, not a section of keys; set {at} as a whole")
         else:
             here[slot] = {}
             here = here[slot]

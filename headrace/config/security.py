@@ -8,7 +8,7 @@ from headrace.config.base import Section
 
 
 class SecurityConfig(Section):
-    """Every machine has its own files; docs/security.md lists what each token permits."""
+    """Credentials and TLS. Every machine has its own files; docs/security.md lists what each token permits."""
 
     insecure: bool = Field(
         False, description="listen and connect beyond the loopback interface without TLS and credentials"

@@ -166,8 +166,8 @@ def test_a_task_is_found_by_its_place_and_has_the_key_that_its_row_has() -> None
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"index": 1, "key": "other"}, r"task 1 is another than .* \(its key is k1, and was other\)"),
-        ({"index": 2, "key": "k2"}, "there is no task 2: the task set has 2"),
+        ({"index": 1, "key": "other"}, r"task 1 has changed since .* \(its key is k1, and was other\)"),
+        ({"index": 2, "key": "k2"}, "task 2 does not exist: the task set has 2"),
         ({"index": -1, "key": "k1"}, "names no task"),
         ({"index": "1", "key": "k1"}, "names no task"),
         (None, "names no task"),
