@@ -134,7 +134,7 @@ class Tasks:
                 self._read += itertools.islice(self._rest, max(0, index + 1 - len(self._read)))
             case _:
                 raise UnsupportedEnvironment(
-                    f"task {asked!r:.200} names no task: let the rows come from `dataset_name: verifiers`"
+                    f"task {asked!r:.200} names no task; take the rows from `dataset_name: verifiers`"
                 )
         if index >= len(self._read):
             raise UnsupportedEnvironment(
