@@ -40,7 +40,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
 from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
-from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, HANGS, INTERRUPTED
+from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
 from headrace_services.weight_channel.transport import Arrived, Backend, Channel, ClosedChannels, GroupRank, receive
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
             secret=bytes.fromhex(init_info.secret),
         )
-        with _mark_interrupted():
+        with _interrupting():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:
@@ -248,7 +248,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         buckets = receive(self._channel, manifest, deadline)
         try:
             while True:
-                with _mark_interrupted():
+                with _interrupting():
                     bucket = next(buckets, None)
                 if bucket is None:
                     return
@@ -282,40 +282,45 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
 
 class WeightChannelExtension:
-    """A mixin for vLLM's worker class. The calls of a refit return why they failed, or None, and never raise: vLLM raises at the first
-    worker that does, and leaves the answers of the others in their queues, where the next call would take them for its own."""
+    """A mixin for vLLM's worker class.
+
+    The calls of a refit never raise. They return a `RefitFailure`, or None. If one worker raised, vLLM would raise at once and leave the
+    other workers' answers in their queues, where the next call would take them for its own.
+    """
 
     weight_transfer_engine: WeightChannelEngine
     vllm_config: VllmConfig
 
-    def join_group(self, init_info: dict[str, Any]) -> str | None:
+    def join_group(self, init_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
+        return self._failure_of(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
 
-    def receive_weights(self, update_info: dict[str, Any]) -> str | None:
+    def receive_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
+        return self._failure_of(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
 
-    def discard_weights(self, update_info: dict[str, Any]) -> str | None:
+    def discard_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
+        return self._failure_of(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
 
     def attention_backends(self) -> list[str]:
         """The names of what computes this worker's attention."""
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
-    def _reason(self, call: Callable[[], None]) -> str | None:
+    def _failure_of(self, call: Callable[[], None]) -> RefitFailure | None:
         try:
             with set_current_vllm_config(self.vllm_config):
                 call()
+        except TransferInterrupted as error:
+            return RefitFailure("interrupted", str(error))
         except WeightChannelError as error:
-            return str(error)
+            return RefitFailure("failed", str(error))
         except Restartable as error:
-            return f"{HANGS}: {error}"
+            return RefitFailure("hangs", str(error))
         except Exception as error:
             logger.exception("a refit failed")
-            return f"{type(error).__name__}: {error}"
+            return RefitFailure("failed", f"{type(error).__name__}: {error}")
         return None
 
 
@@ -331,13 +336,12 @@ def _counting_by(count: Callable[..., tuple[int, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mark_interrupted() -> Iterator[None]:
-    """Mark errors of the collective in their text: only the text reaches the service, and the trainer must know whether this replica is at
-    fault."""
+def _interrupting() -> Iterator[None]:
+    """Raise an error of the collective as `TransferInterrupted`: it is not this replica's fault."""
     try:
         yield
     except WeightChannelError as error:
-        raise WeightChannelError(f"{INTERRUPTED}: {error}") from error
+        raise TransferInterrupted(str(error)) from error
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightChannelEngine)

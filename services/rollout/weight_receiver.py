@@ -11,8 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from headrace.config import Config
@@ -34,10 +35,19 @@ ADAPTER_ID = 1
 MOE_BACKEND = "triton"
 # a worker gives up at its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0
-# How `weight_engine` begins a reason that is the collective's, and one for which the process must end: only a text comes from a worker.
-INTERRUPTED, HANGS = "transfer interrupted", "the collective hangs"
 
 T = TypeVar("T")
+
+
+class RefitFailure(msgspec.Struct, frozen=True):
+    """Why a worker of the engine did not complete a step of a refit: the answer of `WeightChannelExtension`.
+
+    `kind` decides who is to blame. failed: this replica. interrupted: the collective, through no fault of this replica. hangs: a call of
+    the collective never ended, so the process must be restarted.
+    """
+
+    kind: Literal["failed", "interrupted", "hangs"]
+    reason: str
 
 
 class TransferInterrupted(WeightChannelError):
@@ -216,7 +226,7 @@ class WeightReceiver:
         if group == self._group:
             return
         if group == rendezvous.previous_group:
-            raise TransferInterrupted(f"{INTERRUPTED}: this replica is no longer in group {group}")
+            raise TransferInterrupted(f"joining the group was interrupted: this replica is no longer in group {group}")
         self._group = None
         request = {
             "group_id": group,
@@ -252,17 +262,19 @@ class WeightReceiver:
         self._group = group  # a group that lost a transfer is never used again
 
     async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:
-        """Have every worker of the engine do `method` of the extension. What one says against it is raised, once all have answered."""
+        """Run `method` of the extension in every worker of the engine. Once all have answered, raise the failure that decides: a worker that
+        hangs, then one that failed, then one that was interrupted."""
         calls = self._engine.collective_rpc(method, kwargs=arguments)
-        reasons = [reason for reason in await self._call(what, calls, rendezvous.timeout_s) if reason is not None]
-        if not reasons:
-            return
-        if hangs := [reason for reason in reasons if reason.startswith(HANGS)]:
-            raise Restartable(f"{what}: {hangs[0]}")
-        # who is interrupted because another worker of this replica failed is not what the replica is judged by
-        own = [reason for reason in reasons if not reason.startswith(INTERRUPTED)]
-        kind = WeightChannelError if own else TransferInterrupted
-        raise kind(f"{what}: {(own or reasons)[0]}")
+        # vLLM's RPC returns a struct as a plain map, unless pickles are allowed (VLLM_ALLOW_INSECURE_SERIALIZATION)
+        answers = msgspec.convert(await self._call(what, calls, rendezvous.timeout_s), list[RefitFailure | None])
+        failures = {answer.kind: answer.reason for answer in reversed(answers) if answer is not None}
+        if "hangs" in failures:
+            raise Restartable(f"{what}: {failures['hangs']}")
+        # a failed worker interrupts the replica's other workers, so its failure is the one that counts
+        if "failed" in failures:
+            raise WeightChannelError(f"{what}: {failures['failed']}")
+        if "interrupted" in failures:
+            raise TransferInterrupted(f"{what} was interrupted: {failures['interrupted']}")
 
     async def _pause(self) -> None:
         """Pause the engine until an update has succeeded (idempotent)."""
