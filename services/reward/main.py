@@ -20,14 +20,14 @@ from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
-from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore
-from headrace_services.reward.environments.reward_model import RewardModel
 from headrace_services.reward.functions import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.programs import EpisodeBackend
+from headrace_services.reward.reward_model import RewardModel
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0

@@ -25,7 +25,8 @@ from headrace.service import die_with_parent
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
-from headrace_services.reward.environments import BuiltInEnvironment, make
+from headrace_services.reward.environments import make
+from headrace_services.reward.environments.base import BuiltInEnvironment
 from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied

@@ -262,8 +262,8 @@ class WeightReceiver:
         self._group = group  # a group that lost a transfer is never used again
 
     async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:
-        """Run `method` of the extension in every worker of the engine. Once all have answered, raise the failure that decides: a worker that
-        hangs, then one that failed, then one that was interrupted."""
+        """Run `method` of the extension in every worker of the engine. Once all have answered, raise the worst failure: "hangs", then
+        "failed", then "interrupted"."""
         calls = self._engine.collective_rpc(method, kwargs=arguments)
         # vLLM's RPC returns a struct as a plain map, unless pickles are allowed (VLLM_ALLOW_INSECURE_SERIALIZATION)
         answers = msgspec.convert(await self._call(what, calls, rendezvous.timeout_s), list[RefitFailure | None])

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment
+from headrace_services.reward.environments.base import BuiltInEnvironment
 from headrace_services.reward.scoring_worker import main
 
 ENDS_AT_SIGHT = "end"

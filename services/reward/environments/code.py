@@ -19,7 +19,7 @@ from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame
 
 # Reads what to call, and with what, from standard input; writes what that returns to standard output, which the program's own prints

@@ -14,7 +14,7 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
 from headrace_services.reward.build import version_of
-from headrace_services.reward.environments import BuiltInEnvironment, choice, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")

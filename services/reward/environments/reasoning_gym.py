@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
 from headrace_services.reward.build import version_of
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 

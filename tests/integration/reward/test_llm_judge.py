@@ -18,7 +18,7 @@ from headrace.config.data import EnvConfig
 from headrace.errors import ConfigError
 from headrace.exposure import check
 from headrace.trajectory import Score
-from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore, question
+from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from headrace import Sample
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
-from headrace_services.reward.environments.reward_model import ModelProcess, RewardModel
 from headrace_services.reward.model_process import Conversation, ModelSpecification, RewardModelOnDevice
+from headrace_services.reward.reward_model import ModelProcess, RewardModel
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub, until

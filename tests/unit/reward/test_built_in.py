@@ -14,7 +14,8 @@ from headrace.config.data import EnvConfig
 from headrace.tagged_json import to_json
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace.wire import sample_from_wire, sample_to_wire
-from headrace_services.reward.environments import Extract, extract_answer, make
+from headrace_services.reward.environments import make
+from headrace_services.reward.environments.base import Extract, extract_answer
 from headrace_services.reward.environments.math import Math
 from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 from headrace_services.reward.environments.reasoning_gym import ReasoningGym

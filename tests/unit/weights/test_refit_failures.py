@@ -18,9 +18,9 @@ INTERRUPTED = RefitFailure("interrupted", "a peer died")
 HANGS = RefitFailure("hangs", "only a new process can continue")
 
 
-async def raised_by(*answers: RefitFailure | None, encoder: Any = msgspec.msgpack.Encoder()) -> Exception | None:
+async def raised_by(*answers: RefitFailure | None) -> Exception | None:
     async def collective_rpc(method: str, kwargs: dict[str, Any]) -> Any:
-        return msgspec.msgpack.decode(encoder.encode(answers))
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(answers))
 
     engine: Any = SimpleNamespace(collective_rpc=collective_rpc)
     rendezvous: Any = SimpleNamespace(timeout_s=5.0)

@@ -14,7 +14,7 @@ from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
-from headrace_services.reward.environments import cut_off
+from headrace_services.reward.environments.base import cut_off
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
 from headrace_services.reward.pool import WorkerProcess

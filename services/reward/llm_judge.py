@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.tls import client_context
 from headrace.trajectory import Score
 from headrace_services.reward.build import build_of
-from headrace_services.reward.environments import cut_off, shown
+from headrace_services.reward.environments.base import cut_off, shown
 from headrace_services.reward.hosted import Hosted
 
 _MAX_ANSWER_BYTES = 256 * 1024
