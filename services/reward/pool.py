@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from google.protobuf.message import DecodeError
 
+from headrace.backoff import pause_after
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
@@ -24,7 +25,8 @@ from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDen
 from headrace_services.reward.scoring_worker import ScoreRequest, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
-_RESTART_PAUSE_S = 1.0
+# the pause after a restart that failed, and the longest one
+_RESTART_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _END_TIMEOUT_S = 5.0
 # A worker kills a child that is late itself; if it doesn't answer this much later, it is the worker that hangs.
 _GRACE_S = 5.0
@@ -216,7 +218,8 @@ class WorkerProcess:
         self._usable = True
 
     async def restart(self) -> None:
-        """Restart the process, as often as it takes; `problem` holds the reason meanwhile."""
+        """Restart the process, and retry with growing pauses until it runs. `problem` holds the reason meanwhile."""
+        failures = 0
         while not self.alive:
             await self.kill()
             try:
@@ -224,8 +227,10 @@ class WorkerProcess:
                 self.problem = None
             except ServiceError as error:
                 self.problem = str(error)
-                _log.warning("%s; trying again", error)
-                await asyncio.sleep(_RESTART_PAUSE_S)
+                failures += 1
+                pause_s = pause_after(failures, _RESTART_PAUSE_S, _LONGEST_PAUSE_S)
+                _log.warning("%s; retrying in %.0f s", error, pause_s)
+                await asyncio.sleep(pause_s)
 
     async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
         began = time.monotonic()
