@@ -26,7 +26,7 @@ from headrace.wire import check_trajectory, episode_from_wire
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
-from headrace_services.reward.recent import Recent
+from headrace_services.reward.recent import RecentResults
 
 _DESCRIBE_TIMEOUT_S = 1.0
 # For how long an episode waits for the end of another. Its runner's clocks run meanwhile.
@@ -361,7 +361,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._access = access
         self._streams: set[AttachedStream] = set()
         self._in_hand: collections.Counter[str] = collections.Counter()
-        self._recent = {name: Recent(time.monotonic()) for name in environments}
+        self._recent = {name: RecentResults(time.monotonic()) for name in environments}
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""

@@ -147,7 +147,7 @@ class WorkerPool:
             results: list[pb.Result | None]
             if others:
                 trajectories = [job.trajectory for job in jobs]
-                results = await worker.tell_at_sight(first.environment, trajectories, first.timeout_s)
+                results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
             else:
                 results = [await worker.score(first.environment, first.trajectory, first.timeout_s)]
             for job, result in zip(jobs, results, strict=True):
@@ -248,7 +248,7 @@ class WorkerProcess:
             reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
-    async def tell_at_sight(
+    async def quick_results(
         self, environment: str, trajectories: Sequence[bytes], timeout_s: float
     ) -> list[pb.Result | None]:
         """The results of those that can be told at sight. None has to answer for a worker that is late or dies meanwhile: which of them

@@ -12,7 +12,7 @@ from headrace.v1 import trajectory_pb2
 _WINDOW_S = 60.0
 
 
-class Recent:
+class RecentResults:
     """Counts of one environment's results, and how long those with a reward took."""
 
     def __init__(self, now: float) -> None:

@@ -96,7 +96,7 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
             case [one]:
                 results = [_result(sandbox, environments, one, asked.timeout_s)]
             case several:
-                results = [_at_sight(environments, each) for each in several]
+                results = [_quick_result(environments, each) for each in several]
         write_frame(replies, msgspec.msgpack.encode(results))
 
 
@@ -123,12 +123,12 @@ def _check_threads() -> None:
         )
 
 
-def _at_sight(environments: Mapping[str, BuiltInEnvironment], trajectory: bytes) -> bytes | None:
+def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: bytes) -> bytes | None:
     """The result, if it can be told at sight; of an error too its own turn has to say so."""
     wire = pb.Trajectory.FromString(trajectory)
     environment = environments[wire.environment]
     try:
-        found = environment.at_sight(sample_from_wire(wire))
+        found = environment.quick_score(sample_from_wire(wire))
     except Exception:  # noqa: BLE001
         return None
     return None if found is None else score_to_wire(checked(environment, found)).SerializeToString()
@@ -143,7 +143,7 @@ def _result(
     wire = pb.Trajectory.FromString(trajectory)
     environment, sample = environments[wire.environment], sample_from_wire(wire)
     try:
-        found = environment.at_sight(sample) or environment.observe(sample, deadline)
+        found = environment.quick_score(sample) or environment.observe(sample, deadline)
     except Exception as error:  # noqa: BLE001  # as in `score_one`
         return score_to_wire(failed(environment, error)).SerializeToString()
     if found is not None:

@@ -41,11 +41,18 @@ from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
 from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
 from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
-from headrace_services.weight_channel.transport import Arrived, Backend, Channel, ClosedChannels, GroupRank, receive
+from headrace_services.weight_channel.transport import (
+    Backend,
+    Channel,
+    ClosedChannels,
+    GroupRank,
+    ReceivedTensor,
+    receive,
+)
 
 logger = logging.getLogger(__name__)
 
-Buckets = Iterator[list[Arrived]]
+Buckets = Iterator[list[ReceivedTensor]]
 # the tensors of an adapter by name, each with its checksum
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -257,7 +264,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             self.shutdown()
             raise
 
-    def _copy_kept(self, bucket: list[Arrived]) -> None:
+    def _copy_kept(self, bucket: list[ReceivedTensor]) -> None:
         """Give vLLM copies of those tensors that it keeps, for layers that miss others: their memory is used again."""
         storages = {one.tensor.untyped_storage()._cdata for one in bucket}
 

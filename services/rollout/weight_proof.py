@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
-from headrace_services.weight_channel.transport import Arrived
+from headrace_services.weight_channel.transport import ReceivedTensor
 
 # Columns of a packed matrix that are read back, others in each update: side by side, since what reads one from memory has read the next. A
 # matrix is packed as a whole, so an old copy is old in all of them.
@@ -100,7 +100,7 @@ class WeightProof(TorchDispatchMode):
         self._columns: dict[int, slice] = {}
         self._copied = 0
 
-    def load(self, bucket: Sequence[Arrived]) -> None:
+    def load(self, bucket: Sequence[ReceivedTensor]) -> None:
         """Have the model load these tensors, each loader under `watch`. Their checksums are read later."""
         self._known = {one.tensor.data_ptr(): (one.tensor.numel(), one.checksum) for one in bucket}
         self._model.load_weights((one.name, one.tensor) for one in bucket)  # type: ignore[operator]

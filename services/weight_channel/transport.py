@@ -442,7 +442,7 @@ class ClosedChannels:
             channel.join(timeout_s)
 
 
-class Arrived(NamedTuple):
+class ReceivedTensor(NamedTuple):
     """A tensor that was received. Its checksum is there when the next bucket is asked for: it is computed meanwhile, by a thread beside the
     one that loads."""
 
@@ -495,7 +495,7 @@ def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.
     return checksums
 
 
-def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[Arrived]]:
+def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[ReceivedTensor]]:
     """A rank above 0: the manifest's tensors, a bucket at a time, while the next one travels. A bucket's memory is used again as soon as
     the next one is asked for.
 
@@ -513,7 +513,7 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
                 values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
                 summed = beside.submit(_sum, values, sums, torch.cuda.current_stream(device) if flat.is_cuda else None)
                 yield [
-                    Arrived(spec.name, value.view(spec.shape), known)
+                    ReceivedTensor(spec.name, value.view(spec.shape), known)
                     for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
                 ]
                 summed.result()

@@ -19,7 +19,7 @@ class Evaluating(BuiltInEnvironment):
         super().__init__(name, env)
         self.build = "1"
 
-    def at_sight(self, sample: Sample) -> Score | None:
+    def quick_score(self, sample: Sample) -> Score | None:
         if sample.completion == ENDS_AT_SIGHT:
             os._exit(1)
         return Score("SCORED", reward=0.0) if sample.completion == "" else None

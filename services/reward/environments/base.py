@@ -36,10 +36,10 @@ class BuiltInEnvironment(Environment):
         self.build = build_of(name, env, *software)
 
     def score(self, sample: Sample) -> float | Score:
-        found = self.at_sight(sample)
+        found = self.quick_score(sample)
         return self.judge(sample) if found is None else found
 
-    def at_sight(self, sample: Sample) -> Score | None:
+    def quick_score(self, sample: Sample) -> Score | None:
         """The score of a sample that takes no more than a comparison, `judge`'s to the letter; None for all others. A worker needs no
         child for it, which would cost a hundred times as much: nothing of the completion is parsed."""
         return cut_off(self.env, sample)

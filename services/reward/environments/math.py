@@ -37,9 +37,9 @@ class Math(BuiltInEnvironment):
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         _equal(_parse("\\boxed{\\frac{1}{2}}", _EXPECTED), _parse("1/2", _ANSWER))  # grammars, and sympy's own modules
 
-    def at_sight(self, sample: Sample) -> Score | None:
+    def quick_score(self, sample: Sample) -> Score | None:
         expected, said = str(sample.extra_env_info.get("answer")), sample.completion
-        if (found := super().at_sight(sample)) is not None:
+        if (found := super().quick_score(sample)) is not None:
             return found
         plain = self.env.extract == "none" and self.env.tolerance is None
         if plain and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):

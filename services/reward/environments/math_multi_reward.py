@@ -26,8 +26,8 @@ class MathMultiReward(BuiltInEnvironment):
         super().__init__(name, env)
         self.description = "correctness, integer and format of an answer, as components"
 
-    def at_sight(self, sample: Sample) -> Score | None:
-        cut_off = super().at_sight(sample)
+    def quick_score(self, sample: Sample) -> Score | None:
+        cut_off = super().quick_score(sample)
         return cut_off and Score("SCORED", reward=0.0, components=_NONE, metadata=cut_off.metadata)
 
     def judge(self, sample: Sample) -> float | Score:

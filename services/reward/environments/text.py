@@ -54,8 +54,8 @@ class Length(BuiltInEnvironment):
         most = "" if env.max_tokens is None else env.max_tokens
         self.description = f"tokens, {env.min_tokens} to {most}"
 
-    def at_sight(self, sample: Sample) -> Score | None:
-        return super().at_sight(sample) or self.judge(sample)
+    def quick_score(self, sample: Sample) -> Score | None:
+        return super().quick_score(sample) or self.judge(sample)
 
     def judge(self, sample: Sample) -> Score:
         tokens, env = len(sample.completion_token_ids), self.env

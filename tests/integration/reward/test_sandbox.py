@@ -42,7 +42,7 @@ class EvaluatingWorker(WorkerProcess):
     async def look_through(self, *completions: str) -> list[Score | None]:
         samples = [sample_to_wire(Sample(completion, environment="evaluating")) for completion in completions]
         wires = [sample.SerializeToString() for sample in samples]
-        found = await self.tell_at_sight("evaluating", wires, TIMEOUT_S)
+        found = await self.quick_results("evaluating", wires, TIMEOUT_S)
         return [None if result is None else score_from_wire(result) for result in found]
 
 

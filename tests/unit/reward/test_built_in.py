@@ -29,7 +29,7 @@ from headrace_services.reward.scoring_worker import score_one
 def test_a_score_told_at_sight_is_what_math_verify_says(expected: object, said: str) -> None:
     environment = Math("math", EnvConfig(type="math"))
     sample = Sample(said, extra_env_info={"answer": expected})
-    found = environment.at_sight(sample)
+    found = environment.quick_score(sample)
     assert found in (None, environment.judge(sample))
     plain = {"132", "-7", "7", "-0", "0", "12", "9" * 18}
     assert (found is not None) == (str(expected) in plain and said in plain)

@@ -139,7 +139,7 @@ def test_length_falls_off_on_both_sides(tokens: int, reward: float) -> None:
 def test_length_needs_no_child() -> None:
     environment = make("brief", EnvConfig(type="length", max_tokens=3))
     sample = Sample("x", completion_token_ids=(1, 2, 3, 4))
-    assert environment.at_sight(sample) == environment.judge(sample)
+    assert environment.quick_score(sample) == environment.judge(sample)
 
 
 @pytest.mark.parametrize(
