@@ -7,7 +7,8 @@ from headrace_services.reward.environments.base import BuiltInEnvironment
 
 
 def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
-    """Create the built-in environment of `env.<name>`. Raises `ImportError` if its library is not installed."""
+    """Create the built-in environment of `env.<name>`. Imports its module only now, because some need heavy libraries. Raises `ImportError`
+    if a library is not installed."""
     kind = env.kind(name)
     if kind == "math":
         from headrace_services.reward.environments.math import Math

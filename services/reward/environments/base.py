@@ -1,4 +1,4 @@
-"""Built-in environments: their base class, and which one a `type` in the configuration names."""
+"""The base class of the built-in environments that score in a sandboxed worker, and the extraction of answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 from headrace_services.reward.build import build_of
 
-# Commas may group digits, as in 1,234,567; a minus directly after a digit or letter is an operator ("5-3" ends in 3).
+# Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = "\\boxed{"
-# A capital after "answer", in a box or in a tag, perhaps in parentheses or bold; or nothing but one.
+# A capital letter after "answer", in a box or in a tag, perhaps in parentheses or bold; `_LETTER` is a text with only that letter.
 _CHOICE = re.compile(
     r"(?:\b[Aa]nswer(?:\s+is)?\s*:?|\bANSWER\s*:|\\boxed\{|<answer>)[\s*(]{0,8}(?:\\text\{)?([A-Z])(?![A-Za-z])"
 )
@@ -27,8 +27,8 @@ _SHOWN = 1000
 
 
 class BuiltInEnvironment(Environment):
-    """Base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`, with `software` besides
-    what is here."""
+    """The base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`. `software` names the
+    libraries that they judge with."""
 
     def __init__(self, name: str, env: EnvConfig, *software: str) -> None:
         self.name = name
@@ -40,17 +40,19 @@ class BuiltInEnvironment(Environment):
         return self.judge(sample) if found is None else found
 
     def quick_score(self, sample: Sample) -> Score | None:
-        """The score of a sample that takes no more than a comparison, `judge`'s to the letter; None for all others. A worker needs no
-        child for it, which would cost a hundred times as much: nothing of the completion is parsed."""
+        """Return the score of a sample if it takes no more than a comparison, else None. It is exactly the score of `judge`.
+
+        It must not parse the completion. So a worker needs no child for it, which would cost a hundred times as much.
+        """
         return cut_off(self.env, sample)
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
-        """Load what its scores need, in a worker that has scored nothing yet; `sources` are the run's data sets that name it.
-        Raises `ConfigError` for one that it can't score."""
+        """Load what the scores need, in a worker that has scored nothing yet. `sources` are the run's data sets that name this environment.
+        Raises `ConfigError` for a data set that it can't score."""
 
     def observe(self, sample: Sample, deadline: float) -> Score | None:
-        """Find out, in the worker, what `judge` needs of a sample and its child can't, by `deadline` on the monotonic clock. A score if
-        that is the end of it."""
+        """Do the part of scoring that must happen in the worker, because the child that runs `judge` can't do it, by `deadline` on the
+        monotonic clock. Return a score if that decides it."""
         return None
 
     def judge(self, sample: Sample) -> float | Score:
@@ -58,18 +60,21 @@ class BuiltInEnvironment(Environment):
 
 
 def cut_off(env: EnvConfig, sample: Sample) -> Score | None:
-    """The score of a completion that has no end, where one is required."""
+    """Return the score of a truncated completion if `require_stop` is set, else None."""
     if env.require_stop and sample.finish_reason == "length":
         return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
     return None
 
 
 def extract_answer(completion: str, how: Extract) -> str | None:
-    r"""The answer in `completion`, or None if there is none.
+    r"""Return the answer in `completion`, or None if there is none.
 
-    "last_number" is the last number, without the commas that group its digits; "answer_tag" the text in the last
-    `<answer>…</answer>`; "answer_line" the rest of the line after the last `Answer:`, in the last 300 characters; "boxed" what is in the
-    last `\boxed{…}`; "choice" the capital letter that is said last to be the answer; "none" all of the completion.
+    - "last_number": the last number, without the commas that group its digits.
+    - "answer_tag": the text in the last `<answer>…</answer>`.
+    - "answer_line": the rest of the line after the last `Answer:`, in the last 300 characters.
+    - "boxed": the content of the last `\boxed{…}`.
+    - "choice": the last capital letter that is given as the answer.
+    - "none": the whole completion.
     """
     if how == "none":
         return completion.strip()
@@ -86,7 +91,7 @@ def extract_answer(completion: str, how: Extract) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    r"""The letter of a multiple choice that `text` gives as its answer: `B`, `(B)`, `Answer: B`, `the answer is B`, `\boxed{B}`."""
+    r"""Return the letter that `text` gives as its answer to a multiple choice: `B`, `(B)`, `Answer: B`, `the answer is B`, `\boxed{B}`."""
     if alone := _LETTER.fullmatch(text[-ANSWER_TAIL:]):
         return alone[1]
     said = _CHOICE.findall(text)
@@ -94,7 +99,7 @@ def choice(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box that is closed holds."""
+    """Return the content of the last box, or None if it is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -107,5 +112,5 @@ def _boxed(text: str) -> str | None:
 
 
 def shown(answer: str | None) -> str | None:
-    """As much of an answer as a score's metadata keeps."""
+    """Return as much of an answer as a score's metadata keeps."""
     return answer and answer[:_SHOWN]

@@ -1,4 +1,4 @@
-"""`math_multi_reward`: is the answer right, is it a whole number, is the completion written as asked? One reward component each."""
+"""`math_multi_reward`: one reward component each for a correct answer, a whole number, and the requested format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
 class MathMultiReward(BuiltInEnvironment):
-    """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or
-    1, by the rules of NeMo RL's environment of this name; the reward is their sum.
+    """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. The components are each
+    0 or 1, by the rules of NeMo RL's environment of this name. The reward is their sum.
 
-    correctness: what stands in the last `<answer>…</answer>`, or the whole completion without such a tag, is the expected answer,
-    letter by letter. integer: it is nothing but digits. format: the completion is `<think>…</think>`, a new line, and the one
-    `<answer>…</answer>`.
+    - correctness: the content of the last `<answer>…</answer>`, or without such a tag the whole completion, equals the expected answer,
+      character by character.
+    - integer: that content consists only of digits.
+    - format: the completion is `<think>…</think>`, a new line, and a single `<answer>…</answer>`.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:

@@ -303,7 +303,7 @@ async def test_a_task_without_a_safe_rule_is_refused_by_name_at_the_start() -> N
     source = DataSourceConfig(dataset_name="reasoning_gym", task="composite", env_name="gym")
     pool = WorkerPool({"gym": EnvConfig(type="reasoning_gym")}, 1, [source])
     with pytest.raises(
-        ServiceError, match=r"env\.gym can't score the task 'composite'.*These work: ab, acre, .*chain_sum"
+        ServiceError, match=r"env\.gym can't score the task 'composite'.*use one of ab, acre, .*chain_sum"
     ):
         await pool.start()
 
