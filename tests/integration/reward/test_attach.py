@@ -625,7 +625,7 @@ def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.Atta
         (
             [register(kind=reward_pb2.WORK_KIND_STEP)],
             "INVALID_ARGUMENT",
-            "sends WORK_KIND_SCORE and WORK_KIND_EPISODE alone",
+            "sends only WORK_KIND_SCORE and WORK_KIND_EPISODE",
         ),
         ([register(), register()], "INVALID_ARGUMENT", "event register: send register first and once"),
         ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: the capacity is 1"),
