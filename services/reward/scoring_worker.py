@@ -35,8 +35,8 @@ _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took
 
 
 class Specification(msgspec.Struct):
-    """What a worker scores: `env` sections by name, and the run's `data` sources, from which it can load things beforehand. `levels` are
-    the sandboxes that it may use."""
+    """The task of a worker: the `env` sections to score, by name, and the run's `data` sources, from which it can load things beforehand.
+    `levels` are the sandboxes that it may use."""
 
     environments: dict[str, dict[str, object]]
     sources: list[dict[str, object]]

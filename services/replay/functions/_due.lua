@@ -16,7 +16,7 @@ local function expire_leases(run)
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     if group.replica == '' then
-      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica to go on with it')
+      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica took it over')
     elseif run.now >= group.deadline then
       local counted = not is_broken(run, environment_of(run, group))
       requeue(run, group, 'deadline', counted, 'not finished within the deadline by ' .. who(group.replica))

@@ -174,7 +174,7 @@ end
 local function builds_take_turns(run, env, members, builds)
   local entry = {
     message = 'groups are scored by several builds in turn, the last two ' .. show(builds[1]) .. ' and ' .. show(builds[2]) ..
-      ', and one build has to score a group; attach or serve one build, or set `build` to what tells two rewards apart',
+      ', but one build must score a group; attach or serve one build, or set `build` to a name that changes only when rewards do',
   }
   if not is_broken(run, env) then return open_breaker(run, env, 'BUILDS', entry) end
   for _, member in ipairs(members) do

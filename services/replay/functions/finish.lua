@@ -73,7 +73,7 @@ local function build_of(group)
 end
 
 local function generate_again(run, group, before, build)
-  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', and one build has to score a group'
+  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', but one build must score a group'
   if redis.call('HINCRBY', group.key, 'rebuilt', 1) > MOST_RESCORED then
     fail(run, group, reason)
   else

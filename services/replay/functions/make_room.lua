@@ -30,7 +30,7 @@ local function shed(run, bytes)
     local group = load_group(run, id)
     if group.actual > 0 or (group.saves or 0) > 0 then
       bytes = bytes - group.actual
-      requeue(run, group, 'memory', false, 'the server is at its maxmemory, and groups before this one could not come in')
+      requeue(run, group, 'memory', false, 'the server has reached its maxmemory, and groups before this one could not be stored')
     end
   end
 end

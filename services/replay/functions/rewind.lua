@@ -79,7 +79,7 @@ end
 
 local function reopen_leftovers(run)
   for _, id in ipairs(redis.call('SMEMBERS', run.base .. 'unused')) do
-    requeue(run, load_group(run, id), 'rewind', false, 'the run goes on')
+    requeue(run, load_group(run, id), 'rewind', false, 'the run continues')
   end
   redis.call('UNLINK', run.base .. 'unused')
 end

@@ -41,7 +41,7 @@ local function refusal(run, group, entry, token)
     return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
   if run.backlog and tonumber(redis.call('ZSCORE', place_of(run, 'taken', environment_of(run, group)), member)) <= run.now then
-    return refuse_entry(run, 'HR_LEASE_LOST', 'the time to score trajectory ' .. member .. ' is over')
+    return refuse_entry(run, 'HR_LEASE_LOST', 'the deadline to score trajectory ' .. member .. ' has passed')
   end
 end
 
