@@ -238,7 +238,7 @@ def test_environments_are_started_attached_waited_for_started_again_and_repaired
         run.wait_for(f"\n{service}: http://127.0.0.1:")
     run.wait_for(f"waits for environment away at 127.0.0.1:{port}, ")
     run.wait_for("waits for environment mine, ")
-    run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
+    run.wait_for(f'no process is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
     run.wait_for(" s: it is broken: KeyError: 'anwser' (")
     run.wait_for(f"; fix {misspelt}, and the run continues\n")
     log = folder / "logs" / "environment-file.log"

@@ -197,7 +197,7 @@ async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
 
 async def test_tokens_of_weights_that_no_refit_has_named_never_leave(engine: Any) -> None:
     await engine.update_weight_version("default")
-    with pytest.raises(GenerationError, match="no refit has named"):
+    with pytest.raises(GenerationError, match="no refit has given a version"):
         await generate(engine, lease(), 0, "me")
 
 
