@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.expected          the table of docs/gpu.md
 
-NVIDIA's data sheet of the H100 SXM: 989.4 TFLOP/s in bfloat16 and 66.9 in float32 (`telemetry/flops.py`), 3.35 TB/s of memory. PCIe 5.0
-has 32 GT/s on each of 16 lanes, 63 GB/s each way.
+NVIDIA's data sheet of the H100 SXM: 989.4 TFLOP/s in bfloat16 and 66.9 in float32 (`telemetry/throughput.py`), 3.35 TB/s of memory. PCIe
+5.0 has 32 GT/s on each of 16 lanes, 63 GB/s each way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Expected
 from benchmarks.gpu.sizes import SIZES
 from headrace_services.trainer.memory import GIB, ModelSize, Trainee, trainer_memory
 from headrace_services.trainer.network.packing import Packing, Work, pack, plan
-from headrace_services.trainer.telemetry.flops import DATA_SHEETS, Architecture
+from headrace_services.trainer.telemetry.throughput import DATA_SHEETS, Architecture
 
 SIZE = SIZES["full"]
 PEAK = DATA_SHEETS["NVIDIA H100"]

@@ -51,7 +51,7 @@ from headrace_services.trainer.telemetry.metrics import (
     score_metrics,
 )
 from headrace_services.trainer.telemetry.plots import CURVES
-from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
+from headrace_services.trainer.telemetry.throughput import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -365,9 +365,14 @@ class Loop:
         self._awaiting_scores = 0.0
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
-        devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
         metrics = init_metrics | self._writer.take_metrics()
-        return metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
+        return metrics | self._context.meter.metrics(
+            times,
+            [extent.paths for extent in extents],
+            lead.learner.work,
+            training_devices=lead.ranks.size,
+            generating_devices=generating,
+        )
 
     async def _checkpoint(self) -> None:
         """Take a snapshot for a checkpoint, once the one before it is published."""

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.trajectory import AnyTrajectory
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.metrics import (
@@ -21,7 +20,7 @@ from headrace_services.trainer.telemetry.metrics import (
     sampling_metrics,
     score_metrics,
 )
-from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter
+from headrace_services.trainer.telemetry.throughput import Architecture, Peak, StepTimes, ThroughputMeter
 from tests.support.episodes import call, episode
 from tests.support.trainer import trajectory
 from tests.unit.trainer.loop_cases import group, reservation
@@ -71,7 +70,7 @@ def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_onc
     meter = ThroughputMeter(architecture, Peak(1.0, "a data sheet"))
     times = StepTimes(1.0, 1.0, {"policy_training": 1.0}, 0, 0, 0, 0)
     work = Work(17, 0, (4**2 + 11**2 + 2**2) / 2)
-    rates = meter.metrics(times, [one.paths for one in extents], Devices(1, 1), work)
+    rates = meter.metrics(times, [one.paths for one in extents], work, training_devices=1, generating_devices=1)
     assert (rates["performance/samples_per_sec"], rates["performance/tokens_per_sec"]) == (2, 17)
     assert rates["performance/train_flops_per_gpu"] * 1e12 == pytest.approx(6 * 17 + 6 * (4**2 + 11**2 + 2**2))
 
