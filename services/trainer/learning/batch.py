@@ -229,6 +229,15 @@ class Batch:
         """Values [N], cut into those of each trajectory."""
         return np.split(tokens, self._ends[:-1]) if len(self) else []
 
+    def over_completion(self, i: int, values: npt.NDArray[Any] | None) -> Float32:
+        """Spread a column [N] over the completion [T] of trajectory `i` (an episode's is `EpisodeTrajectory.flat`): its values at policy
+        tokens, NaN elsewhere. Without a column all are NaN."""
+        trajectory = self.trajectories[i]
+        whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
+        if values is not None:
+            whole[trajectory.places] = values[self.span_of(i)]
+        return whole
+
     def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
         """A collective. Gather every rank's rows [B, ...] into those of the whole batch, [size, ...], in its order.
 

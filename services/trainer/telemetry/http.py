@@ -22,7 +22,7 @@ from headrace.samples import SampleFiles
 from headrace.service import Ready, create_app, problems
 from headrace_services.trainer.progress import Progress
 from headrace_services.trainer.telemetry.plots import render_page
-from headrace_services.trainer.telemetry.samples_page import OF, Order, render_samples
+from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 
 REFRESH_S = 10
 # Of metrics `<first>/<name>`: the family of gauges, and the label that holds the name.

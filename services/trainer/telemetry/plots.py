@@ -24,7 +24,6 @@ from headrace.journal import Kind, Line
 from headrace.printable import printable
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
-from headrace_services.trainer.telemetry.samples import over_completion
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +117,19 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
 """
 
 
+def html_page(title: str, body: str, *, style: str = "", head: str = "", heading: str | None = None) -> str:
+    """Return a whole HTML page. `title` is text; the rest is HTML. `heading` is the text of its heading if that isn't the title."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}<title>{safe(title)}</title>'
+        f"<style>{STYLE}{style}</style></head><body><h1>{safe(heading or title)}</h1>{body}</body></html>\n"
+    )
+
+
+def safe(text: str) -> str:
+    """Return text of unknown origin as HTML: without markup, and with control characters escaped as in a terminal."""
+    return html.escape(printable(text, keep="\n\t"))
+
+
 # -- the page of curves ------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +150,8 @@ def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s
         for said in (alarms(train[-1].step, train[-1].metrics) if train else ())
     )
     failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}"
-        f"<main>{cards or '<p>No step has been trained yet.</p>'}</main></body></html>\n"
-    )
+    main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
+    return html_page(title, f"{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
 
 
 def write_page(lines: Sequence[Line], path: Path, title: str, failures: str = "") -> None:
@@ -162,12 +171,8 @@ def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[
         drawn = [(run, points) for run, lines in histories.items() if (points := _points(curve, _shown(chart, lines)))]
         note = ", ".join(part for part in (curve.label, chart.note) if part)
         cards.append(_drawn_card(chart.title, note, drawn, chart.limit))
-    title = html.escape("Headrace, " + " and ".join(histories))
     facts = "".join(f"<p>{html.escape(run)}: {html.escape(summary(lines))}</p>" for run, lines in histories.items())
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
-        f"<body><h1>{title}</h1>{facts}<main>{''.join(cards)}</main></body></html>\n"
-    )
+    page = html_page("Headrace, " + " and ".join(histories), f"{facts}<main>{''.join(cards)}</main>")
     with atomic_write(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
 
@@ -384,7 +389,7 @@ def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path
 
 def _draw_tokens(axes: Axes, batch: Batch, i: int, step: int) -> None:
     trajectory = batch.trajectories[i].flat()
-    rollout, old = (over_completion(batch, i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
+    rollout, old = (batch.over_completion(i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
     difference = np.abs(rollout - old)
     places = np.arange(difference.size)
     axes.plot(places, rollout, color=COLOURS[0], lw=1.2, marker=".", ms=3, label="inference engine")
