@@ -29,8 +29,7 @@ from headrace_services.trainer.telemetry.samples import (
     training_record,
     validation_record,
 )
-from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from headrace_services.trainer.telemetry.trackers import enabled
+from headrace_services.trainer.telemetry.trackers import TrackerThread, enabled, tracker_metrics
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,16 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.journal import Journal
 from headrace.samples import SampleFiles
-from headrace_services.trainer.telemetry import tracker_thread
+from headrace_services.trainer.telemetry import trackers
 from headrace_services.trainer.telemetry.alarm import picture_path
-from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from headrace_services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
+from headrace_services.trainer.telemetry.trackers import (
+    Opener,
+    TrackerEntry,
+    TrackerThread,
+    enabled,
+    parameters,
+    tracker_metrics,
+)
 from tests.support.processes import eventually
 from tests.support.stored_samples import sample, write
 
@@ -251,7 +257,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
 def test_a_tracker_that_is_back_gets_its_lines_without_waiting_for_the_next_one(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker_thread, "RETRY_S", 0.001)
+    monkeypatch.setattr(trackers, "RETRY_S", 0.001)
     written: list[TrackerEntry] = []
     caught_up = threading.Event()
     failures = iter([True, True])
