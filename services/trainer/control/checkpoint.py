@@ -7,7 +7,7 @@ are the run's, if another trainer of it wakes up late, is a matter of the chain 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/policy/adapter/  with `policy.lora_cfg`: the adapter in PEFT's format, which the weights beside it are merged with
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
-    step_12/training/     counters, and of each trained model its optimizer and schedule (`learning.training_state`)
+    step_12/training/     counters, and of each trained model its optimizer and schedule (`learning.optimizer`)
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
     step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)

@@ -23,9 +23,8 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
 from headrace_services.trainer.network.backbone import Write, choose_device
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
@@ -148,7 +147,7 @@ class Learner:
         if self.value is not None:
             parts.append(("value", self.value.snapshot()))
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
-        parts.append(("training", training_state.snapshot(counters, self._optimizers, moments=moments)))
+        parts.append(("training", snapshot_training(counters, self._optimizers, moments=moments)))
         return CheckpointSnapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
 
     def refuse_if_broken(self) -> None:
@@ -164,7 +163,7 @@ class Learner:
         """Restore the optimizers; raise on every rank if any rank can't."""
         problems, counters = [], Counters()
         try:
-            counters = Counters(**training_state.load(folder, self._optimizers).counters)
+            counters = Counters(**load_training(folder, self._optimizers).counters)
         except ServiceError as error:
             problems = [str(error)]
         self.ranks.raise_any(problems)

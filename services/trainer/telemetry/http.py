@@ -20,7 +20,7 @@ from headrace.http_access import FORM_PAGE
 from headrace.journal import JOURNAL, read_journal, size, surviving
 from headrace.samples import SampleFiles
 from headrace.service import Ready, create_app, problems
-from headrace_services.trainer.progress import Progress
+from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry.plots import render_page
 from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 

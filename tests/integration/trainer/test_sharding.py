@@ -21,8 +21,7 @@ from headrace.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.memory import plan
-from headrace_services.trainer.network.backbone import reduces_once
-from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
+from headrace_services.trainer.network.backbone import fill, on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import config, random_batch
