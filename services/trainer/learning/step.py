@@ -25,7 +25,7 @@ from headrace_services.trainer.learning.algorithms.statistics import all_equal
 from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
-from headrace_services.trainer.learning.losses.kl import divergences
+from headrace_services.trainer.learning.losses.terms import divergences
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.rewards import (
     mask_by_logprob_error,

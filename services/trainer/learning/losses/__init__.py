@@ -6,7 +6,7 @@ those of the whole.
 """
 
 from headrace_services.trainer.learning.losses.policy_loss import policy_loss
-from headrace_services.trainer.learning.losses.reduction import LossParts
+from headrace_services.trainer.learning.losses.terms import LossParts
 from headrace_services.trainer.learning.losses.value_loss import explained_variance, value_loss
 
 __all__ = ["LossParts", "explained_variance", "policy_loss", "value_loss"]

@@ -2,8 +2,8 @@
 
     loss = red(w l) + beta red(kl) + mu nll
 
-with, per token, `l` the clipped policy term, `w` the importance weight or 1 (`importance`), `kl` the penalty (`kl`); `red` the mean over
-tokens or sequences (`reduction`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
+with, per token, `l` the clipped policy term, `w` the importance weight or 1, `kl` the penalty, and `red` the mean over tokens or sequences
+(all three in `terms`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
 count: NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
 
 The policy term is a token's advantage times a clipped ratio of probabilities. With `curr` the policy's current log-probability:
@@ -33,14 +33,16 @@ from torch import Tensor
 
 from headrace.config.loss import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.importance import importance_metrics, importance_weights
-from headrace_services.trainer.learning.losses.kl import divergences, reference_kl
-from headrace_services.trainer.learning.losses.reduction import (
+from headrace_services.trainer.learning.losses.terms import (
     EPSILON,
     LossParts,
+    divergences,
     extremes,
+    importance_metrics,
+    importance_weights,
     loss_weights,
     mean_by_trajectory,
+    reference_kl,
     sequences_here,
     token_counts,
     token_mean,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.config.loss import ValueLossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
+from headrace_services.trainer.learning.losses.terms import LossParts, extremes, token_weights, weighted_sum
 
 
 def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
