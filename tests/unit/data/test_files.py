@@ -117,7 +117,10 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"input": "a", "output": "1", "w": NaN}', "NaN is not a JSON number"),
-        ('{"input": "a", "output": "1", "w": 1e999}', "field 'w' can't be stored as JSON and msgpack .*write it as text"),
+        (
+            '{"input": "a", "output": "1", "w": 1e999}',
+            "field 'w' can't be stored as JSON and msgpack .*write it as text",
+        ),
         ('{"input": "a\\ud800", "output": "1"}', "field 'input' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "\\ud800"}', "field 'answer' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' can't be stored as JSON and msgpack"),
