@@ -55,7 +55,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
     checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
     rank = TrainerRank(config, Ranks(), lambda keys: [payloads[key] for key in keys])
     rank.load(None if checkpoint is None else str(checkpoint))
-    now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))])
+    now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))]).metrics
     logged = lines[step].metrics
     return ReplayedStep(
         step=step,

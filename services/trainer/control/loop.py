@@ -293,23 +293,21 @@ class Loop:
         shares = shard_batch(reservation, config, lead.ranks.size)
         multipliers = [group.loss_multiplier for group in groups]
         try:
-            learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
+            trained = await context.torch(lambda: lead.step(reservation, multipliers, shares))
         except BatchRejected as rejected:
             await self._reject(reservation, rejected)
             return
         self._rejections = 0
-        origins = await context.torch(lead.origins)
-        if masked := int(learnt["masked_tokens"]):
+        origins, extents = trained.origins, [trajectory.extent for trajectory in trained.trajectories]
+        if masked := int(trained.metrics["masked_tokens"]):
             await self._call(lambda: self._replay.masked(step, self._timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
-        await self._compare_replicas(step, await context.torch(lead.error_by_replica))
-        truncated = learnt.pop("truncated")
-        extents = await context.torch(lead.extents)
-        metrics = {**learnt, **batch_metrics(reservation, groups, extents, truncated)}
+        await self._compare_replicas(step, trained.errors)
+        metrics = {**trained.metrics, **batch_metrics(reservation, groups, extents, trained.truncated)}
         environment_of = {group.id: group.env_name for group in groups}
         environments = [environment_of[trajectory.group_id] for trajectory in reservation.trajectories]
-        metrics |= score_metrics(environments, await context.torch(lead.scored))
+        metrics |= score_metrics(environments, trained.trajectories)
         episodes = {name for name, env in config.env.items() if env.episodes}
         metrics |= episode_metrics(environments, extents, episodes)
         if config.algorithm.use_dynamic_sampling:

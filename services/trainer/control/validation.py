@@ -11,7 +11,7 @@ import numpy as np
 from headrace.errors import InvalidCall
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
-from headrace_services.trainer.telemetry.metrics import Scored, score_metrics
+from headrace_services.trainer.telemetry.metrics import score_metrics
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:
@@ -30,10 +30,8 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     flat = np.array([reward for group in rewards for reward in group])
     metrics["accuracy"], metrics["reward_std"] = float(flat.mean()), float(flat.std())
     metrics["partial_credit"] = float(((flat != 0) & (flat != 1)).mean())
-    scored = [(one.group.env_name, score) for one in evaluated for _, score in one.trajectories]
-    metrics |= score_metrics(
-        [environment for environment, _ in scored], [Scored(score.components, score.timings) for _, score in scored]
-    )
+    environments = [one.group.env_name for one in evaluated for _ in one.trajectories]
+    metrics |= score_metrics(environments, [score for one in evaluated for _, score in one.trajectories])
     if any(len(group) > 1 for group in rewards):
         metrics["pass_k"] = float(np.mean([any(reward > 0 for reward in group) for group in rewards]))
     metrics["mean_length"] = float(np.mean([trajectory.length for trajectory in trajectories]))

@@ -303,7 +303,7 @@ class TwoRanks(LeadRank):
         self.ranks.size = 2
         self.others: bool | ServiceError = False
 
-    def _send(self, do: str, *arguments: Any) -> None:
+    def _announce(self, name: str, arguments: Sequence[Any]) -> None:
         pass
 
     def saved(self) -> bool:

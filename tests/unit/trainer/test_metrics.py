@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from headrace.trajectory import AnyTrajectory
+from headrace.trajectory import AnyTrajectory, Score
 from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown
@@ -14,7 +14,6 @@ from headrace_services.trainer.telemetry.metrics import (
     LONGEST_NAME,
     MOST_COMPONENTS,
     Extent,
-    Scored,
     batch_metrics,
     episode_metrics,
     sampling_metrics,
@@ -24,6 +23,10 @@ from headrace_services.trainer.telemetry.throughput import Architecture, Peak, S
 from tests.support.episodes import call, episode
 from tests.support.trainer import trajectory
 from tests.unit.trainer.loop_cases import group, reservation
+
+
+def score_of(components: dict[str, float], timings: dict[str, float]) -> Score:
+    return Score("SCORED", 1.0, components, timings=timings)
 
 
 def extent(record: AnyTrajectory) -> Extent:
@@ -124,10 +127,10 @@ def test_components_and_environments_are_labels_and_those_that_are_gone_are_not_
 
 def test_components_have_mean_and_spread_over_those_that_have_them_and_scores_their_times() -> None:
     scores = [
-        Scored({"format": 1.0, "correct": 0.0}, {"waiting": 1.0, "environment": 0.5}),
-        Scored({"format": 1.0, "correct": 1.0}, {"waiting": 2.0, "environment": 1.5}),
-        Scored({"format": 0.0}, {"waiting": 4.0, "environment": 0.0}),
-        Scored({}, {}),  # of an earlier build
+        score_of({"format": 1.0, "correct": 0.0}, {"waiting": 1.0, "environment": 0.5}),
+        score_of({"format": 1.0, "correct": 1.0}, {"waiting": 2.0, "environment": 1.5}),
+        score_of({"format": 0.0}, {"waiting": 4.0, "environment": 0.0}),
+        score_of({}, {}),  # of an earlier build
     ]
     metrics = score_metrics(["math", "math", "code", "code"], scores)
     assert metrics == {
@@ -145,7 +148,7 @@ def test_components_have_mean_and_spread_over_those_that_have_them_and_scores_th
 
 def test_names_that_an_environment_makes_up_are_bounded() -> None:
     names = ["../up", "a\n" + "b" * 200, "", ".", *(f"c{number:03}" for number in range(100))]
-    metrics = score_metrics(["math"], [Scored(dict.fromkeys(names, 1.0), {})])
+    metrics = score_metrics(["math"], [score_of(dict.fromkeys(names, 1.0), {})])
     assert len(metrics) == 2 * MOST_COMPONENTS
     parts = {name.partition("/")[2] for name in metrics}
     assert all(0 < len(part) <= LONGEST_NAME and "/" not in part and "\n" not in part for part in parts)
