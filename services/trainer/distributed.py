@@ -334,18 +334,6 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded over several ranks (`trainer.shard_within_host`, `policy.precision`).
-
-    `within_host`: each host holds a copy, sharded over its ranks (HSDP), else all ranks hold one. `bfloat16`: weights are gathered, and the
-    layers computed, in bfloat16; the shards and the sum of gradients over the ranks stay float32.
-    """
-
-    within_host: bool = False
-    bfloat16: bool = False
-
-
 def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -354,22 +342,25 @@ def shard(
     root: nn.Module,
     layers: Sequence[nn.Module],
     device: torch.device,
-    sharding: Sharding,
     *,
+    within_host: bool,
+    bfloat16: bool,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """Move `root` to `device`; with several ranks shard it by FSDP2, with one unit per layer, one for each module that is computed
-    `in_float32`, and one for the rest, so that a tied embedding and head stay together.
+    """Move `root` to `device`; with several ranks shard it by FSDP2.
 
-    What is on the meta device stays there, each rank's part of it. The rest stays gathered from the forward pass to the backward pass,
-    which begins with it; after a pass without gradients see `end_pass`.
+    There is one unit per layer, one for each module that is computed `in_float32`, and one for the rest, so that a tied embedding and head
+    stay together. `within_host` (`trainer.shard_within_host`): each host holds a copy, sharded over its ranks (HSDP); else all ranks hold
+    one. `bfloat16` (`policy.precision`): weights are gathered and layers computed in bfloat16; the shards, and the sum of gradients over
+    the ranks, stay float32.
+
+    A model on the meta device stays there, and each rank has its part of it. The rest stays gathered from the forward pass to the backward
+    pass, which begins with it. After a pass without gradients call `end_pass`.
     """
     if not several_ranks():
         root.to(device)
         return
-    shard_over(
-        _mesh(device.type, sharding.within_host), root, layers, bfloat16=sharding.bfloat16, in_float32=in_float32
-    )
+    shard_over(_mesh(device.type, within_host), root, layers, bfloat16=bfloat16, in_float32=in_float32)
 
 
 def shard_over(

@@ -172,7 +172,7 @@ def _mlp_width(text: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainee:
+class ModelUse:
     """What a step does with a model. `bytes` are those of a number in its passes; `trained` is false for a reference or a teacher."""
 
     size: ModelSize
@@ -205,14 +205,14 @@ def activations(size: ModelSize, width: int, tokens: int, *, recompute: bool) ->
     return tokens * (kept + _norm(size, width))
 
 
-def logits(model: Trainee, tokens: int) -> int:
+def logits(model: ModelUse, tokens: int) -> int:
     """Bytes of a chunk's logits while its gradients are computed: logits, log-probabilities and their gradients in float32, and the
     projection and its gradient as the model computes them."""
     return min(tokens, model.chunk or tokens) * model.size.vocabulary * (3 * 4 + 2 * model.bytes)
 
 
 def trainer_memory(
-    models: Mapping[str, Trainee],
+    models: Mapping[str, ModelUse],
     tokens: int,
     *,
     shards: int,
@@ -288,7 +288,7 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     policy = models["policy"]
     packing = Packing.of(config.policy, training=True)
     longest = config.policy.max_total_sequence_length
-    tokens = packing.tokens or (packing.trajectories or 1) * longest
+    tokens = packing.tokens or (packing.paths or 1) * longest
     engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
     assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
     width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
@@ -322,7 +322,7 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     return trainer, replica, remarks
 
 
-def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
+def _models(config: Config) -> Iterator[tuple[str, ModelUse]]:
     """The models that the run's trainer holds, by name."""
     passes = required_passes(config, optimizer_steps=1)
     settings, recompute = config.policy, config.policy.recomputes("cuda")
@@ -330,12 +330,12 @@ def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
     own = _configuration(config, "policy.model_name", settings.hf_config_overrides)
     size = ModelSize.of(own, routers=not settings.freeze_moe_router, lora=settings.lora_cfg)
     width = _bytes(settings.precision)
-    yield "policy", Trainee(size, width, trained=True, chunk=chunk, recompute=recompute)
+    yield "policy", ModelUse(size, width, trained=True, chunk=chunk, recompute=recompute)
     if "ref" in passes and not settings.lora_cfg.enabled:  # else the policy without its adapter
-        yield "reference", Trainee(size, width, trained=False, chunk=chunk, recompute=False)
+        yield "reference", ModelUse(size, width, trained=False, chunk=chunk, recompute=False)
     if "teacher" in passes:
         teacher = ModelSize.of(_configuration(config, TEACHER_KEY, {}), trained=False)
-        yield "teacher", Trainee(teacher, width, trained=False, chunk=chunk, recompute=False)
+        yield "teacher", ModelUse(teacher, width, trained=False, chunk=chunk, recompute=False)
     if "values" in passes:
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         critic = ModelSize.of(
@@ -345,7 +345,7 @@ def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
         )
         head = dataclasses.replace(critic, rest=(*critic.rest, (1, critic.hidden), (1,)), vocabulary=1)
         precision = config.value.precision or settings.precision
-        yield "value", Trainee(head, _bytes(precision), trained=True, chunk=None, recompute=recompute)
+        yield "value", ModelUse(head, _bytes(precision), trained=True, chunk=None, recompute=recompute)
 
 
 def _configuration(config: Config, key: str, overrides: Mapping[str, Any]) -> Any:

@@ -432,7 +432,7 @@ class Loop:
         errors = {replica: error for replica, error in errors.items() if replica in self._alive}
         means = {replica: of.error for replica, of in errors.items()}
         await self._call(lambda: self._replay.disagreements(step, self._timeline, means))
-        apart = alarm.apart(errors, self._config.logger.train_inference_alarm.token_mult_prob_error)
+        apart = alarm.outliers(errors, self._config.logger.train_inference_alarm.token_mult_prob_error)
         what = {
             replica: f"its log-probabilities stand apart: in step {step} token_mult_prob_error is {errors[replica].error:.4g} on its "
             f"tokens, at a mean age of {errors[replica].age:.1f}"

@@ -211,7 +211,7 @@ class TrainerRank:
     @command
     def save(self, folder: str) -> None:
         """Take a snapshot, and begin to write it to `folder`. The one before has been written (`saved`)."""
-        self._part = self._writer.submit(self.learner.snapshot().write, Path(folder))
+        self._part = self._writer.submit(self.learner.snapshot(), Path(folder))
 
     @command
     def saved(self) -> bool:

@@ -202,20 +202,20 @@ class Batch:
         """Where among the N the policy tokens of trajectory `i` are."""
         return slice(self._ends[i] - self.lengths[i], self._ends[i])
 
-    def tokens_of(self, order: Sequence[int]) -> Int:
+    def tokens_of(self, indices: Sequence[int]) -> Int:
         """The indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
-        spans = map(self.span_of, order)
+        spans = map(self.span_of, indices)
         return np.concatenate([np.empty(0, np.intp), *(np.arange(span.start, span.stop) for span in spans)])
 
-    def tokens_of_paths(self, order: Sequence[int]) -> Int:
+    def tokens_of_paths(self, indices: Sequence[int]) -> Int:
         """The indices among the N of the policy tokens of these paths, one path after the other."""
         edges = self._path_edges
-        return np.concatenate([np.empty(0, np.intp), *(np.arange(edges[p], edges[p + 1]) for p in order)])
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(edges[p], edges[p + 1]) for p in indices)])
 
-    def paths_of(self, order: Sequence[int]) -> list[int]:
+    def paths_of(self, indices: Sequence[int]) -> list[int]:
         """The paths of these trajectories, one trajectory after the other."""
         edges = self._owner_edges
-        return [path for i in order for path in range(edges[i], edges[i + 1])]
+        return [path for i in indices for path in range(edges[i], edges[i + 1])]
 
     def per_token(self, of_batch: Float64) -> Float64:
         """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets that of its trajectory."""
@@ -248,16 +248,16 @@ class Batch:
         table[self.places] = rows
         return ranks.sum_array(table)
 
-    def take(self, order: Sequence[int]) -> Batch:
-        """The trajectories in `order`, with all their columns."""
-        chosen, tokens = np.array(order, dtype=np.intp), self.tokens_of(order)
+    def take(self, indices: Sequence[int]) -> Batch:
+        """Return the trajectories at `indices`, in that order, with all their columns."""
+        chosen, tokens = np.array(indices, dtype=np.intp), self.tokens_of(indices)
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in columns.items():
             if isinstance(values, tuple):
-                columns[name] = tuple(values[i] for i in order)
+                columns[name] = tuple(values[i] for i in indices)
             elif isinstance(values, np.ndarray):
                 columns[name] = values[chosen if name in _BY_TRAJECTORY else tokens]
-        columns["trajectory"] = np.repeat(np.arange(len(order)), self.lengths[chosen])
+        columns["trajectory"] = np.repeat(np.arange(len(indices)), self.lengths[chosen])
         return Batch(**columns)
 
     def mini_batches(self, size: int) -> list[list[int]]:
@@ -330,9 +330,14 @@ def gather(batch: Batch, ranks: Ranks) -> Batch:
 class MicroBatch:
     """The columns of one micro-batch as tensors, for the loss: n tokens of b trajectories, in the order of its paths.
 
-    Per token [n]: `trajectory` int64, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
-    `ref_logprobs`, `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where it counts and 0
-    where it is over age (it stays in what is computed over a whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
+    Per token [n]: `trajectory` int64, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`, `ref_logprobs`,
+    `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where the token counts and 0 where it is over age
+    (such a token still enters sums over its whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
+
+    The paths of an episode may be in several micro-batches. Two more columns [b] correct for that. `elsewhere` is the number of the
+    trajectory's counted tokens that are in other micro-batches: a mean over the whole trajectory divides by the tokens here plus these.
+    `share` is the share of the trajectory's policy tokens that are here: a count of trajectories counts it by this share in each
+    micro-batch, so that the shares add up to 1. Both are None if every trajectory of the batch has one path.
     """
 
     trajectory: Tensor
@@ -350,10 +355,10 @@ class MicroBatch:
     share: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, order: Sequence[int], device: torch.device) -> MicroBatch:
-        """The columns of the paths in `order`, on `device`."""
-        tokens = batch.tokens_of_paths(order)
-        own = list(dict.fromkeys(batch.owners[list(order)].tolist()))
+    def of(cls, batch: Batch, indices: Sequence[int], device: torch.device) -> MicroBatch:
+        """Make the columns of the paths at `indices`, on `device`."""
+        tokens = batch.tokens_of_paths(indices)
+        own = list(dict.fromkeys(batch.owners[list(indices)].tolist()))
         place = np.zeros(len(batch), np.int64)
         place[own] = np.arange(len(own))
         trajectory = place[batch.trajectory[tokens]]

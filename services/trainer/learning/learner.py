@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -39,24 +38,6 @@ class Counters:
     current_step: int = 0
     consumed_samples: int = 0
     total_valid_tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSnapshot:
-    """What this rank writes of a checkpoint, in host memory. Nothing that trains changes it, so a thread may write it meanwhile."""
-
-    parts: Sequence[tuple[str, Write]]  # each with its folder
-    tokenizer: Any  # None on a rank that writes none
-
-    def write(self, folder: Path) -> None:
-        """Write it to `folder`, which exists and is shared by the ranks. Raises `ServiceError` if that can't be written."""
-        try:
-            for name, write in self.parts:
-                write(folder / name)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder / "policy")
-        except (OSError, SafetensorError) as error:
-            raise cannot_write_checkpoint(folder, error) from error
 
 
 class Learner:
@@ -117,9 +98,7 @@ class Learner:
     def value_packing(self) -> Packing:
         """The packing of the value model: the policy's, except for the size of a micro-batch."""
         packing, size = Packing.of(self.config.policy, training=True), self.config.value.train_micro_batch_size
-        return (
-            packing if packing.trajectories is None or size is None else dataclasses.replace(packing, trajectories=size)
-        )
+        return packing if packing.paths is None or size is None else dataclasses.replace(packing, paths=size)
 
     def probe(self, token_ids: Int32) -> Float32:
         """Log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current weights."""
@@ -139,16 +118,31 @@ class Learner:
         self.refuse_if_broken()
         return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
-    def snapshot(self) -> CheckpointSnapshot:
-        """Copy what a checkpoint holds to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/`
-        where there is one, and `training/`. It is complete once this has returned."""
+    def snapshot(self) -> Write:
+        """Copy what this rank writes of a checkpoint to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer and adapter),
+        `value/` if there is a value model, and `training/`. The copy is complete once this returns.
+
+        The result writes it to a folder that exists and that the ranks share. No training changes the copy, so a thread may write it
+        meanwhile. It raises `ServiceError` if the folder can't be written.
+        """
         self.refuse_if_broken()
-        parts = [("policy", self.policy.snapshot())]
+        parts = {"policy": self.policy.snapshot()}
         if self.value is not None:
-            parts.append(("value", self.value.snapshot()))
+            parts["value"] = self.value.snapshot()
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
-        parts.append(("training", snapshot_training(counters, self._optimizers, moments=moments)))
-        return CheckpointSnapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
+        parts["training"] = snapshot_training(counters, self._optimizers, moments=moments)
+        tokenizer = self.tokenizer if self.ranks.rank == 0 else None
+
+        def write(folder: Path) -> None:
+            try:
+                for name, write_part in parts.items():
+                    write_part(folder / name)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder / "policy")
+            except (OSError, SafetensorError) as error:
+                raise cannot_write_checkpoint(folder, error) from error
+
+        return write
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:

@@ -122,9 +122,9 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             padded = _pad_micro_batches(micro_batches, ranks)
             for place, rows in enumerate(padded, start=1):
                 ranks.progress.mark()
-                model.expect_backward(last=place == len(padded))
+                model.placed.expect_backward(last=place == len(padded))
                 packed = pack(batch.paths, rows, packing).to(model.device)
-                part = loss_of(packed, MicroBatch.of(batch, packed.order, model.device), counts)
+                part = loss_of(packed, MicroBatch.of(batch, packed.indices, model.device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
                 parts.append(part)
             return OptimizerStep.of(parts, optimizer, ranks)
@@ -176,7 +176,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             work += packed.work
             output = policy.forward(packed, warper, entropy=True)
             if tokens.old_logprobs is None:
-                seen.append((packed.order, output.logprobs.detach()))
+                seen.append((packed.indices, output.logprobs.detach()))
             return policy_loss(config.loss_fn, output, tokens, counts)
 
         packing = Packing.of(config.policy, training=True)
@@ -187,8 +187,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         learner.work = Work(*ranks.sum(dataclasses.astuple(work)))
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
-            for order, logprobs in seen:
-                batch.old_logprobs[batch.tokens_of_paths(order)] = logprobs.cpu().numpy()
+            for indices, logprobs in seen:
+                batch.old_logprobs[batch.tokens_of_paths(indices)] = logprobs.cpu().numpy()
 
     metrics |= _agreement(config.loss_fn, batch, ranks)
     counts_of = GlobalCounts.of(batch, mini_batches, ranks)
@@ -201,11 +201,11 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
 
 def _agreement(config: LossConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective: how far trainer and generator are apart, beside what the loss measures; nothing if no pass computed the trainer's
-    log-probabilities.
+    """A collective. Return how far trainer and behaviour policy are apart, beyond what the loss measures; nothing if no pass computed the
+    trainer's log-probabilities.
 
-    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP`, where that is wider). `on_policy_…` are means
-    over the tokens of the trajectories that these very weights sampled, absent if there are none.
+    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP` if that is wider). `on_policy_…` are means over
+    the tokens of trajectories that the current weights sampled; absent without any.
     """
     if batch.old_logprobs is None:
         return {}
@@ -276,17 +276,17 @@ def _forward(
     batch: Batch, packing: Packing, ranks: Ranks, device: torch.device, compute: Callable[[PackedRows], Tensor]
 ) -> Float32:
     """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
-    order: list[int] = []
+    indices: list[int] = []
     values: list[Tensor] = []
     for rows in _pad_micro_batches(plan(batch.paths, packing), ranks):
         ranks.progress.mark()
         packed = pack(batch.paths, rows, packing).to(device)
         with torch.no_grad():
             values.append(compute(packed))
-        order += packed.order
+        indices += packed.indices
     found = np.zeros(batch.trajectory.size, np.float32)
     # one copy from a GPU, because each waits for what is computed there
-    found[batch.tokens_of_paths(order)] = torch.cat(values).cpu().numpy()
+    found[batch.tokens_of_paths(indices)] = torch.cat(values).cpu().numpy()
     return found
 
 

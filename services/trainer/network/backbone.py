@@ -45,7 +45,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import (
-    Sharding,
     end_pass,
     full_tensor,
     host_copies,
@@ -185,7 +184,8 @@ class PlacedModel:
             root,
             layers,
             device,
-            Sharding(within_host=config.trainer.shard_within_host, bfloat16=bfloat16),
+            within_host=config.trainer.shard_within_host,
+            bfloat16=bfloat16,
             in_float32=in_float32,
         )
         if several_ranks():

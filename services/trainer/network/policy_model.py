@@ -121,7 +121,7 @@ class PolicyModel:
         self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
         prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
-        self._placed = backbone.PlacedModel(
+        self.placed = backbone.PlacedModel(
             root, self.model, config, self.device, config.policy.precision, adapter=self.adapter
         )
 
@@ -136,13 +136,8 @@ class PolicyModel:
         """
         if self.adapter is not None:
             self.adapter.set_dropout(torch.is_grad_enabled())
-        logprobs, unfiltered, *rest = self._placed(packed, warper, entropy)
+        logprobs, unfiltered, *rest = self.placed(packed, warper, entropy)
         return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
-
-    def expect_backward(self, *, last: bool) -> None:
-        """Say before a backward pass whether it is the `last` one of an optimizer step; with several ranks gradients may be incomplete
-        until then."""
-        self._placed.expect_backward(last=last)
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """In the context it computes without its adapter, if it has one: as the model that it started from."""

@@ -70,18 +70,14 @@ class ValueModel:
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise backbone.cannot_load(key, name, "the head of a value model", error) from error
         precision = config.value.precision or config.policy.precision
-        self._placed = backbone.PlacedModel(
+        self.placed = backbone.PlacedModel(
             self.root, model, config, self.device, precision, in_float32=[self.root.head]
         )
 
     def forward(self, packed: PackedRows) -> Tensor:
         """Values [N] float32, one before each policy token of `packed`, on this device."""
-        values: Tensor = self._placed(packed)
+        values: Tensor = self.placed(packed)
         return values
-
-    def expect_backward(self, *, last: bool) -> None:
-        """As that of `PolicyModel`."""
-        self._placed.expect_backward(last=last)
 
     def snapshot(self) -> backbone.Write:
         """As that of `PolicyModel`; the backbone is written as `AutoModel.from_pretrained` reads it, and the head beside it."""

@@ -53,7 +53,7 @@ class Telemetry:
         self._journal, self._failures = journal, failures
         self._title = f"Headrace, run {config.run.id}"
         self._settings = config.logger
-        self._limits = alarm.AlarmLimits.of(config)
+        self._limits = alarm.alarm_limits(config)
         self._folder = config.log_folder
         self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
         shown = config.logger.num_val_samples_to_print
@@ -107,9 +107,7 @@ class Telemetry:
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
-        return self._samples.wanted or bool(
-            alarm.on_policy_violations(metrics, self._limits) or alarm.off_policy_violations(metrics, self._limits)
-        )
+        return self._samples.wanted or bool(alarm.limits_exceeded(metrics, self._limits))
 
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
@@ -128,11 +126,10 @@ class Telemetry:
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
-        found, old = (
-            judge(metrics, self._limits) for judge in (alarm.on_policy_violations, alarm.off_policy_violations)
-        )
-        self._off_policy.count(bool(old))
-        found += old if self._off_policy.is_alarm else []
+        found = alarm.limits_exceeded(metrics, self._limits)
+        self._off_policy.count(not all(excess.on_policy for excess in found))
+        if not self._off_policy.is_alarm:
+            found = [excess for excess in found if excess.on_policy]
         self._disagreement.count(bool(found))
         if self._disagreement.is_reported:
             assert batch is not None
@@ -168,7 +165,7 @@ class Telemetry:
             picture = alarm.picture_path(self._folder, step)
             draw_disagreement(batch, worst, step, picture)
             alarm.drop_old_pictures(self._folder)
-        log.warning("%s", alarm.message(step, found, alarm.error_by_age(batch), picture))
+        log.warning("%s", alarm.disagreement_message(step, found, alarm.error_by_age(batch), picture))
 
     async def _draw(self) -> list[Line]:
         """Draw the page of curves from the surviving lines of the journal; returns those lines."""

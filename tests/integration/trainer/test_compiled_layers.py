@@ -43,7 +43,7 @@ def batch(policy: PolicyModel, packing: Packing, seed: int) -> list[Tensor]:
             found.append(policy.forward(packed, LogitsWarper()).logprobs)
         values = policy.forward(packed, LogitsWarper()).logprobs
         found.append(values.detach())
-        (values * factors(weights_of(trajectories), packed.order)).sum().backward()
+        (values * factors(weights_of(trajectories), packed.indices)).sum().backward()
     gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
     for parameter in policy.model.parameters():
         parameter.grad = None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_services.trainer.learning.algorithms.grpo import group_advantages
+from headrace_services.trainer.learning.algorithms.statistics import group_advantages
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 

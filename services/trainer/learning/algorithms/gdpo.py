@@ -15,8 +15,12 @@ from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
-from headrace_services.trainer.learning.algorithms.statistics import all_equal
+from headrace_services.trainer.learning.algorithms.statistics import (
+    all_equal,
+    baseline_metrics,
+    group_advantages,
+    mean_and_std,
+)
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.learning.rewards import scale_rewards
 

@@ -12,8 +12,13 @@ import numpy as np
 
 from headrace.config import Config
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages
-from headrace_services.trainer.learning.algorithms.statistics import kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.algorithms.statistics import (
+    baseline_metrics,
+    group_advantages,
+    kl_penalty,
+    sums_to_go,
+    whiten,
+)
 from headrace_services.trainer.learning.batch import Batch
 
 

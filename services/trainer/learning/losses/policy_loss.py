@@ -3,22 +3,22 @@
     loss = red(w l) + beta red(kl) + mu nll
 
 with, per token, `l` the clipped policy term, `w` the importance weight or 1, `kl` the penalty, and `red` the mean over tokens or sequences
-(all three in `terms`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
-count: NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
+(all three in `terms`); and `nll = Σ M [reward > 0] (-logprobs) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
+count. NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
 
-The policy term is a token's advantage times a clipped ratio of probabilities. With `curr` the policy's current log-probability:
+The policy term is a token's advantage times a clipped ratio of probabilities. With `logprobs` the policy's current log-probability:
 
-    PPO, GRPO, GSPO    r = exp(curr - prev)     r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
-                       l = max(-A r, -A r_c)    dual clip: min(l, -A c) where A < 0
-    CISPO              l = -A sg(r_c) curr
-    forced on policy   r = r_c = exp(curr - sg(curr)), which is 1 with the gradient of curr
-    without a ratio    r = r_c = curr
+    PPO, GRPO, GSPO    r = exp(logprobs - prev)    r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
+                       l = max(-A r, -A r_c)       dual clip: min(l, -A c) where A < 0
+    CISPO              l = -A sg(r_c) logprobs
+    forced on policy   r = r_c = exp(logprobs - sg(logprobs)), which is 1 with the gradient of logprobs
+    without a ratio    r = r_c = logprobs
 
 The last two have no clip and no dual clip: `l` is always below `-A c`. The denominator `prev` of the ratio:
 
-    prev_logprobs_source    prev: the trainer's at the start of the step (old), or the generator's (rollout)
+    prev_logprobs_source    prev: the trainer's at the start of the step (old), or the behaviour policy's (rollout)
     proximal: recompute     prev = old, and w = exp(prev - rollout) (decoupled PPO, AReaL, arXiv 2505.24298)
-    proximal: interpolate   prev = rollout + (sg(curr) - rollout) b / (b + 1), for a token sampled b versions before the step
+    proximal: interpolate   prev = rollout + (sg(logprobs) - rollout) b / (b + 1), for a token sampled b versions before the step
 
 Sources: PPO (arXiv 1707.06347), the two bounds of the clip (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729), ratios of
 sequences (GSPO, arXiv 2507.18071), CISPO (MiniMax-M1, arXiv 2506.13585), without a ratio (RLOO, arXiv 2402.14740).
@@ -81,33 +81,33 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     counted = kept & (weight > 0)
     whole = config.sequence_level_importance_ratios or config.truncated_importance_sampling_type == "seq-mask-tis"
     inside = kept & (tokens.multipliers > 0)[tokens.trajectory] if whole else counted
-    curr, prev, old, rollout = (
+    logprobs, prev, old, rollout = (
         torch.where(inside, values, 0.0) for values in (output.logprobs, prev, old_logprobs, tokens.rollout_logprobs)
     )
     advantages = torch.where(counted, tokens.advantages, 0.0)
 
     # The denominator of the ratio, and the importance weights.
     if config.force_on_policy_ratio:
-        prev = curr.detach()
+        prev = logprobs.detach()
     elif config.proximal == "interpolate":
-        prev = rollout + (curr.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
+        prev = rollout + (logprobs.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
     weights = importance_weights(config, prev if config.weighs_by_importance else old, rollout, inside, tokens)
     applied = weights.per_token(tokens) if config.weighs_by_importance else torch.ones_like(rollout)
 
     # The policy term.
     dropped = torch.zeros_like(counted)
     if config.probability_difference_mask is not None:
-        dropped = outside_probability_band(config.probability_difference_mask, curr, rollout, advantages)
-    log_ratio = curr - prev
+        dropped = outside_probability_band(config.probability_difference_mask, logprobs, rollout, advantages)
+    log_ratio = logprobs - prev
     if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
         log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
     # a weight that is not finite becomes 0, but must not hide a log-probability that is not finite
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
-    terms = surrogate(config, curr, log_ratio, advantages, live)
+    terms = surrogate(config, logprobs, log_ratio, advantages, live)
     policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
 
     # The penalty for leaving the reference policy, and the likelihood of completions with a positive reward.
-    penalty = nll = torch.zeros((), dtype=torch.float64, device=curr.device)
+    penalty = nll = torch.zeros((), dtype=torch.float64, device=logprobs.device)
     if config.kl_in_loss:
         if tokens.ref_logprobs is None:
             raise ValueError(
@@ -120,14 +120,14 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
         penalty = weighted_sum(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
     if config.positive_example_nll_weight != 0:
         positive = counted & (tokens.rewards > 0)[tokens.trajectory]
-        nll = weighted_sum(-curr, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
+        nll = weighted_sum(-logprobs, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
     loss = policy + config.reference_policy_kl_penalty * penalty + config.positive_example_nll_weight * nll
 
     with torch.no_grad():
         means = {
             **divergences(config, old, rollout, weight),
-            # E over the behaviour policy of -(p_curr / p_rollout) log p_curr
-            "approx_entropy": -torch.exp(curr.double() - rollout.double()) * curr.double(),
+            # E over the behaviour policy of -(p / p_rollout) log p
+            "approx_entropy": -torch.exp(logprobs.double() - rollout.double()) * logprobs.double(),
             "probs_ratio": terms.ratio,
             "probs_ratio_clamped": terms.clamped,
             "clip_fraction_low": terms.low,

@@ -249,10 +249,11 @@ def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rol
 def divergences(
     config: LossConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, counted: Tensor
 ) -> dict[str, Tensor]:
-    """How far the trainer's log-probabilities are from the generator's on the same tokens: metrics [N] float64 without a gradient.
+    """Compare the trainer's log-probabilities with the behaviour policy's on the same tokens: metrics [N] float64 without a gradient.
 
     token_mult_prob_error   exp(|rollout - old| M), `M` being `counted`; below 1.05 on average is healthy
-    gen_kl_error            KL(generator || trainer), policy_kl_error KL(trainer || generator), of reference_policy_kl_type
+    gen_kl_error            KL(behaviour policy || trainer), estimated by reference_policy_kl_type
+    policy_kl_error         KL(trainer || behaviour policy), likewise
     js_divergence_error     k3(old - mid) / 2 + k3(rollout - mid) / 2 with mid = log(exp(old) / 2 + exp(rollout) / 2)
     """
     old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
