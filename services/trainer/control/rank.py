@@ -89,7 +89,7 @@ class TrainerRank:
         self._config = config
         self._read = read
         self._learner: Learner | None = None
-        self._batch: Batch | None = None  # of the newest step
+        self._batch: Batch | None = None  # the newest step's
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._part: Future[None] | None = None
 
@@ -188,7 +188,7 @@ class TrainerRank:
 
     @command
     def gather_batch(self) -> Batch:
-        """On rank 0 the whole batch of the newest step with all its columns, elsewhere the rank's own."""
+        """Return the newest step's whole batch with all its columns on rank 0, and the rank's own part elsewhere."""
         return gather(self.batch, self.ranks)
 
     @command
@@ -204,18 +204,18 @@ class TrainerRank:
 
     @property
     def part(self) -> Future[None]:
-        """This rank's part of the checkpoint that was saved last; done once it is written."""
+        """This rank's part of the checkpoint that was saved last. It is done once it is written."""
         assert self._part is not None
         return self._part
 
     @command
     def save(self, folder: str) -> None:
-        """Take a snapshot, and begin to write it to `folder`. The one before has been written (`saved`)."""
+        """Take a snapshot, and begin to write it to `folder`. The previous snapshot must have been written (`saved`)."""
         self._part = self._writer.submit(self.learner.snapshot(), Path(folder))
 
     @command
     def saved(self) -> bool:
-        """Whether every rank has written its part. Raises `ServiceError` on every rank if any can't."""
+        """Return whether every rank has written its part. Raises `ServiceError` on every rank if any rank fails to."""
         done = self.part.done()
         failed = self.part.exception() if done else None
         if failed is not None and not isinstance(failed, ServiceError):
@@ -224,7 +224,7 @@ class TrainerRank:
         return all(self.ranks.all_gather(done, bool))
 
     def _announce(self, name: str, arguments: Sequence[Any]) -> None:
-        """Called before each command; only the lead rank has anyone to tell."""
+        """Called before each command. Only the lead rank does anything here."""
 
 
 class LeadRank(TrainerRank):
@@ -238,7 +238,7 @@ class LeadRank(TrainerRank):
 
 
 class Weights:
-    """The policy's weights, or its adapter alone, as a source for the weight channel. Each iteration is a collective and must run to its
+    """The policy's weights, or only its adapter, as a source for the weight channel. Each iteration is a collective and must run to its
     end."""
 
     def __init__(self, lead: LeadRank, *, adapter_alone: bool = False) -> None:
@@ -296,10 +296,10 @@ def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts
 
 
 def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
-    """The places in the batch that each rank gets: in every optimizer step, about equally many tokens that the policy wrote. (What else the
-    episodes hold, the ranks know once they have read them.)
+    """Return the places in the batch that each rank gets, with about equally many policy tokens in every optimizer step. (How long an
+    episode's other tokens are is known only once it has been read.)
 
-    With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share their prompt.
+    With `policy.share_prompts` a group's trajectories in an optimizer step go to one rank, so that they can share their prompt.
     """
     batch, size = reservation.trajectories, config.policy_batch
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -316,7 +316,7 @@ def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[li
 
 
 def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> list[list[int]]:
-    """Indices for each rank, with each of the `groups` on one rank: the longest group first, each to the rank with the fewest tokens."""
+    """Return the indices for each rank. Each group goes to one rank: the longest group first, to the rank with the fewest tokens so far."""
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -330,7 +330,7 @@ def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> l
 
 
 def split_evenly(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank, dealt longest first, back and forth; the counts differ by at most one."""
+    """Return the indices for each rank, dealt longest first, back and forth. The counts differ by at most one."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         turn, seat = divmod(place, ranks)

@@ -80,6 +80,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
     taken = CHECKPOINT.model_copy(update={"prompts": "then"})
     check_prompts(taken, folder, "then")
     with pytest.raises(
-        ServiceError, match=r"Put it back; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
+        ServiceError, match=r"Restore it; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
     ):
         check_prompts(taken, folder, "now")
