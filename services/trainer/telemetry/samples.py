@@ -35,9 +35,9 @@ from headrace_services.trainer.telemetry.plots import html_page, safe
 Order = Literal["stored", "best", "worst"]
 
 OF = "^((train|val)(-(0|[1-9][0-9]{0,9}))?|failed)$"  # `train-12`: what step 12 trained on
-SHOWN = 20  # groups of a page
+SHOWN = 20  # groups per page
 
-# What samples are shown of; those of `val_failed` have no completion.
+# The kinds of samples that are shown by step. Those of `val_failed` have no completion.
 _STEPS: Mapping[Kind, str] = {"train": "step", "val": "validation of version"}
 _ORDERS: Mapping[Order, str] = {"stored": "in their order", "best": "best first", "worst": "worst first"}
 _STYLE = """
@@ -54,7 +54,7 @@ article.good { border-left-color: #228833 } .failed { color: #b3261e }
 
 
 def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> dict[str, Any]:
-    """A line of `train_data_step<N>`, trajectory `i` of the batch, with NeMo RL's names where it has them."""
+    """Make the line of `train_data_step<N>` for trajectory `i` of the batch. Names are NeMo RL's where it has them."""
 
     def column(values: Float32 | Float64 | None) -> list[float] | None:
         whole = None if values is None else batch.over_completion(i, values)
@@ -74,7 +74,7 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
 
 
 def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
-    """A line of `val_data_step<N>`."""
+    """Make a line of `val_data_step<N>`."""
     return {
         "step": version,
         **record(group, trajectory, score),
@@ -83,7 +83,7 @@ def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTraje
 
 
 def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, reason: str) -> dict[str, Any]:
-    """A line of `val_failed_data_step<N>`: what was asked under this id has no score."""
+    """Make a line of `val_failed_data_step<N>`, for the group or problem with this id that has no score."""
     return {
         "step": version,
         "group": id_,
@@ -95,8 +95,8 @@ def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, rea
 
 
 def choose(samples: Sequence[StoredSample], count: int) -> list[StoredSample]:
-    """The `count` samples to show, best first: half have the highest rewards, half the lowest; with an odd count, one is from the
-    middle."""
+    """Return the `count` samples to show, best first: half with the highest rewards, half with the lowest. With an odd count, one is from
+    the middle."""
     order = sorted(samples, key=lambda sample: -_reward(sample))
     if len(order) <= count:
         return order
@@ -106,7 +106,7 @@ def choose(samples: Sequence[StoredSample], count: int) -> list[StoredSample]:
 
 
 def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
-    """Print a coloured block for each sample on a terminal, plain text elsewhere."""
+    """Print a block for each sample, in colour on a terminal, as plain text elsewhere."""
     for place, sample in enumerate(samples, start=1):
         colour = "green" if _reward(sample) > 0 else "red"
         reward = Text.assemble((f"reward {_reward(sample):g}", colour), f"  {_note(sample)}")
@@ -117,7 +117,7 @@ def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
 
 
 def as_markdown(samples: Sequence[StoredSample]) -> str:
-    """The samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
+    """Return the samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {_reward(sample):g}** ({_note(sample)})\n\n"
         + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.said))
@@ -139,7 +139,7 @@ def _note(sample: StoredSample) -> str:
 
 
 def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: str) -> str | None:
-    """The page; None if no samples of a step that `of` names are kept. `of` is as `OF` says; without a step it is the newest. Raises
+    """Return the page, or None if no samples of the step in `of` are kept. `of` matches `OF`; without a step it is the newest. Raises
     `CodecError` for a file that can't be read."""
     number = of.partition("-")[2]
     kind: Kind = "val" if of.startswith("val") else "train"
@@ -170,7 +170,7 @@ def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: 
 
 
 def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[SampleGroup]) -> None:
-    """Write one HTML file with these groups, below lines of what is to be said of them."""
+    """Write one HTML file with these groups, below lines of `facts` about them."""
     said = "".join(f"<p>{safe(fact)}</p>" for fact in facts)
     page = html_page(title, f"{said}<main>{''.join(map(_section, groups))}</main>", style=_STYLE)
     with atomic_write(path) as unfinished:

@@ -100,7 +100,7 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
     checkpoints: Checkpoints, publish: Publish, content: str
 ) -> None:
     (publish(1) / "state.json").write_text(content)
-    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to go on"):
+    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to continue"):
         checkpoints.state(1)
 
 
