@@ -1,8 +1,8 @@
 """The state of a trainer rank: the models, their optimizers and the run's counters. `step.train_step` trains it.
 
-There is one `Learner` per rank; with several ranks every method is a collective. Weights leave the learner only between trainer steps, so
-a step is seen from outside completely or not at all. A step that fails half-way leaves a `broken` learner: keeping a copy of weights and
-moments from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
+There is one `Learner` per rank. With several ranks every method is a collective. Weights leave the learner only between trainer steps, so a
+step is visible from outside completely or not at all. A step that fails half-way leaves the learner `broken`. A copy of weights and moments
+from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Counters:
 
 
 class Learner:
-    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
-    policy with an adapter the reference is the policy itself, without it.
+    """The policy and its optimizer; and if required, a frozen reference policy, a teacher, and a value model with its optimizer. With an
+    adapter, the reference is the policy itself without it.
 
-    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank, `work` what
-    training the policy computed in it on all ranks, None if it was not trained. `broken` is the reason why the learner can't go on, or
-    None.
+    `counters` and `tokenizer` are the run's. `seconds` are the durations of the parts of the newest step on this rank. `work` is what
+    training the policy computed in that step on all ranks; None if it was not trained. `broken` is the reason why the learner can't
+    continue, or None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
-        """Start from the initial models, or continue from `checkpoint`, a folder that a `snapshot` wrote.
+        """Start from the initial models, or continue from `checkpoint`, a folder that `snapshot` wrote.
 
         Raises `ServiceError` for a model or checkpoint that can't be loaded.
         """
@@ -58,7 +58,7 @@ class Learner:
         planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
         if planned.trainer is not None:
             torch.set_num_threads(planned.trainer)
-        # float32 is float32: an image may have asked for TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), whose errors are those of a wrong refit
+        # an image may have enabled TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE); its errors are as large as those of a wrong refit
         torch.set_float32_matmul_precision("highest")
         passes, value = required_passes(config, optimizer_steps=1), config.value
         self.config = config
@@ -91,7 +91,7 @@ class Learner:
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the model's embedding: token ids are in [0, vocab_size)."""
+        """The number of rows of the model's embedding. Token ids are in [0, vocab_size)."""
         return self.policy.vocab_size
 
     @property
@@ -101,20 +101,21 @@ class Learner:
         return packing if packing.paths is None or size is None else dataclasses.replace(packing, paths=size)
 
     def probe(self, token_ids: Int32) -> Float32:
-        """Log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current weights."""
+        """Return log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current
+        weights."""
         self.refuse_if_broken()
         with torch.no_grad():
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
     def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
+        """Return the name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
 
     def iter_weights(
         self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight (`PolicyModel.weights`) once, unsharded, one at a time; all ranks must run the iterator to its end."""
+        """Yield every weight (`PolicyModel.weights`) once, unsharded. All ranks must run the iterator to its end."""
         self.refuse_if_broken()
         return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
@@ -154,7 +155,7 @@ class Learner:
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
 
     def _load(self, folder: Path) -> Counters:
-        """Restore the optimizers; raise on every rank if any rank can't."""
+        """Restore the optimizers. Raises on every rank if any rank can't."""
         problems, counters = [], Counters()
         try:
             counters = Counters(**load_training(folder, self._optimizers).counters)

@@ -54,7 +54,7 @@ CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
 
 
 class LearningRate:
-    """The learning rate by number of steps, computed by torch's own schedulers from `base`."""
+    """The learning rate by number of steps. torch's own schedulers compute it from `base`."""
 
     def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
@@ -123,7 +123,7 @@ class ModelOptimizer:
         return float(full_tensor(norm))
 
     def step(self, grad_norm: float) -> None:
-        """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`; take one optimizer step; drop the gradients."""
+        """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`. Take one optimizer step. Drop the gradients."""
         torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate.value
@@ -135,16 +135,16 @@ class ModelOptimizer:
         self._optimizer.zero_grad()
 
     def advance_schedule(self) -> None:
-        """Advance the learning rate schedule by one: a trainer step (or an epoch) has trained this model."""
+        """Advance the learning rate schedule by one, after a trainer step (or an epoch) that trained this model."""
         self._rate.advance()
 
     @property
     def scheduled(self) -> int:
-        """How often the schedule advanced."""
+        """The number of times the schedule advanced."""
         return self._rate.steps
 
     def moments(self) -> dict[str, Tensor]:
-        """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
+        """Return this rank's part of the optimizer's state, by `<parameter>/<moment>`. It is empty before the first optimizer step."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         return {
             f"{names[parameter]}/{moment}": local_part(tensor)
@@ -158,15 +158,15 @@ class ModelOptimizer:
         return place_of(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """The rows `[first, last)` of each parameter that this rank holds, and the shape of the whole."""
+        """Return the rows `[first, last)` of each parameter that this rank holds, and the shape of the whole parameter."""
         return {name: (*local_rows(tensor), tuple(tensor.shape)) for name, tensor in self._model.named_parameters()}
 
     def restore(self, scheduled: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on where `scheduled` and `moments`, this rank's part by parameter, left off; without moments they start from zero. Learning
-        rate, betas and so on come from the configuration, which may have changed since."""
+        """Continue from a schedule that advanced `scheduled` times and from `moments`, this rank's part by parameter. Without moments they
+        start from zero. Learning rate, betas and so on come from the configuration, which may have changed since."""
         if scheduled and not moments:
             log.warning(
-                "the checkpoint has no optimizer state of the %s model; its moments start from zero", self.section
+                "the checkpoint has no optimizer state for the %s model; its moments start from zero", self.section
             )
         state = {
             place: {key: with_local_part(parameter, tensor) for key, tensor in moments[name].items()}
@@ -204,14 +204,14 @@ def _quiet() -> Iterator[None]:
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """One model: how often its schedule advanced, and whether its moments are there."""
+    """The state of one model: how many times its schedule advanced, and whether the checkpoint has its moments."""
 
     scheduled: int
     moments: bool
 
 
 class TrainingState(msgspec.Struct, frozen=True):
-    """The contents of `state.json`. `counters` are those of `Counters`, `trained` the models by name."""
+    """The content of `state.json`. `counters` are those of `Counters`. `trained` has the models by name."""
 
     ranks: int
     counters: dict[str, int]
@@ -219,8 +219,9 @@ class TrainingState(msgspec.Struct, frozen=True):
 
 
 def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> Write:
-    """Copy this rank's part to host memory. What it returns writes it to a folder; that raises `OSError` and `SafetensorError`."""
-    place = next(iter(optimizers.values())).place  # that of all of them
+    """Copy this rank's part of the training state to host memory. The result writes it to a folder; it raises `OSError` and
+    `SafetensorError`."""
+    place = next(iter(optimizers.values())).place  # the same for all of them
     held = {name: optimizer.moments() if moments else {} for name, optimizer in optimizers.items()}
     own = host_copies(
         ((f"{name}/{key}", tensor) for name, tensors in held.items() for key, tensor in tensors.items()),
@@ -235,7 +236,7 @@ def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, Mode
         folder.mkdir(exist_ok=True)
         path = folder / _file(place.index, place.count)
         save_file(own, path)
-        fsync(path)  # the rank that publishes can't flush what another machine holds
+        fsync(path)  # the rank that publishes can't flush another machine's writes
         if place.index == 0:
             (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
 
@@ -243,26 +244,26 @@ def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, Mode
 
 
 def load_training(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> TrainingState:
-    """Load what `snapshot_training` wrote into `optimizers`. Raises `ServiceError` if it can't be read, or lacks one of the models."""
+    """Load what `snapshot_training` wrote into `optimizers`. Raises `ServiceError` if it can't be read or lacks one of the models."""
     if (folder / _OLD).exists():
         raise ServiceError(
-            f"checkpoint {folder.parent}: an older build wrote its training state, pickled, which this one doesn't read; finish the run "
-            "with that build, or give run.id another name and start anew from its policy/ (policy.model_name)"
+            f"checkpoint {folder.parent}: an older build pickled its training state, and this build doesn't read pickles; finish the run "
+            "with that build, or give run.id another name and start over from its policy/ (policy.model_name)"
         )
     try:
         state = msgspec.json.decode((folder / _STATE).read_bytes(), type=TrainingState)
         for name, optimizer in optimizers.items():
             if name not in state.trained:
                 raise ServiceError(
-                    f"checkpoint {folder.parent} holds no state of a {name} model: another algorithm wrote it; give run.id another "
-                    "name to start anew"
+                    f"checkpoint {folder.parent} has no state of a {name} model, because another algorithm wrote it; give run.id another "
+                    "name to start over"
                 )
             with _opened(folder, state.ranks) as saved:
                 moments = _moments(saved, name, optimizer.shards()) if state.trained[name].moments else {}
             optimizer.restore(state.trained[name].scheduled, moments)
     except (OSError, msgspec.MsgspecError, SafetensorError, ValueError) as error:
         raise ServiceError(
-            f"checkpoint {folder.parent}: its training state can't be read ({error!r}); remove this checkpoint to go on from an earlier one"
+            f"checkpoint {folder.parent}: its training state can't be read ({error!r}); remove it to continue from an earlier checkpoint"
         ) from error
     return state
 
@@ -280,27 +281,27 @@ def _opened(folder: Path, ranks: int) -> Iterator[list[safe_open]]:
 def _moments(
     saved: list[safe_open], model: str, shards: Mapping[str, tuple[int, int, tuple[int, ...]]]
 ) -> dict[str, dict[str, Tensor]]:
-    """This rank's rows of each moment, by parameter. Raises `ValueError` for those of another model."""
+    """Read this rank's rows of each moment, by parameter. Raises `ValueError` for those of another model."""
     found: dict[str, dict[str, Tensor]] = {}
-    for key in saved[0].keys():  # noqa: SIM118  # it is no mapping
+    for key in saved[0].keys():  # noqa: SIM118  # not a mapping
         of, parameter, moment = key.split("/")
         if of != model:
             continue
         if parameter not in shards:
-            raise ValueError(f"it has a parameter {parameter!r}, which this model has not")
+            raise ValueError(f"it has a parameter {parameter!r}, which this model lacks")
         first, last, shape = shards[parameter]
         found.setdefault(parameter, {})[moment] = _rows(saved, key, first, last, shape)
     return found
 
 
 def _rows(saved: list[safe_open], key: str, first: int, last: int, shape: tuple[int, ...]) -> Tensor:
-    """Rows `[first, last)` of a tensor of `shape` that is spread over the files; a number is the same in all of them."""
+    """Read rows `[first, last)` of a tensor of `shape` that is spread over the files. A number is the same in all of them."""
     parts = [file.get_slice(key) for file in saved]
     sizes = [tuple(part.get_shape()) for part in parts]
     if sizes[0] == ():
         return saved[0].get_tensor(key)
     if (sum(size[0] for size in sizes), *sizes[0][1:]) != shape:
-        raise ValueError(f"{key} has shapes {sizes}, together not {shape}")
+        raise ValueError(f"{key} has shapes {sizes}, which don't add up to {shape}")
     rows, begin = [], 0
     for part, size in zip(parts, sizes, strict=True):
         low, high = max(first - begin, 0), min(last - begin, size[0])

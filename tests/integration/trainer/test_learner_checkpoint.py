@@ -134,10 +134,10 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner.snapshot()(tmp_path)
     (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
         Learner(config(tiny_model), tmp_path)
     (tmp_path / "training" / "state.json").unlink()
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
         Learner(config(tiny_model), tmp_path)
 
 

@@ -104,8 +104,7 @@ def test_the_ranks_together_read_what_the_files_hold(
 def test_a_rank_without_an_expert_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert (
-            "its 1 experts, sharded by equal numbers over 2 ranks, leave some of them without one"
-            in found["one expert"]
+            "its 1 experts, sharded in equal numbers over 2 ranks, leave some ranks without one" in found["one expert"]
         )
 
 

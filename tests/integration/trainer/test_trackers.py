@@ -249,7 +249,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
     assert tracker_metrics([thread]) == {"trackers/failures": float(thread.failures), "trackers/lines_behind": 0.0}
     assert thread.failures >= 1
     assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
-    assert caplog.text.count("recorder is back") == 1
+    assert caplog.text.count("recorder works again") == 1
     assert opened[0] is None
     assert set(opened[1:]) == {"r"}
 

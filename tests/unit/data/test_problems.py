@@ -216,7 +216,7 @@ def test_an_evaluation_reads_no_training_set_that_it_does_not_ask(tmp_path: Path
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: there is no problem in it"):
+    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: the data set has no problem"):
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
     with pytest.raises(ValueError, match=r"evaluate\.mine null: the run's own data sets are validation and train"):
         data(evaluate={"mine": None})

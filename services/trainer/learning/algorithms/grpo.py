@@ -2,8 +2,8 @@
 
     advantage = (r - baseline) / deviation, both of the whole group or of its other trajectories; `r` after scaling and shaping
 
-The formulae are NeMo RL's (`GRPOAdvantageEstimator`), with the variance taken in two passes: `E[x²] - E[x]²` leaves a deviation of rounding
-errors in a group of equal rewards, and dividing by it turns them into advantages of thousands.
+The formulae are NeMo RL's (`GRPOAdvantageEstimator`), except that the variance is computed in two passes. In a group of equal rewards
+`E[x²] - E[x]²` leaves a deviation of rounding errors, and dividing by it turns them into advantages of thousands.
 """
 
 from __future__ import annotations

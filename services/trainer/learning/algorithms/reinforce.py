@@ -2,8 +2,8 @@
 
     advantage = whiten(r - mean of the group - β KL_t), or - β Σ_{i≥t} KL_i under `kl_to_go`
 
-with `KL_t` the divergence of a token from the reference policy and β the KL penalty if it is subtracted from rewards
-(`loss_fn.use_kl_in_reward`, else 0). Whitening includes tokens over age.
+where `KL_t` is a token's divergence from the reference policy, and β the KL penalty if it is subtracted from rewards
+(`loss_fn.use_kl_in_reward`), else 0. Whitening includes tokens over age.
 """
 
 from __future__ import annotations

@@ -53,18 +53,18 @@ from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
 def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
+    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`.
 
     `output` is the policy's current output for the N tokens in `tokens`, its log-probabilities with a gradient. If `tokens` has no
     `old_logprobs`, this is the only optimizer step of the trainer step, and the two are equal.
 
-    Metrics are means over tokens with weight M, but for these: `sampling_importance_ratio` and `_truncated` are over sequences
-    with `sequence_level_importance_ratios`, `is_oob_ratio` over sequences under seq-mask-tis; `kl_penalty` is reduced as the
-    loss is; `num_valid_samples` is a count. `kl_penalty` and `positive_nll_loss` are 0 if the loss has no such term. `entropy` is
-    there if `output` has it, and includes tokens that top-k or top-p leaves out.
+    Metrics are means over tokens with weight M, with these exceptions. `sampling_importance_ratio` and `_truncated` are over sequences with
+    `sequence_level_importance_ratios`. `is_oob_ratio` is over sequences with seq-mask-tis. `kl_penalty` is reduced as the loss is.
+    `num_valid_samples` is a count. `kl_penalty` and `positive_nll_loss` are 0 if the loss has no such term. `entropy` exists if `output`
+    has it, and includes tokens that top-k or top-p leaves out.
 
     With `output.unfiltered`, a token whose log-probability is -inf now, in `prev` or at the start of the step was left out by top-k or
-    top-p: it has no policy term and enters no sequence ratio and no metric, but it still counts in T and keeps its KL term. NaN in a
+    top-p. It has no policy term and enters no sequence ratio and no metric, but it still counts in T and keeps its KL term. NaN in a
     log-probability that a token's terms use makes the loss NaN, even if the token's importance weight is 0.
 
     Raises `ValueError` for a KL term without log-probabilities of a reference policy.
@@ -72,7 +72,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     old_logprobs = output.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     prev = tokens.rollout_logprobs if config.prev_logprobs_source == "generation" else old_logprobs
 
-    # Which tokens count, and which are visible: what is computed over a whole sequence uses all tokens that the filter keeps.
+    # The tokens that count, and those `inside` a sequence: values over a whole sequence use all tokens that the filter keeps.
     weight = token_counts(tokens)
     kept = torch.ones_like(weight, dtype=torch.bool)
     if output.unfiltered is not None:
@@ -101,7 +101,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     log_ratio = logprobs - prev
     if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
         log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
-    # a weight that is not finite becomes 0, but must not hide a log-probability that is not finite
+    # a non-finite weight becomes 0, but must not hide a non-finite log-probability
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
     terms = surrogate(config, logprobs, log_ratio, advantages, live)
     policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
@@ -158,8 +158,8 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
 
 @dataclasses.dataclass(frozen=True)
 class Surrogate:
-    """Per token [N]: the policy term `loss` with its gradient; without a gradient, `ratio` r, `clamped` r_c, and whether the lower (`low`)
-    or upper bound (`high`) cut the term."""
+    """Per token [N]: the policy term `loss` with its gradient; and without a gradient, `ratio` r, `clamped` r_c, and whether the lower
+    bound (`low`) or the upper bound (`high`) cut the term."""
 
     loss: Tensor
     ratio: Tensor
@@ -169,11 +169,11 @@ class Surrogate:
 
 
 def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
-    """The policy terms of tokens [N]; `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
+    """Compute the policy terms of tokens [N]. `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
     """
-    # an advantage of 0 gives a term of 0, however large the ratio, but a NaN must stay visible
+    # an advantage of 0 gives a term of 0, however large the ratio, but NaN must not be hidden
     live = live & ((advantages != 0) | log_ratio.isnan())
     if config.force_on_policy_ratio or config.disable_ppo_ratio:
         ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
@@ -192,7 +192,7 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
 
 
 def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
-    """The ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
+    """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
     infinite, and 0 · inf is NaN.
@@ -208,7 +208,7 @@ def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages
 
 
 def outside_probability_band(bound: float, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """[N] bool: tokens with a positive advantage whose probability is more than `bound` above the behaviour policy's, or with a
+    """Return [N] bool: tokens with a positive advantage whose probability is more than `bound` above the behaviour policy's, or with a
     negative advantage and more than `bound` below it (DPPO, binary total variation, arXiv 2602.04879)."""
     difference = logprobs.detach().exp() - rollout_logprobs.exp()
     return torch.where(advantages > 0, difference > bound, (advantages < 0) & (difference < -bound))

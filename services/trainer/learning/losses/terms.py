@@ -42,9 +42,9 @@ EPSILON = 1e-8  # avoids division by zero for empty sums, as in NeMo RL
 class LossParts:
     """A micro-batch's share of an optimizer step.
 
-    `loss` is a scalar with its gradient. `sums`, scalars float64 by metric name, add up over micro-batches and ranks to the
-    metrics of the whole; `minima` and `maxima` are combined by min and max, and hold inf and -inf where no token counts.
-    Which names there are is decided by the configuration alone.
+    `loss` is a scalar with its gradient. `sums`, float64 scalars by metric name, add up over micro-batches and ranks to the metrics of the
+    whole. `minima` and `maxima` are combined by min and max; they are inf and -inf where no token counts. The names depend only on the
+    configuration.
     """
 
     loss: Tensor
@@ -54,43 +54,43 @@ class LossParts:
 
 
 def token_counts(tokens: MicroBatch) -> Tensor:
-    """M [N] float64: the mask times the multiplier of the sequence."""
+    """Return M [N] float64: the mask times the sequence's multiplier."""
     return tokens.mask.double() * tokens.multipliers.double()[tokens.trajectory]
 
 
 def token_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
-    """The weights [N] float64 of a mean over all tokens that count: `M / T`."""
+    """Return the weights [N] float64 of a mean over all tokens that count: `M / T`."""
     return token_counts(tokens) / (counts.tokens + EPSILON)
 
 
 def token_mean(values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
-    """A float64 scalar: this micro-batch's share of the mean of `values` [N] over all tokens that count."""
+    """Return this micro-batch's share of the mean of `values` [N] over all tokens that count, a float64 scalar."""
     return weighted_sum(values, token_weights(tokens, counts))
 
 
 def sequence_counts(tokens: MicroBatch) -> Tensor:
-    """s [B] float64: the multiplier of each sequence, 0 for one without tokens."""
+    """Return s [B] float64: the multiplier of each sequence, 0 for a sequence without tokens."""
     lengths = sum_by_trajectory(torch.ones_like(tokens.mask), tokens)
     return torch.where(lengths > 0, tokens.multipliers.double(), 0.0)
 
 
 def sequences_here(tokens: MicroBatch) -> Tensor:
-    """A float64 scalar: this micro-batch's share of the multipliers of all sequences."""
+    """Return this micro-batch's share of the multipliers of all sequences, a float64 scalar."""
     counts = sequence_counts(tokens)
     return (counts if tokens.share is None else counts * tokens.share).sum()
 
 
 def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
-    """The weights [B] float64 of a mean over all sequences: `s / N`."""
+    """Return the weights [B] float64 of a mean over all sequences: `s / N`."""
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
 
 
 def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
-    """The weights [N] float64 of the mean in a term of the loss; 0 on tokens that are not `kept` [N] bool.
+    """Return the weights [N] float64 of the mean in a term of the loss; 0 on tokens that are not `kept` [N] bool.
 
-    Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
-    constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`.
-    That sum is over the whole sequence, also over what of it is in other micro-batches.
+    Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a constant length L: `M
+    / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`. That sum is over the
+    whole sequence, including its paths in other micro-batches.
     """
     if config.constant_length is not None:
         weights = token_counts(tokens) / (counts.sequences * config.constant_length + EPSILON)
@@ -106,24 +106,24 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Σ weights · values, a float64 scalar; values with weight 0 are ignored, even NaN."""
+    """Return Σ weights · values, a float64 scalar. Values with weight 0 are ignored, even NaN."""
     return (torch.where(weights > 0, values.double(), 0.0) * weights).sum()
 
 
 def sum_by_trajectory(values: Tensor, tokens: MicroBatch) -> Tensor:
-    """[B] float64: the sum of `values` [N] over each sequence."""
+    """Return [B] float64: the sum of `values` [N] over each sequence."""
     zeros = torch.zeros(tokens.multipliers.shape, dtype=torch.float64, device=values.device)
     return zeros.index_add(0, tokens.trajectory, values.double())
 
 
 def mean_by_trajectory(values: Tensor, kept: Tensor, tokens: MicroBatch) -> Tensor:
-    """[B] float64: the mean of `values` [N] over those tokens of each sequence that are `kept` [N] bool; 0 where none is."""
+    """Return [B] float64: the mean of `values` [N] over the tokens of each sequence that are `kept` [N] bool; 0 where none is."""
     total = sum_by_trajectory(torch.where(kept, values, 0.0), tokens)
     return total / (sum_by_trajectory(kept, tokens) + EPSILON)
 
 
 def extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of `values` where `valid`, float64; inf and -inf where none is."""
+    """Return the smallest and the largest of `values` where `valid`, float64; inf and -inf where none is."""
     values = values.detach().double()
     low, high = values.new_full((1,), torch.inf), values.new_full((1,), -torch.inf)
     return torch.cat([values[valid], low]).amin(), torch.cat([values[valid], high]).amax()
@@ -136,7 +136,7 @@ def extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 class ImportanceWeights:
     """Importance weights before (`raw`) and after truncation (`truncated`): [N] per token or, with `by_sequence`, [B].
 
-    `outside`, bool, marks the weights out of bounds: [B] with `outside_by_sequence`, else shaped like `raw`; None without truncation.
+    `outside` (bool) marks the weights out of bounds: [B] with `outside_by_sequence`, else with the shape of `raw`; None without truncation.
     """
 
     raw: Tensor
@@ -146,14 +146,14 @@ class ImportanceWeights:
     outside_by_sequence: bool
 
     def per_token(self, tokens: MicroBatch) -> Tensor:
-        """[N]: the factors of the tokens' policy terms."""
+        """Return [N]: the factors of the tokens' policy terms."""
         return self.truncated[tokens.trajectory] if self.by_sequence else self.truncated
 
 
 def importance_weights(
     config: LossConfig, prev: Tensor, rollout_logprobs: Tensor, inside: Tensor, tokens: MicroBatch
 ) -> ImportanceWeights:
-    """Importance weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
+    """Compute the importance weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
 
     Sequence weights are computed over the tokens that are `inside` [N] bool, whether they count in the loss or not.
     """
@@ -182,10 +182,10 @@ def importance_weights(
 def importance_metrics(
     weights: ImportanceWeights, per_token: Tensor, tokens: MicroBatch, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """Means of the importance weights before and after truncation, and the share that is out of bounds.
+    """Return means of the importance weights before and after truncation, and the share that is out of bounds.
 
-    Means over tokens are weighted by `per_token` [N]; means over sequences weight every sequence with a token equally. The share
-    out of bounds is of tokens, or of sequences under seq-mask-tis.
+    Means over tokens are weighted by `per_token` [N]. Means over sequences weight every sequence with a token equally. The share out of
+    bounds is of tokens, or of sequences with seq-mask-tis.
     """
     per_sequence = sequence_weights(tokens, counts)
     unit = per_sequence if weights.by_sequence else per_token
@@ -220,14 +220,14 @@ def kl_estimate(kind: Literal["k1", "k2", "k3"], difference: Tensor) -> Tensor:
 
 
 def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Per-token penalty [N] that holds the policy near the reference policy; the gradient is that of `logprobs`.
+    """Return the per-token penalty [N] that holds the policy near the reference policy. The gradient is that of `logprobs`.
 
         d  = clamp(ref - logprobs, ± kl_input_clamp_value)       k = k1, k2 or k3 of d
         u  = exp(logprobs - sg(logprobs)), or exp(logprobs - rollout) with use_on_policy_kl_approximation; 0 if not finite
         kl = clamp(u k, ± kl_output_clamp_value)
 
-    `u` carries the score-function gradient of the sampled KL (arXiv 2506.09477), without which the gradient of k is not that
-    of the KL; it carries none where the input clamp is active. GRPO's paper and TRL omit it: compare with them at KL 0.
+    `u` carries the score-function gradient of the sampled KL (arXiv 2506.09477). Without it the gradient of k is not that of the KL. It
+    carries no gradient where the input clamp is active. GRPO's paper and TRL omit it, so results agree with theirs only at KL 0.
     """
     raw = ref_logprobs - logprobs
     bound, limit = config.kl_input_clamp_value, config.kl_output_clamp_value
@@ -236,7 +236,7 @@ def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rol
     if bound is not None:
         weight = torch.where(raw.abs() > bound, weight.detach(), weight)
     value = (weight * kl_estimate(config.reference_policy_kl_type, difference)).detach()
-    # clamped values are constant: replace them before the exponential, whose derivative may be infinite, and 0 · inf is NaN
+    # clamped values are constant; they are replaced before the exponential, whose derivative may be infinite: 0 · inf is NaN
     constant = (weight.detach() == 0) & ~raw.isnan()
     value = torch.where(constant, 0.0, value)
     if limit is not None:
@@ -268,6 +268,6 @@ def divergences(
 
 
 def _finite_exp(exponent: Tensor) -> Tensor:
-    """exp, but 0 with a gradient of 0 where the result is not finite."""
+    """Return exp of `exponent`, but 0 with a gradient of 0 where that is not finite."""
     finite = exponent.detach().exp().isfinite()
     return torch.where(finite, torch.where(finite, exponent, 0.0).exp(), 0.0)
