@@ -122,6 +122,11 @@ class AdvEstimatorConfig(Section):
         return False
 
     @property
+    def has_group_baseline(self) -> bool:
+        """Whether an advantage is measured against the rewards of the trajectory's group."""
+        return self.compares_groups
+
+    @property
     def weighs_components(self) -> bool:
         """Whether the estimator reads the components of a reward, not only the reward."""
         return False

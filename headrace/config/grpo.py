@@ -70,6 +70,10 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
         return self.name in ("grpo", "gdpo")
 
     @property
+    def has_group_baseline(self) -> bool:
+        return self.compares_groups or (self.name == "reinforce_plus_plus" and self.minus_baseline)
+
+    @property
     def weighs_components(self) -> bool:
         return self.name == "gdpo"
 

@@ -94,7 +94,7 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     )
     assert done.returncode == 0, done.stderr
     assert "prompts: 3 to train on (left out: 1 duplicates), 0 to validate on" in done.stdout
-    assert "prompt lengths: 5 to 6 tokens, 5.3 in the mean; at most 63 are allowed" in done.stdout
+    assert "prompt lengths: 5 to 6 tokens, 5.3 on average; at most 63 are allowed" in done.stdout
     assert "steps: at most 0, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
     assert "warning: env.other.target 127.0.0.1:" in done.stderr
     assert "does not answer (UNAVAILABLE" in done.stderr

@@ -101,7 +101,7 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
         await until(lambda: epoch_is("aborted"))
         async with running(score_all(replay)):
             assert await ended(process) == 0, trainer.said()
-    assert "epoch late (version 0) is driven by nobody and is ended" in trainer.said()
+    assert "no refit drives epoch late (version 0); it is ended" in trainer.said()
     check_history(trainer)
 
 

@@ -129,7 +129,7 @@ async def test_an_engine_computes_with_each_adapter_and_refuses_one_that_it_does
 
         def train(version: int) -> None:
             train_step(run.learner, random_batch(8, version))
-            run.learner.snapshot().write(tmp_path / str(version))
+            run.learner.snapshot()(tmp_path / str(version))
 
         def expected(version: int, ids: list[int]) -> np.ndarray:
             """By transformers alone, with what a checkpoint has merged."""
