@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.rules import Rule
-from headrace.config.nemo_rl.translate import IMPLIED, TABLE, shortened
+from headrace.config.nemo_rl.translate import IMPLIED, IMPLIED_BY, TABLE, shortened
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "from-nemo-rl.md"
 
@@ -66,17 +66,17 @@ After interpolations are resolved, the first of these rules that applies decides
 4. **An unknown key that asks for something** is refused, with its value and the nearest key that there is.
 
 Parts that NeMo RL itself ignores are listed as such and not checked: without `megatron_cfg.enabled` all
-of `megatron_cfg`; with it `dtensor_cfg`, `optimizer` and `scheduler`, which `megatron_cfg.optimizer` and
-`megatron_cfg.scheduler` replace; `async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data
-set names; a type of truncated importance sampling without a ratio.
+of `megatron_cfg` (a name that is nearly `enabled`, or a value of it that is neither true nor false, is an error); with it
+`dtensor_cfg`, `optimizer` and `scheduler`, which `megatron_cfg.optimizer` and `megatron_cfg.scheduler` replace;
+`async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data set names; a type of truncated importance sampling without a ratio.
 
 Sections of engines that Headrace replaces (Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
 and transports of refits, the data plane) are listed: vLLM generates whatever `policy.generation.backend` says.
 
 A NeMo RL file implies the following values, unless it sets these keys itself:
 
-| key | value |
-| --- | --- |
+| key | value | in a file with |
+| --- | --- | --- |
 {implied}
 
 In NeMo RL, `loss_fn.sequence_is_aggregation` is the sum over a sequence; Headrace's own default, the mean, does not shrink
@@ -89,7 +89,8 @@ linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become torch's
 and must not change during the run. `freeze_moe_router` applies if Megatron is enabled. Older releases:
 `dtensor_cfg` is `automodel_cfg`; a `data` section without `train` is the flat form, with the validation set that came
 with its data set; `checkpointing.metric_name: val_reward` is `val:accuracy`; `ratio_eps_min` and `ratio_eps_max` are
-`ratio_clip_min` and `ratio_clip_max`.
+`ratio_clip_min` and `ratio_clip_max`; a `truncated_importance_sampling_ratio` without the key of its type is of type `tis`, and
+an error if the type is null.
 
 ## The table
 
@@ -106,8 +107,11 @@ TITLES = {
 
 def page() -> str:
     marks = ", ".join(f"`{key}`" for key in NEMO_RL_KEYS)
+    rows = [(key, value, key.partition(".")[0] if key.startswith("ppo.") else "") for key, value in IMPLIED.items()]
+    rows += [(key, value, because) for key, (value, because) in IMPLIED_BY.items()]
     implied = "\n".join(
-        f"| `{key}` | `{'null' if value is None else str(value).lower()}` |" for key, value in IMPLIED.items()
+        f"| `{key}` | `{'null' if value is None else str(value).lower()}` | {because and f'`{because}`'} |"
+        for key, value, because in rows
     )
     parts = [HEAD.format(marks=marks, implied=implied)]
     for does, (title, left, right) in TITLES.items():

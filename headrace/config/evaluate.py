@@ -11,6 +11,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
+from headrace.config.text import in_yaml
 
 Keys = tuple[str | int, ...]
 
@@ -39,10 +40,15 @@ class InterpolationsTooLarge(InterpolationResolutionError):
 
 def parse_error(text: str) -> OmegaConfBaseException | None:
     """Why `text` can't be parsed; None if it can."""
+    # counted first: OmegaConf's parser takes more frames a level than Python has
+    if text.count("${") > _MAX_IN_TEXT:
+        return InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
         return error
+    except RecursionError:
+        return InterpolationsTooLarge("its interpolations are nested too deep")
     return None
 
 
@@ -91,8 +97,6 @@ class Evaluation:
         if number not in self._values:
             keys = self._places[number]
             text = self._expressions[keys]
-            if text.count("${") > _MAX_IN_TEXT:
-                raise InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
             if self._chain == _MAX_CHAIN:
                 raise InterpolationResolutionError(f"it leads through more than {_MAX_CHAIN} others")
             self._put(keys, text)
@@ -146,7 +150,7 @@ def _of_numbers(name: str, function: Callable[[Any, Any], Any]) -> Callable[...,
     def checked(*given: Any) -> Any:
         if len(given) != 2 or not all(isinstance(one, int | float) for one in given):
             raise TypeError(
-                f"{name} takes two numbers, not {', '.join(map(repr, given))} (oc.decode makes one of text)"
+                f"{name} takes two numbers, not {', '.join(map(in_yaml, given))} (oc.decode makes one of text)"
             )
         result = function(*given)
         # a number multiplied by itself has twice the digits each time

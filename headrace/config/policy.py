@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.base import Section
+from headrace.config.text import in_yaml
 
 # torch's schedulers that need nothing but numbers, and what each takes
 KEYS: dict[str, frozenset[str]] = {
@@ -56,7 +57,7 @@ class SchedulerConfig(Section):
             return self
         short = self.name.removeprefix(NAMESPACE)
         if short == self.name or short not in KEYS:
-            raise ValueError(f"name {self.name!r} is not {NAMESPACE} and one of {', '.join(KEYS)}")
+            raise ValueError(f"name {in_yaml(self.name)} is not {NAMESPACE} and one of {', '.join(KEYS)}")
         if unknown := sorted(self.kwargs.keys() - KEYS[short]):
             raise ValueError(f"{short} takes no {', '.join(unknown)}; it takes {', '.join(sorted(KEYS[short]))}")
         return self

@@ -28,6 +28,7 @@ from headrace.config.services import (
     TrainerConfig,
     WeightChannelConfig,
 )
+from headrace.config.text import in_yaml
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 # What the buffer takes for a pause rather than an outage, if it is more than half of `rollout.dead_after_s` (LONGEST_GAP_MS in _run.lua).
@@ -79,7 +80,7 @@ class Config(Section):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
                 raise ValueError(
-                    f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
+                    f"data: env_name {in_yaml(source.env_name)} is not one of the environments under env ({known})"
                 )
             _check_verifiers_data(source, self.env[source.env_name].kind(source.env_name))
         for name, env in self.env.items():
@@ -232,13 +233,13 @@ def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
     of_verifiers = source.dataset_name == "verifiers"
     if of_verifiers and kind != "verifiers":
         raise ValueError(
-            f"data: dataset_name verifiers with env_name {source.env_name!r}, which is of another type: these are the tasks of an "
+            f"data: dataset_name verifiers with env_name {in_yaml(source.env_name)}, which is of another type: these are the tasks of an "
             "environment of type verifiers; name one"
         )
     if kind == "verifiers" and not of_verifiers:
         raise ValueError(
-            f"data: env_name {source.env_name!r} is of type verifiers, which has tasks of its own alone: give dataset_name: verifiers in "
-            "the place of another data set"
+            f"data: env_name {in_yaml(source.env_name)} is of type verifiers, which has tasks of its own alone: give dataset_name: "
+            "verifiers in the place of another data set"
         )
     for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
         if of_verifiers and getattr(source, key) is not None:
@@ -373,7 +374,7 @@ def _check_teacher(config: Config, key: str) -> None:
         )
     if teacher is not None and not has_teacher:
         raise ValueError(
-            f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher: leave it out, or set name: opd"
+            f"grpo.adv_estimator.teacher_model_name {in_yaml(teacher)} with {key}, which has no teacher: leave it out, or set name: opd"
         )
 
 

@@ -16,6 +16,8 @@ Does = Literal["used", "renamed", "replaced", "refused"]
 
 # a misspelling shares this much with the key that was meant; keys of the families below share less with each other
 _MISSPELT = 0.92
+# with a switch beside them, also names that are a little less like it: no family of keys has such names
+ENABLED, MISSPELT_SWITCH = "enabled", 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,12 @@ class Table:
             return rule
         rule = next((rule for rule in self._patterns.get(keys[0], ()) if rule.matches(keys)), None)
         family = rule is not None and rule.parts[-1] not in (keys[-1], "*")
-        return None if family and difflib.get_close_matches(keys[-1], self.beside(keys), 1, _MISSPELT) else rule
+        return None if family and self._is_misspelt(keys) else rule
+
+    def _is_misspelt(self, keys: Keys) -> bool:
+        beside = self.beside(keys)
+        near_switch = difflib.get_close_matches(keys[-1].lower(), {ENABLED} & {*beside}, 1, MISSPELT_SWITCH)
+        return bool(near_switch or difflib.get_close_matches(keys[-1], beside, 1, _MISSPELT))
 
     def beside(self, keys: Keys) -> list[str]:
         """Names with rules of their own in the section of `keys`."""
