@@ -68,7 +68,8 @@ After interpolations are resolved, the first of these rules that applies decides
 Parts that NeMo RL itself ignores are listed as such and not checked: without `megatron_cfg.enabled` all
 of `megatron_cfg` (a name that is nearly `enabled`, or a value of it that is neither true nor false, is an error); with it
 `dtensor_cfg`, `optimizer` and `scheduler`, which `megatron_cfg.optimizer` and `megatron_cfg.scheduler` replace;
-`async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data set names; a type of truncated importance sampling without a ratio.
+`async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data set names; a type of truncated
+importance sampling without a ratio.
 
 Sections of engines that Headrace replaces (Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
 and transports of refits, the data plane) are listed: vLLM generates whatever `policy.generation.backend` says.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.episode import without_keys
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, MissingPackage
 from headrace.printable import LineFormatter, printable
 from headrace.service import importing
 
@@ -72,7 +73,8 @@ def log_lines() -> None:
 def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
     """Load entry point `name` of `group`: `headrace` finds services this way and imports none.
 
-    Raises `HeadraceError` if there is no such entry point, or if a package that it needs is missing; `extra` is what to install then.
+    Raises `HeadraceError` if there is no such entry point, and `MissingPackage` if a package that it needs is missing; `extra` is what to
+    install then.
     """
     points = entry_points(group=group)
     if name not in points.names:
@@ -85,7 +87,18 @@ def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "headrace", "headrace_services"):  # our own: a bug, not a missing package
             raise
-        raise HeadraceError(
-            f"{name} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"
+        raise MissingPackage(
+            f"{_command(name)} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"
         ) from error
     return loaded
+
+
+def _command(otherwise: str) -> str:
+    """The command that runs, as it is typed; `otherwise` outside of one."""
+    from headrace.cli.app import COMMANDS  # which imports this module
+
+    words = sys.argv[1:3]
+    if not words or words[0] not in COMMANDS:
+        return otherwise
+    is_group = COMMANDS[words[0]].endswith(":app")
+    return " ".join(["headrace", *words[: 1 + is_group]])

@@ -22,7 +22,9 @@ _PING_S = 2.0
 
 
 def look(loaded: Loaded) -> list[str]:
-    """Warnings about what the configuration names. Raises `ConfigError`, one line a problem, with the place of each in its file."""
+    """Warnings about what the configuration names. Raises `ConfigError`, one line a problem, with the place of each in its file, and
+    `MissingPackage` where the trainer's packages are not installed."""
+    named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
     warnings = list(config.warnings)
     problems, told = [], set[str]()
@@ -41,10 +43,7 @@ def look(loaded: Loaded) -> list[str]:
         except ServiceError as error:
             told.add(key)
             problems.append(f"{error}{origin}")
-    problems += [
-        f"{message}{loaded.origin(keys)}"
-        for keys, message in load_entry_point("headrace.tools", "look", "trainer")(config)
-    ]
+    problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials
