@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 Keys = tuple[str | int, ...]
 
 MISSING = "???"
+_SHOWN = 160  # characters of an expression in an error
 
 
 def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -87,4 +88,5 @@ def _problem(keys: Keys, text: str, error: str) -> str:
     if text == MISSING:
         return f"{key}: {text} marks a value that must be given; set it, for example {key}=…"
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", error.partition("\n")[0]).strip("\"'")
-    return f"{key}: {text!r:.160} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"
+    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return f"{key}: {shown!r} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"

@@ -60,6 +60,8 @@ _REMEDIES = {
     "found character '\\t'": "indent with spaces, not tabs",
     "found another document": "keep one of them",
     "could not determine a constructor": "leave the tag out",
+    "found undefined alias": "give its anchor (&name) before it",
+    "got '<stream end>'": "close the bracket",
     "found unexpected end of stream": "close the quote or bracket",
     "special characters are not allowed": "save the file as plain text",
 }

@@ -300,7 +300,7 @@ def _together(refused: Iterable[Refusal]) -> list[Refusal]:
     for each in refused:
         # what a rule says holds of a key whatever its value is
         of_rule = each.remedy.startswith(": ")
-        reasons.setdefault(each.remedy if of_rule else each.line(""), []).append(each)
+        reasons.setdefault(each.remedy if of_rule else f"{each.what}{each.remedy}", []).append(each)
     return [
         dataclasses.replace(first, also=tuple(".".join(other.keys) for other in others))
         for first, *others in reasons.values()

@@ -247,6 +247,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             "run: {}\n---\nrun: {}\n",
             "line 2: not valid YAML: but found another document; keep one of them",
         ),
+        ("run: *a\n", "line 1: not valid YAML: found undefined alias 'a'; give its anchor (&name) before it"),
+        ("grpo: [1\n", "but got '<stream end>'; close the bracket"),
         ("run: 'a\n", "found unexpected end of stream; close the quote or bracket"),
         ("just text\n", "text, not a mapping; write sections"),
         ("7\n", "a number, not a mapping; write sections"),
@@ -313,7 +315,10 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
         (INTO_LISTS, "x5.7: '${x4}' can't be resolved: the interpolations make more than 100000 values"),
         (INTO_NUMBERS, "x9: '${mul:${x8},${x8}}' can't be resolved: mul makes a number of more than 1000 bits"),
         (INTO_ONE, "it holds more than 100 interpolations"),
-        (f"run: {{id: '{nested(200)}'}}", "it holds more than 100 interpolations"),
+        (
+            f"run: {{id: '{nested(200)}'}}",
+            f"{nested(200)[:159]}…' can't be resolved: it holds more than 100 interpolations",
+        ),
         (f"run: {{id: '{nested(99)}'}}", "run.id: "),
     ],
     ids=[

@@ -213,6 +213,14 @@ def test_one_reason_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_one_value_that_cant_be_is_one_line(tmp_path: Path) -> None:
+    (line,) = refusal(
+        tmp_path, "", "data.train.dataset_name=NemoGymDataset", "data.validation={dataset_name: NemoGymDataset}"
+    )
+    assert line.startswith("data.train.dataset_name: 'NemoGymDataset' is not read; bring it as a JSONL file")
+    assert line.endswith(" (command line), and data.validation.dataset_name")
+
+
 def test_a_suggestion_is_like_the_name(tmp_path: Path) -> None:
     (line,) = refusal(tmp_path, "", "policy.generation.vllm_cfg.enable_thinking=true")
     assert line.endswith("did you mean policy.tokenizer.chat_template_kwargs?")
