@@ -35,7 +35,7 @@ _OF_A_CONNECTION = frozenset({
 })  # fmt: skip
 
 
-class Unfit(Exception):
+class UnsupportedEnvironment(Exception):
     """What can't be done, and what to do about it."""
 
 
@@ -43,14 +43,14 @@ class Unfit(Exception):
 
 
 def policy_of(agents: Mapping[str, Any]) -> str:
-    """Which of the environment's `agents`, by name, is the policy: the one without a client of its own. Raises `Unfit`."""
+    """Which of the environment's `agents`, by name, is the policy: the one without a client of its own. Raises `UnsupportedEnvironment`."""
     policies = [name for name, agent in agents.items() if agent.client is None]
     if not policies:
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"its agents ({', '.join(agents)}) have a client each, so that none is the policy: leave client out of the one that is trained"
         )
     if len(policies) > 1:
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"its agents {' and '.join(policies)} would all be the policy, each with a reward of its own, and an episode has one: give all "
             "but the one that is trained a client and a model, as in judge: {client: {base_url: …}, model: …}"
         )
@@ -121,25 +121,27 @@ class Tasks:
     """The tasks of a task set by their places; of an endless one as far as somebody asked."""
 
     def __init__(self, taskset: Any) -> None:
-        """Reads all of one that ends. Raises `Unfit`."""
+        """Reads all of one that ends. Raises `UnsupportedEnvironment`."""
         self._rest: Iterator[Any] = iter(taskset)
         with loading():
             self._read: list[Any] = list(self._rest) if taskset.bounded else []
 
     def find(self, asked: Any) -> Any:
-        """The task that a row names. Raises `Unfit`."""
+        """The task that a row names. Raises `UnsupportedEnvironment`."""
         match asked:
             case {"index": int(index), "key": str(key)} if index >= 0:
                 self._read += itertools.islice(self._rest, max(0, index + 1 - len(self._read)))
             case _:
-                raise Unfit(f"task {asked!r:.200} names no task: let the rows come from `dataset_name: verifiers`")
+                raise UnsupportedEnvironment(
+                    f"task {asked!r:.200} names no task: let the rows come from `dataset_name: verifiers`"
+                )
         if index >= len(self._read):
-            raise Unfit(
+            raise UnsupportedEnvironment(
                 f"there is no task {index}: the task set has {len(self._read)}, and had others when the run's rows were made"
             )
         task = self._read[index]
         if task.key != key:
-            raise Unfit(
+            raise UnsupportedEnvironment(
                 f"task {index} is another than when the run's rows were made (its key is {task.key}, and was {key}): the task set must be "
                 "the same each time it is loaded; give it a seed, and all processes of the run the same version"
             )
@@ -161,17 +163,17 @@ def sources(modules: Mapping[str, Any], names: set[str]) -> Iterator[tuple[str, 
 
 
 def load(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The environment, and which of its agents is the policy. Raises `Unfit`."""
+    """The environment, and which of its agents is the policy. Raises `UnsupportedEnvironment`."""
     try:
         version = importlib.metadata.version("verifiers")
         import verifiers.v1 as vf
         from verifiers.v1.configs.agent import agent_config_fields
     except ImportError as error:
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"{sys.executable} can't import verifiers ({error}); install it there: pip install 'verifiers=={RELEASE}.*' uv"
         ) from error
     if not version.startswith(f"{RELEASE}."):
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"{sys.executable} has verifiers {version}; install {RELEASE} there: pip install 'verifiers=={RELEASE}.*'"
         )
     # after what is installed, as the modules of a function
@@ -182,22 +184,26 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
         policy = policy_of(agents)
         budgets = {"retries": resolved.retries, **{f"{name}.retries": agent.retries for name, agent in agents.items()}}
         if (key := retried(budgets)) is not None:
-            raise Unfit(f"{key}: a run begins failed episodes anew itself (replay.max_attempts); leave it out")
+            raise UnsupportedEnvironment(
+                f"{key}: a run begins failed episodes anew itself (replay.max_attempts); leave it out"
+            )
         return vf.load_environment(resolved), policy
-    except Unfit:
+    except UnsupportedEnvironment:
         raise
     except Exception as error:  # what its code raises, it raises for the user
-        raise Unfit(f"{type(error).__name__}: {error}") from error
+        raise UnsupportedEnvironment(f"{type(error).__name__}: {error}") from error
 
 
 def selected(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """Rows of the tasks. Raises `Unfit`."""
+    """Rows of the tasks. Raises `UnsupportedEnvironment`."""
     from verifiers.v1 import SelectConfig
 
     try:
         taskset = env.taskset.select(SelectConfig.model_validate(dict(select)))
     except ValueError as error:
-        raise Unfit(f"task_config {dict(select)}: verifiers refuses it as `select` ({error})") from error
+        raise UnsupportedEnvironment(
+            f"task_config {dict(select)}: verifiers refuses it as `select` ({error})"
+        ) from error
     with loading():
         yield from map(row_of, taskset if taskset.bounded else taskset.take(size))
 
@@ -208,7 +214,7 @@ def loading() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Unfit(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
+        raise UnsupportedEnvironment(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
 
 
 class Relay:
@@ -307,8 +313,8 @@ class Player:
 
         try:
             task = self._tasks.find(asked["task"])
-        except Unfit as unfit:
-            return {"status": "INVALID", "message": str(unfit)}
+        except UnsupportedEnvironment as error:
+            return {"status": "INVALID", "message": str(error)}
         # no key of the user's is meant for the policy: nothing is under that name
         client = EvalClientConfig(base_url=self._relay.base_url, api_key_var="HEADRACE_HAS_NO_KEY_HERE")
         # how it samples, and for how long, the run says
@@ -368,8 +374,8 @@ def main(mode: str) -> int:
                 say(row)
         else:
             asyncio.run(serve(env, policy, told["address"], say))
-    except Unfit as unfit:
-        say({"problem": str(unfit)})
+    except UnsupportedEnvironment as error:
+        say({"problem": str(error)})
         return 1
     return 0
 

@@ -33,7 +33,8 @@ _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
 def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sample:
     """A trajectory as its environment receives it. Its idempotency key is the same each time that it is made in `scope`: a run, or less.
 
-    Of an episode that is what its last answer says, with the tokens of all its calls."""
+    Of an episode that is what its last answer says, with the tokens of all its calls.
+    """
     flat = trajectory.flat()
     tokens = flat.completion_token_ids
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()

@@ -29,15 +29,15 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Exit with 0 if the configuration is valid and what it names is there, else say what is wrong. Counts and measures the prompts. For a
-    NeMo RL file, also say how it was translated. Without the trainer's packages, check the configuration alone."""
+    """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
+    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone."""
     examined = examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
         warnings, lines = _looked_at(examined)
     except ConfigError:
-        for line in translated:  # it was read, whatever is missing here
+        for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
     for warning in [*warnings, *runs.busy_ports(examined.config)]:
@@ -48,7 +48,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 def _looked_at(examined: Loaded) -> tuple[list[str], list[str]]:
-    """(warnings, what to say) about the data and models that the configuration names. Raises `ConfigError`."""
+    """Return warnings and lines to print about the data and models that the configuration names. Raises `ConfigError`."""
     try:
         warnings = preflight.look(examined)
     except MissingPackage:
@@ -62,17 +62,19 @@ def _looked_at(examined: Loaded) -> tuple[list[str], list[str]]:
 
 
 def age_bound(config: Config) -> str:
-    """What the age policy guarantees, in one line."""
+    """Describe in one line what the age policy guarantees."""
     algorithm = config.algorithm
     age, policy = algorithm.max_age, algorithm.asynchrony.staleness_policy
     ahead = f"at most {(algorithm.ahead_steps + 1) * algorithm.num_prompts_per_step} groups ahead of the trainer"
     bound = f"a trajectory trained at step t has no token older than weights t - {age}"
     if policy == "drop":
-        return f"drop: {bound}; {ahead}, trained as they get ready; one over age by then is generated again"
+        return (
+            f"drop: {bound}; {ahead}, trained as they become ready; a group that is over age by then is generated again"
+        )
     if policy == "mask":
         return (
             f"mask: tokens older than weights t - {age} leave the policy loss of step t, and their trajectory stays; {ahead}, "
-            "trained as they get ready; one without a younger token is generated again"
+            "trained as they become ready; a trajectory without a younger token is generated again"
         )
     if age == 0:
         return f"strictly on-policy: step t trains on trajectories of weights t alone; {ahead}"
@@ -80,7 +82,7 @@ def age_bound(config: Config) -> str:
 
 
 def optimizer_steps(config: Config) -> str:
-    """The optimizer steps of a trainer step, in one line."""
+    """Describe in one line the optimizer steps of a trainer step."""
     algorithm = config.algorithm
     batch = f"{algorithm.num_prompts_per_step} x {algorithm.num_generations_per_prompt} trajectories"
 
@@ -89,12 +91,13 @@ def optimizer_steps(config: Config) -> str:
         passes = f" in each of {epochs} passes" if epochs > 1 else ""
         return f"{each} optimizer step{'s' if each > 1 else ''}{passes}"
 
-    if config.ppo is None:
-        return f"grpo: {batch} a step, {steps(config.policy_batch, 1)}"
-    ppo = config.ppo
-    told = f"ppo: {batch} a step, {steps(config.policy_batch, ppo.ppo_epochs)} of the policy"
-    if ppo.policy_training_start_step:
-        told += f" from step {ppo.policy_training_start_step} on"
-    if not ppo.adv_estimator.has_value_model:
-        return f"{told}, no value model"
-    return f"{told}, {steps(config.value_batch, ppo.value_epochs)} of the value model"
+    start = algorithm.first_policy_step
+    line = f"{algorithm.name}: {batch} a step, {steps(config.policy_batch, algorithm.policy_epochs(start))}"
+    if not algorithm.value_epochs:
+        return line
+    line += " of the policy"
+    if start:
+        line += f" from step {start} on"
+    if not algorithm.adv_estimator.has_value_model:
+        return f"{line}, no value model"
+    return f"{line}, {steps(config.value_batch, algorithm.value_epochs)} of the value model"

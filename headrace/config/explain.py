@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line a problem: the full key, the value, and what to do."""
+"""Explains what is wrong with a configuration, in one line per problem: the full key, the value, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Path = tuple[str, ...]
 Origin = Callable[[Path], str]
 Named = Callable[[Path], Path]
 
-# of two names: of a misspelt one and what was meant; names that mean different things are rarely so alike
+# the similarity of a misspelt name to the intended one; names with different meanings are rarely this similar
 _VERY_CLOSE = 0.8
-# Long names share much by chance; short ones share little with what was meant.
+# long names are often similar by chance
 _CLOSE, _LONG, _CLOSE_IF_LONG = 0.6, 10, 0.75
 _KEY = re.compile(r"[a-z_]+(?:\.\w+)+")
 
 
 def _models(annotation: Any, path: Path) -> Iterator[tuple[Path, type[BaseModel]]]:
-    """The models inside a field's type; the items of a list or a mapping are named `*`."""
+    """Yield the models inside a field's type. The items of a list or a mapping are named `*`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield path, annotation
     for inner in get_args(annotation):
@@ -45,12 +45,12 @@ def _walk(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, Field
 
 @functools.cache
 def known_keys() -> Mapping[Path, FieldInfo]:
-    """Every key there is, sections included; items of lists and mappings are named `*` (`env.*.type`)."""
+    """Return every key of the configuration, sections included. The items of lists and mappings are named `*` (`env.*.type`)."""
     return dict(_walk(Config))
 
 
 def pattern(path: Path) -> Path:
-    """`path` with the names of items replaced by `*`, as `known_keys` has them."""
+    """Return `path` with the names of items replaced by `*`, as in `known_keys`."""
     found: Path = ()
     for part in path:
         found = (*found, "*" if (*found, "*") in _prefixes() else part)
@@ -63,7 +63,7 @@ def _prefixes() -> frozenset[Path]:
 
 
 def similar(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` was probably meant to be: it is spelt alike, or begins alike and goes on."""
+    """Return the one of `names` that `name` probably means: a similar spelling, or a longer name with a similar beginning."""
     names = list(names)
     if close := difflib.get_close_matches(name, names, 1, _CLOSE if len(name) <= _LONG else _CLOSE_IF_LONG):
         return close[0]
@@ -75,8 +75,8 @@ def similar(name: str, names: Iterable[str]) -> str | None:
 
 
 def nearest(path: Path) -> str | None:
-    """The known key most like the unknown `path`: one beside it if any is close, else what another framework means by its name, else
-    one of that name elsewhere."""
+    """Return the known key most similar to the unknown `path`: a close one in the same section, else the key that another framework calls
+    so, else one of a similar name elsewhere."""
     parent, name = path[:-1], path[-1]
     beside = [key[-1] for key in known_keys() if key[:-1] == pattern(parent)]
     if close := difflib.get_close_matches(name, beside, 1, _VERY_CLOSE):
@@ -131,10 +131,10 @@ def _line(error: ErrorDetails, origin: Origin, named: Named) -> str:
 
 
 def explain(error: ValidationError, origin: Origin, named: Named = lambda path: path) -> str:
-    """One line a problem. `origin` says where a path's value was given, as text to append (" (command line)"); `named` gives the path as
-    the user has written it."""
+    """Explain an error, one line per problem. `origin` returns where a path's value was given, as text to append (" (command line)");
+    `named` returns the path as the user wrote it."""
     errors = error.errors()
-    # what `data.default` gets wrong is copied into each source: say it once
+    # a wrong value in `data.default` is copied into each source; report it once
     default = {e["loc"][2:] for e in errors if e["loc"][:2] == ("data", "default")}
     return "\n".join(
         _line(e, origin, named)

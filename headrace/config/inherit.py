@@ -1,9 +1,9 @@
 """`defaults:` in a configuration file: the files it builds on, and how they are merged.
 
-`defaults` is one path or a list, relative to the file that says it. Later files win over earlier ones and the file itself over
-all of them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true`
-replaces the inherited one instead. A section that is null is taken out of what was inherited (`grpo: null` makes room for
-`ppo`), and so is `grpo` or `ppo` where the other one is given; else it is a section whose keys are all commented out, and empty.
+`defaults` is one path or a list, relative to the file that contains it. Later files win over earlier ones, and the file itself over all of
+them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true` replaces the
+inherited one instead. A null section removes the inherited one (`grpo: null` makes room for `ppo`), or one of `grpo` and `ppo` where the
+other is given. Otherwise a null section is one whose keys are all commented out, and counts as empty.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _OTHER_ALGORITHM = {"grpo": "ppo", "ppo": "grpo"}
 
 @dataclasses.dataclass(frozen=True)
 class Inherited:
-    """A configuration with what it inherits. `values` is the merged mapping; `files` is what each file gave itself, in the order they
-    were merged; the asked one is last."""
+    """A configuration with what it inherits. `values` is the merged mapping. `files` has what each file itself gives, in the order of
+    merging; the requested file is last."""
 
     values: dict[str, Any]
     files: tuple[tuple[Path, dict[str, Any]], ...]
 
     def source(self, keys: tuple[str, ...]) -> Path | None:
-        """The file that gave the value at `keys`; None if no file did."""
+        """Return the file that gave the value at `keys`; None if no file did."""
         return next((path for path, own in reversed(self.files) if _gives(own, keys)), None)
 
 
 def read(path: Path) -> Inherited:
-    """The file at `path` over the files that it names by `defaults`. Raises `ConfigError` naming the file at fault."""
+    """Read the file at `path` and merge it over the files that its `defaults` names. Raises `ConfigError` naming the file at fault."""
     return _read(path, ())
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
     if path.resolve() in (file.resolve() for file in above):
         chain = " -> ".join(str(file) for file in (*above, path))
-        raise ConfigError(f"{DEFAULTS}: {path} builds on itself: {chain}; take {DEFAULTS} out of one of these files")
+        raise ConfigError(f"{DEFAULTS}: {path} builds on itself ({chain}); remove {DEFAULTS} from one of these files")
     own = _mapping(path, above)
     files: list[tuple[Path, dict[str, Any]]] = []
     values: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
     if values.keys() & {"grpo", "ppo"} and {"grpo", "ppo"} <= set(nulls):
         raise ConfigError(f"{path}: grpo and ppo are both null; give one of them, or leave the inherited one as it is")
     for section in nulls:
-        # null takes an inherited section out, or the algorithm that is not meant; else it is one whose keys are all commented out
+        # null removes an inherited section, or the algorithm that is not used; otherwise it is a section with all keys commented out
         other = _OTHER_ALGORITHM.get(section)
         if values.pop(section, None) is None and (other in nulls or other not in values):
             values[section] = {}
@@ -63,7 +63,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """`over` merged into `base`. `where` begins the message of an `_override_` that is neither true nor false."""
+    """Merge `over` into `base`. `where` begins the message about an `_override_` that is neither true nor false."""
     merged = dict(base)
     for key, value in over.items():
         if not isinstance(value, dict):
@@ -90,7 +90,7 @@ def _bases(value: Any, path: Path) -> list[Path]:
 
 
 def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """What is written in one file. Raises `ConfigError` if it can't be read or is no mapping of sections."""
+    """Return the content of one file. Raises `ConfigError` if it can't be read, or is not a mapping of sections."""
     wanted = f" ({DEFAULTS} of {above[-1]}, relative to that file)" if above else ""
     try:
         text = path.read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     values = parse(text, str(path))
     if values is None:
         raise ConfigError(
-            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} is all defaults)"
+            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} means all defaults)"
         )
     if not isinstance(values, dict):
         kind = {list: "a list", str: "text", bool: "true or false"}.get(type(values), "a number")
@@ -114,7 +114,7 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def as_written(values: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """`keys` without the number of an item that `values` give alone, in the place of a list of one."""
+    """Return `keys` without the index 0 where `values` has a mapping in place of a list of one."""
     found = []
     for key in keys:
         if isinstance(values, dict) and key == "0" and "0" not in values:
@@ -130,7 +130,7 @@ def as_written(values: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gives(values: Any, keys: tuple[str, ...]) -> bool:
-    """Whether `values` has `keys`, or something whole (a list, a scalar) above them."""
+    """Whether `values` has `keys`, or a list or scalar above them."""
     for key in keys:
         if not isinstance(values, dict):
             return values is not None

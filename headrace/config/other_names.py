@@ -1,4 +1,4 @@
-"""What other frameworks call keys of Headrace, for those who write such a name: arguments of TRL's trainers, and keys of verl."""
+"""The names of Headrace's keys in other frameworks, for users who write such a name: arguments of TRL's trainers, and keys of verl."""
 
 from __future__ import annotations
 

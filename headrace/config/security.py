@@ -9,7 +9,7 @@ from headrace.config.text import in_yaml
 
 
 class SecurityConfig(Section):
-    """Every machine has its own files; docs/security.md says who may do what with which token."""
+    """Every machine has its own files; docs/security.md lists what each token permits."""
 
     insecure: bool = Field(
         False, description="listen and connect beyond the loopback interface without TLS and credentials"
@@ -17,17 +17,16 @@ class SecurityConfig(Section):
     credentials: str | None = Field(
         None,
         description="file with a line `ROLE TOKEN` for each token; null: `headrace up` makes one in the run's folder, and a service "
-        "started by hand asks nobody for a token",
+        "started by hand requires no token",
     )
-    tls_cert: str | None = Field(
-        None, description="certificate chain (PEM) of this machine; `headrace certs` makes one"
-    )
+    tls_cert: str | None = Field(None, description="this machine's certificate chain (PEM); `headrace certs` makes one")
     tls_key: str | None = Field(None, description="private key (PEM) of tls_cert")
     tls_ca: str | None = Field(
-        None, description="certificates (PEM) of the authorities that signed the others'; null takes the system's"
+        None,
+        description="certificates (PEM) of the authorities that signed the other machines' certificates; null: the system's",
     )
     hosts: list[str] = Field(
-        [], description="further names under which browsers and clients may reach the HTTP services of this machine"
+        [], description="further names under which browsers and clients may reach this machine's HTTP services"
     )
 
     @model_validator(mode="after")
@@ -40,5 +39,5 @@ class SecurityConfig(Section):
 
     @property
     def tls(self) -> bool:
-        """Whether the run's gRPC connections beyond the loopback interface, and those to the hub, speak TLS."""
+        """Whether the run's gRPC connections to the hub, and beyond the loopback interface, use TLS."""
         return self.tls_cert is not None or self.tls_ca is not None

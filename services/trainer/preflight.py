@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from headrace.config import Config
-from headrace.config.loading import Keys
+from headrace.config.keys import Keys
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
 from headrace_services.trainer.data import Prompts, digest_of, load_problems

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
-from headrace.trajectory import AnyTrajectory, Float32, Score, Trajectory, decode_trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
 from headrace_services.trainer.distributed import Ranks, on_device
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
-Int = npt.NDArray[np.intp]
 
 
 _BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}

@@ -48,7 +48,7 @@ async def test_an_evaluated_group_that_can_not_be_read_has_failed_and_the_others
     assert not isinstance(good, CodecError)
     done, failed, unknown = await replay.evaluated(ids)
     assert ([one.group.id for one in done], unknown) == ([ids[0], ids[2]], [])
-    assert failed == {ids[1]: f"what was evaluated can't be read: {bad}"}
+    assert failed == {ids[1]: f"its trajectories can't be read: {bad}"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_what_nobody_can_read_of_a_replica_is_shown_of_that_replica_alone(
     assert msgspec.json.decode(msgspec.json.encode(stats["replicas"])) == stats["replicas"]
     out = io.StringIO()
     show(out, await replay.state(), await replay.replicas(), [], await replay.bias(), None)
-    assert out.getvalue().count("what it says of itself can't be read (") == len(stored)
+    assert out.getvalue().count("its description of itself can't be read (") == len(stored)
 
 
 @pytest.mark.parametrize(

@@ -625,7 +625,7 @@ def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.Atta
             "sends WORK_KIND_SCORE and WORK_KIND_EPISODE alone",
         ),
         ([register(), register()], "INVALID_ARGUMENT", "event register: send register first and once"),
-        ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: the capacity is 1"),
+        ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: of the capacity 1"),
         ([register(), credit(1), credit(1)], "INVALID_ARGUMENT", "credit of 1 is an overdraft"),
         ([register(), credit(0)], "INVALID_ARGUMENT", "credit of 0 is an overdraft"),
         ([register(), credit(1, "orange")], "INVALID_ARGUMENT", "credit for 'orange'"),

@@ -421,7 +421,7 @@ async def test_an_outcome_that_no_message_holds_is_failed() -> None:
     ("function", "said"),
     [
         ("nowhere.at_all:play", "env.odd.function nowhere.at_all:play: nowhere.at_all can't be imported"),
-        ("tests.support.odd_program:plya", "has no function plya; name one that it has"),
+        ("tests.support.odd_program:plya", "has no function plya; name an existing one"),
         ("tests.support.reward_hub:until", None),
         ("os:getcwd", "it can't be called with one argument, the episode"),
     ],

@@ -159,7 +159,7 @@ def test_an_unknown_key_shows_its_value(file: Path) -> None:
         ("HEADRACE_GRPO__NUM_PROMPTS_PER_STEPS", "grpo.num_prompts_per_step"),
         ("HEADRACE_GRP__SEED", "HEADRACE_GRPO__SEED"),
         ("HEADRACE_GRPO_SEED", "HEADRACE_"),
-        ("HEADRACE_ZZZZ", "no such section"),
+        ("HEADRACE_ZZZZ", "the section does not exist"),
     ],
 )
 def test_an_unknown_variable_is_an_error_too(file: Path, variable: str, near: str) -> None:
@@ -191,7 +191,7 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("grpo.stop_at_validation_metric=accuracy", "with stop_at_validation_threshold null: give both, or neither"),
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
-        ('env={"my env": {type: math}, adder: {type: math}}', "an environment's name is 1 to 64 letters, digits and ._-"),
+        ('env={"my env": {type: math}, adder: {type: math}}', "is not a valid name; use 1 to 64 letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),
@@ -305,11 +305,11 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
         (CHAIN, "nested more than 100 levels deep"),
         (
             "run: " + "[" * 5000 + "]" * 5000,
-            "nested more than 100 levels deep; no configuration needs that, shorten it",
+            "nested more than 100 levels deep; shorten it, as no configuration needs that",
         ),
         ("run: " + "{a: " * 150 + "}" * 150, "nested more than 100 levels deep"),
-        ("run: &a [*a]", "an alias (*name) stands inside the value"),
-        ("run: &a {b: {c: *a}}", "an alias (*name) stands inside the value"),
+        ("run: &a [*a]", "an alias (*name) is inside the value"),
+        ("run: &a {b: {c: *a}}", "an alias (*name) is inside the value"),
         ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
         (INTO_TEXT, f"x5: '{'${x4}' * 10}' can't be resolved: the interpolations make more than 100000 values"),
         (INTO_LISTS, "x5.7: '${x4}' can't be resolved: the interpolations make more than 100000 values"),
@@ -377,8 +377,8 @@ def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
         ("grpo.seed=[1", "grpo.seed: not valid YAML"),
         ("run.id={{ x }}", "run.id: not valid YAML: a key is a mapping; put text that begins with { or [ in quotes"),
         ("grpo.seed=!!int abc", "grpo.seed: not valid YAML: 'abc' is not a valid int"),
-        ("data.train.7.size=3", "data.train is a list of 2, and '7' none of 0 to 1"),
-        ("data.train.first.size=3", "data.train is a list of 2, and 'first' none of 0 to 1"),
+        ("data.train.7.size=3", "data.train has 2 items; index '7' is out of range (0 to 1)"),
+        ("data.train.first.size=3", "data.train has 2 items; index 'first' is out of range (0 to 1)"),
     ],
 )
 def test_an_override_that_is_none_is_refused(file: Path, override: str, said: str) -> None:

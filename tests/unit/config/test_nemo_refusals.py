@@ -1,4 +1,4 @@
-"""Files of NeMo RL: nothing that matters is swallowed, nothing that asks for nothing is refused, and an error names what is in the file."""
+"""NeMo RL files: settings that matter are never ignored, settings without effect are never refused, and errors name the file's own keys."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (f"{AUTOMODEL}.freeze_config.freeze_language_model", "true", "the language model is what is trained; set it to false"),
-        (f"{AUTOMODEL}.freeze_config.freeze_modules", "[lm_head]", "only routers can be frozen"),
-        (f"{AUTOMODEL}.backend.fake_balanced_gate", "true", "a router that sends tokens anywhere"),
+        (f"{AUTOMODEL}.freeze_config.freeze_language_model", "true", "the language model can't be frozen"),
+        (f"{AUTOMODEL}.freeze_config.freeze_modules", "[lm_head]", "only the router can be frozen"),
+        (f"{AUTOMODEL}.backend.fake_balanced_gate", "true", "a fake router is only for benchmarks"),
         (f"{AUTOMODEL}.backend.te_fp8", "{recipe: block}", None),
-        (f"{AUTOMODEL}.torch_dtype", "float16", "the model is trained in its precision"),
+        (f"{AUTOMODEL}.torch_dtype", "float16", "policy.precision sets the type"),
         (f"{AUTOMODEL}.use_lora", "true", "unknown key, value true"),
-        ("policy.dtensor_cfg.moe_parallelizer.lm_head_precision", "float32", "every layer has the precision of the model"),
+        ("policy.dtensor_cfg.moe_parallelizer.lm_head_precision", "float32", "the output layer has the precision of the model"),
         ("policy.dtensor_cfg.fp8_cfg.enabled", "true", "training in fp8 or fp4 is not supported; set it to false"),
         ("policy.dtensor_cfg.fp8_cfg.enabeld", "true", "did you mean policy.dtensor_cfg.fp8_cfg.enabled?"),
         ("policy.draft.enabeld", "true", "did you mean policy.draft.enabled?"),
@@ -82,11 +82,11 @@ def test_what_matters_is_not_swallowed(tmp_path: Path, key: str, value: str, sai
         ("fp8_cfg.enabled", "true", "training in fp8 or fp4 is not supported; set it to false"),
         ("fp8_cfg.enabeld", "true", "did you mean policy.megatron_cfg.fp8_cfg.enabled?"),
         ("fp4_cfg.enabled", "true", "training in fp8 or fp4 is not supported; set it to false"),
-        ("te_precision_config_file", "recipe.yaml", "layers with formats of their own are not supported; leave it out"),
-        ("fp32_lm_head", "true", "every layer has the precision of the model"),
-        ("freeze_config.freeze_language_model", "true", "the language model is what is trained"),
+        ("te_precision_config_file", "recipe.yaml", "a precision for each layer is not supported; leave it out"),
+        ("fp32_lm_head", "true", "the output layer has the precision of the model"),
+        ("freeze_config.freeze_language_model", "true", "the language model can't be frozen"),
         ("flextron_sampling_rates", "[1.0]", "elastic models are not supported; leave it out"),
-        ("layernorm_epsilon", "1e-6", "say it in policy.hf_config_overrides"),
+        ("layernorm_epsilon", "1e-6", "write rms_norm_eps in policy.hf_config_overrides"),
         ("peft.enabled", "'yes'", "'yes' is neither true nor false"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_bound_of_the_importance_weights_alone_truncates_as_it_did_in_older_re
     assert config.loss_fn.truncated_importance_sampling_type == "tis"
     assert translation.implied["loss_fn.truncated_importance_sampling_type"] == "tis"
     (line,) = refusal(tmp_path, f"loss_fn: {{{bound}, truncated_importance_sampling_type: null}}")
-    assert "truncated_importance_sampling_ratio 2.0 without truncated_importance_sampling_type: set a type" in line
+    assert "truncated_importance_sampling_ratio 2.0 without truncated_importance_sampling_type; set a type" in line
     assert "loss_fn.truncated_importance_sampling_type" not in read(tmp_path)[1].implied
 
 
@@ -141,7 +141,7 @@ def test_an_error_names_the_key_that_is_in_the_file_and_its_line(tmp_path: Path)
     with pytest.raises(ConfigError) as error:
         examine(path, [], {})
     named, unknown, *_ = str(error.value).splitlines()
-    assert named.startswith("data.train.dataset_name: 'nope' is not read; ")
+    assert named.startswith("data.train.dataset_name: 'nope' is not supported; ")
     assert named.endswith(f"({path}:4)")
     assert unknown == (
         f"data.train.prompt_fil: unknown key, value 'x' ({path}:5); did you mean data.train.prompt_file?"
@@ -150,7 +150,7 @@ def test_an_error_names_the_key_that_is_in_the_file_and_its_line(tmp_path: Path)
     with pytest.raises(ConfigError) as error:
         examine(path, [], {})
     first, second = str(error.value).splitlines()
-    assert first.startswith("data.train.dataset_name: 'nope' is no ")
+    assert first.startswith("data.train.dataset_name: unknown data set 'nope'; ")
     assert first.endswith(f"({path}:3)")
     assert second == f"data.train.siz: unknown key, value 3 ({path}:4); did you mean data.train.size?"
 
@@ -161,13 +161,13 @@ def test_an_error_in_the_flat_form_names_the_flat_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         examine(path, [], {})
     (line,) = str(error.value).splitlines()
-    assert line.startswith("data.dataset_name: 'nope' is not read; ")
+    assert line.startswith("data.dataset_name: 'nope' is not supported; ")
     assert line.endswith(f"({path}:4)")
     path.write_text(FLAT.replace("nope", "gsm8k").replace("env_name: math", "processor: [1]"))
     with pytest.raises(ConfigError) as error:
         examine(path, [], {})
     (line,) = str(error.value).splitlines()
-    assert line.startswith("data.processor: [1] is none of ")
+    assert line.startswith("data.processor: [1] is not one of ")
     assert line.endswith(f"({path}:5)")
 
 
@@ -183,10 +183,10 @@ def test_what_a_data_set_takes_from_the_default_has_its_place(tmp_path: Path) ->
         ("policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}}}", "lr_decay_iters null with"),
         ("policy: {megatron_cfg: {enabled: true, scheduler: {start_weight_decay: null, end_weight_decay: 0.3}}}",
          "start_weight_decay null with end_weight_decay 0.3"),
-        ("policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: true}}}", "lr_decay_style true is none of"),
-        ("data: {train: {dataset_name: true}}", "data.train.dataset_name: true is not read"),
-        ("data: {default: {processor: true}}", "data.default.processor: true is none of"),
-        ("env: {math: {math_verify_impl: false}}", "env.math.math_verify_impl: false is none of"),
+        ("policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: true}}}", "lr_decay_style true is not constant"),
+        ("data: {train: {dataset_name: true}}", "data.train.dataset_name: true is not supported"),
+        ("data: {default: {processor: true}}", "data.default.processor: true is not one of"),
+        ("env: {math: {math_verify_impl: false}}", "env.math.math_verify_impl: false is not one of"),
         ("data: {default: {env_name: null}}", "env_name null is not one of the environments"),
     ],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_data_of_images_are_the_reason(tmp_path: Path) -> None:
         "data: {_override_: true, dataset_name: clevr-cogent, split: trainA}\nenv: {_override_: true, clevr-cogent: {}}"
     )
     assert refusal(tmp_path, text) == [
-        "data.dataset_name: 'clevr-cogent' holds images, audio or video: models of these are not trained; give text data and a text model"
+        "data.dataset_name: 'clevr-cogent' holds images, audio or video; models of these are not supported, give text data and a text model"
     ]
     (line,) = refusal(tmp_path, "", "data.train=[{dataset_name: gsm8k}, {dataset_name: refcoco}]")
     assert line.startswith("data.train.1.dataset_name: 'refcoco' (command line)".replace(" (command line)", " holds"))
@@ -217,7 +217,7 @@ def test_one_value_that_cant_be_is_one_line(tmp_path: Path) -> None:
     (line,) = refusal(
         tmp_path, "", "data.train.dataset_name=NemoGymDataset", "data.validation={dataset_name: NemoGymDataset}"
     )
-    assert line.startswith("data.train.dataset_name: 'NemoGymDataset' is not read; bring it as a JSONL file")
+    assert line.startswith("data.train.dataset_name: 'NemoGymDataset' is not supported; convert it to a JSONL file")
     assert line.endswith(" (command line), and data.validation.dataset_name")
 
 

@@ -218,5 +218,7 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: there is no problem in it"):
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
-    with pytest.raises(ValueError, match=r"evaluate\.mine null: the run's own data sets are validation and train"):
+    with pytest.raises(
+        ValueError, match=r"evaluate\.mine is null, but is not one of the run's own data sets, validation and train"
+    ):
         data(evaluate={"mine": None})

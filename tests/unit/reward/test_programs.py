@@ -205,7 +205,7 @@ async def test_what_it_has_no_room_for_is_not_started_and_a_thread_keeps_its_roo
     refused = scored(await programs.run(given()))
     assert (refused.status, refused.message) == (
         "NOT_STARTED",
-        "mine runs 1 of the 1 episodes that it runs at a time",
+        "mine is already running 1 of at most 1 episodes",
     )
     assert scored(await first).status == "TIMED_OUT"
     assert scored(await programs.run(given())).status == "NOT_STARTED"  # its thread goes on
@@ -235,7 +235,7 @@ def test_an_environment_without_a_program_says_that_it_runs_none(serve_environme
         def score(self, sample: headrace.Sample) -> float:
             return 1.0
 
-    with pytest.raises(Exception, match="Exact runs no episodes; define `async def episode"):
+    with pytest.raises(Exception, match="Exact does not run episodes; define `async def episode"):
         serve_environment(Exact()).episode([])
 
 
