@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.commands import COMMANDS
 from headrace.episode import without_keys
 from headrace.errors import HeadraceError, MissingPackage
 from headrace.printable import LineFormatter, printable
@@ -96,8 +97,6 @@ def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
 
 def _command(otherwise: str) -> str:
     """Return the running command as the user typed it, or `otherwise` outside of one."""
-    from headrace.cli.app import COMMANDS  # which imports this module
-
     words = sys.argv[1:3]
     if not words or words[0] not in COMMANDS:
         return otherwise

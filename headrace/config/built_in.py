@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from headrace.config.data import BuiltInName, EnvConfig
-from headrace.config.text import in_yaml
+from headrace.config.in_yaml import in_yaml
 
 # The environments that an option is for. An option that is not listed is for all of them.
 _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {

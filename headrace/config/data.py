@@ -68,7 +68,7 @@ LONGEST_ROUND = 10_000
 
 
 def _in_yaml(value: Any) -> str:
-    from headrace.config.text import in_yaml  # only a message needs it, and YAML
+    from headrace.config.in_yaml import in_yaml  # only a message needs it, and YAML
 
     return in_yaml(value)
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.other_names import NAMES
 from headrace.config.root import Config
-from headrace.config.text import in_yaml
 
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]

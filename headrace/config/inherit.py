@@ -13,7 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from headrace.config.text import in_yaml, parse
+from headrace.config.in_yaml import in_yaml
+from headrace.config.text import parse
 from headrace.errors import ConfigError
 
 DEFAULTS = "defaults"

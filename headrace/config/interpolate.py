@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath
 from headrace.errors import ConfigError
 
@@ -87,5 +88,4 @@ def _problem(keys: ItemPath, text: str, error: str) -> str:
     if text == MISSING:
         return f"{key}: {text} marks a value that must be given; set it, for example {key}=…"
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", error.partition("\n")[0]).strip("\"'")
-    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
-    return f"{key}: {shown!r} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"
+    return f"{key}: {in_yaml(text, _SHOWN)} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"

@@ -18,11 +18,12 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, known_keys, nearest, pattern
+from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, resolve
 from headrace.config.keys import Keys
 from headrace.config.root import Config
-from headrace.config.text import in_yaml, line_of, parse
+from headrace.config.text import line_of, parse
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.base import Section
-from headrace.config.text import in_yaml
+from headrace.config.in_yaml import in_yaml
 
 # torch's schedulers whose arguments are all numbers, with these arguments
 KEYS: dict[str, frozenset[str]] = {

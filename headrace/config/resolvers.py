@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
-from headrace.config.text import in_yaml
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,

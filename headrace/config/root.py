@@ -14,6 +14,7 @@ from headrace.config.base import Section
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
+from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
@@ -28,7 +29,6 @@ from headrace.config.services import (
     TrainerConfig,
     WeightChannelConfig,
 )
-from headrace.config.text import in_yaml
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 # The buffer treats a gap of this length, or of half of `rollout.dead_after_s` if that is longer, as a pause and not as an outage

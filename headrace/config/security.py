@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
-from headrace.config.text import in_yaml
+from headrace.config.in_yaml import in_yaml
 
 
 class SecurityConfig(Section):

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 from headrace.config.interpolate import escape
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.errors import ConfigError
@@ -198,14 +199,3 @@ def dump(config: Section) -> str:
     sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text
-
-
-def in_yaml(value: Any, width: int = 60) -> str:
-    """Return `value` as one line of YAML, cut off at `width` characters, for errors: true, null, 'text', 1e-06, [1, 2]."""
-    if isinstance(value, str):
-        # cut first: what is left has both its quotes
-        shown = value if len(value) <= width - 2 else f"{value[: width - 3]}…"
-        return "'" + shown.replace("'", "''").replace("\n", "\\n") + "'"
-    written = yaml.dump(value, Dumper=yaml.SafeDumper, default_flow_style=True, width=10**6, allow_unicode=True)
-    written = written.removesuffix("...\n").strip()
-    return written if len(written) <= width else f"{written[: width - 1]}…"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import look
-from headrace.config.text import in_yaml
 
 Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
 # takes the whole file and yields (Headrace's key, value, key in the file)

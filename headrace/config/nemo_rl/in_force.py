@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH, look, off, sources
-from headrace.config.text import in_yaml
 
 Said = tuple[str, str]
 

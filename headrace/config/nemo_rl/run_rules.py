@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from headrace.config.data import OWN_CODE, Generator, HubName, ProcessorName
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
-from headrace.config.text import in_yaml
 
 # data sets of images, audio and video, by their names in small letters and with hyphens
 MULTIMODAL = (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.config.explain import known_keys, nearest, pattern, similar
+from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import as_written
 from headrace.config.keys import Keys
 from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
@@ -19,7 +20,6 @@ from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, mod
 from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
 from headrace.config.nemo_rl.rules import Rule, Table, look, off, sources
 from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER, MULTIMODAL
-from headrace.config.text import in_yaml
 
 TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
 

@@ -317,7 +317,7 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
         (INTO_ONE, "it holds more than 100 interpolations"),
         (
             f"run: {{id: '{nested(200)}'}}",
-            f"{nested(200)[:159]}…' can't be resolved: it holds more than 100 interpolations",
+            f"{nested(200)[:157]}…' can't be resolved: it holds more than 100 interpolations",
         ),
         (f"run: {{id: '{nested(99)}'}}", "run.id: "),
     ],
