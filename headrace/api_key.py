@@ -18,7 +18,7 @@ class KeyGuard:
     """
 
     def __init__(self, app: Any) -> None:
-        """Raises `KeyError` without a key."""
+        """Read the key from the environment. Raises `KeyError` if it is not set."""
         self._app = app
         self._key = os.environ[VARIABLE].encode()
 

@@ -52,7 +52,7 @@ _FINAL = {
 
 @dataclasses.dataclass(frozen=True)
 class DialOptions:
-    """How to dial a hub: with TLS or without (`rpc.TlsSettings`), and a function that returns the caller's token."""
+    """The options for dialling a hub: with TLS or without (`rpc.TlsSettings`), and a function that returns the caller's token."""
 
     tls: bool = False
     tls_ca: str | None = None

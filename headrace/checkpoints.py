@@ -246,7 +246,7 @@ class FolderLock:
     """The lock of a folder of checkpoints, held until the process ends or `release` is called."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `OSError` if the folder can't be written."""
+        """Open the lock file, without taking the lock. Raises `OSError` if the folder can't be written."""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / LOCK).open("a+", encoding="utf-8")
 

@@ -40,7 +40,7 @@ class Credentials:
     """The tokens in a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` if the file can't be used."""
+        """Read the file. Raises `ConfigError` if it can't be used."""
         self.path = path
         self._signature = _signature(path)
         self._lines = _read(path)

@@ -56,7 +56,7 @@ class Inventory:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Which process gets which device: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
+    """The devices of each process: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
     models and environments. If a trainer and a replica share the only device, both have it."""
 
     trainer: tuple[Device, ...] = ()

@@ -80,7 +80,7 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeOutcome:
-    """How a program ended. `score` is None if it returned no reward: then a grader scores the episode."""
+    """The outcome of a program. `score` is None if it returned no reward: then a grader scores the episode."""
 
     score: Score | None
     artifacts: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a service needs before it listens or connects beyond the loopback interface."""
+"""Checks that a service has TLS and credentials before it listens or connects beyond the loopback interface."""
 
 from __future__ import annotations
 

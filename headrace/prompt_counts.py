@@ -21,8 +21,8 @@ FILE = "prompts.json"
 
 
 class PromptCounts(msgspec.Struct, frozen=True):
-    """How many prompts a run has. `train` and `validation` count the distinct prompts that it uses, `orders` the training prompts of all
-    epochs. Left out of training are `duplicates`, those that are `held_out` for validation, and those that are `too_long`; left out of
+    """The numbers of a run's prompts. `train` and `validation` count the distinct prompts that it uses, `orders` the training prompts of
+    all epochs. Left out of training are `duplicates`, those that are `held_out` for validation, and those that are `too_long`; left out of
     validation are `too_long_validation`. `digest` is the same for the same prompts in the same order."""
 
     train: int

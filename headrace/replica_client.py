@@ -124,7 +124,7 @@ class RenderRefused(HeadraceError):
 
 
 class ErrorDetail(msgspec.Struct):
-    """Why a request was refused. `type` is the reason, if it is one of the two above."""
+    """The reason for a refused request. `type` is the reason's name, if it is one of the two above."""
 
     message: str
     type: str = ""

@@ -37,7 +37,7 @@ REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 
 class TlsSettings(Protocol):
-    """What a caller requires of a server: with `tls`, a certificate signed by an authority in file `tls_ca`. The `security` section is one
+    """A caller's requirements of a server: with `tls`, a certificate signed by an authority in file `tls_ca`. The `security` section is one
     implementation."""
 
     @property
@@ -48,7 +48,7 @@ class TlsSettings(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RpcAccess:
-    """What a server requires of its callers: a token of a role that may call the method. The health service is open to all.
+    """A server's requirements of its callers: a token of a role that may call the method. The health service is open to all.
 
     `roles` lists the roles that may call a method, by its full name (unlisted: the operator). `environment` stands for every
     environment.

@@ -349,7 +349,7 @@ class SampleFiles:
         written = []
         for path in self.folder.glob(f"{kind}_data_step*.jsonl.gz"):
             if match := _STEP.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place meanwhile
+                with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
                     written.append((path.stat().st_mtime_ns, int(match[1])))
         return [step for _, step in sorted(written)]
 
@@ -369,22 +369,22 @@ class SampleFiles:
             raise ServiceError(f"can't write trajectories to {path} ({error}); {_REMEDY}") from error
 
     def replace(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """As `write`, but without records there is no file: that of a step which was taken before goes."""
+        """Write like `write`, but without records remove the file, which a step taken before may have left."""
         if records:
             self.write(kind, step, records)
         else:
             self.path(kind, step).unlink(missing_ok=True)
 
     def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
-        """The records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
+        """Return the records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
         return _decode(self.path(kind, step), dict)
 
     def samples(self, kind: Kind, step: int) -> list[StoredSample]:
-        """`read`, without what only tools want."""
+        """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
         return _decode(self.path(kind, step), StoredSample)
 
     def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
-        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` stay. Raises `ServiceError` for a full
+        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
         disk, or a folder that can't be written."""
         if not self.wanted:
             return
@@ -398,10 +398,10 @@ class SampleFiles:
                 for each in records:
                     file.write(msgspec.json.encode(each) + b"\n")
         except OSError as error:
-            raise ServiceError(f"can't write the completions that failed to {path} ({error}); {_REMEDY}") from error
+            raise ServiceError(f"can't write failed completions to {path} ({error}); {_REMEDY}") from error
 
     def failed(self) -> list[StoredSample]:
-        """The completions that groups failed with, the newest last. Raises as `read` does."""
+        """Return the completions that failed their groups, the newest last. Raises as `read` does."""
         older, newest = self._older_failed, self.folder / FAILED
         return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
 
@@ -411,7 +411,7 @@ class SampleFiles:
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:
-    """The complete lines of a file, also while it is written; none if there is no such file."""
+    """Return the complete lines of a file, even while it is being written; none if it doesn't exist."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]

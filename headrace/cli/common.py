@@ -1,4 +1,4 @@
-"""What the commands share: arguments, the printing of errors, and the loading of the services' code."""
+"""Code shared by the commands: arguments, the printing of errors, and the loading of the services' code."""
 
 from __future__ import annotations
 

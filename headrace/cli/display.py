@@ -40,7 +40,7 @@ class ServiceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """What the run waits for, for how long so far, and why."""
+    """A wait of the run: for what, for how long so far, and why."""
 
     whom: str
     seconds: float

@@ -1,4 +1,4 @@
-"""What `grpo` and `ppo` share: batches, validation, asynchrony, and how rewards are scaled and shaped.
+"""The base of `grpo` and `ppo`: batches, validation, asynchrony, and how rewards are scaled and shaped.
 
 Keys, meanings and defaults are those of NeMo RL.
 """
@@ -18,7 +18,7 @@ ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("g
 
 
 class AsyncConfig(Section):
-    """How far generation may run ahead of training."""
+    """The limits on how far generation may run ahead of training."""
 
     enabled: bool = Field(False, description="false is strict on-policy: age 0")
     max_trajectory_age_steps: int = Field(
@@ -108,7 +108,7 @@ class RewardShapingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    """How rewards become advantages."""
+    """The estimator, which turns rewards into advantages."""
 
     name: str
 
@@ -137,7 +137,7 @@ class AdvEstimatorConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
+    """The keys that `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
 
     name: ClassVar[str]  # the section's
 
@@ -226,7 +226,7 @@ class AlgorithmConfig(Section):
     @property
     @abc.abstractmethod
     def asynchrony(self) -> AsyncConfig:
-        """How far generation may run ahead."""
+        """The limits on how far generation may run ahead."""
 
     @property
     def batch_size(self) -> int:
@@ -259,7 +259,7 @@ class AlgorithmConfig(Section):
 
     @property
     def ahead_steps(self) -> int:
-        """How many steps generation may run ahead of training."""
+        """The number of steps that generation may run ahead of training."""
         ahead = self.asynchrony.ahead_steps
         return self.max_age if ahead is None else ahead
 

@@ -11,7 +11,7 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/`."""
+    """The estimator, which turns rewards into advantages; formulae in `services/trainer/learning/algorithms/`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
         "grpo",

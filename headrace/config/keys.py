@@ -1,4 +1,4 @@
-"""Where a value stands in a configuration."""
+"""Types for the place of a value in a configuration."""
 
 # the keys from the top down: `("policy", "model_name")`; an item of a list by its number as text
 Keys = tuple[str, ...]

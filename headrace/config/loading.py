@@ -293,9 +293,7 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             here = here[slot]
         elif isinstance(here.get(slot), str) and "${" in here[slot]:
             at = ".".join(keys[: depth + 1])
-            raise ConfigError(
-                f"{given}: {at} is {in_yaml(here[slot])}, which has no keys of its own; set {at} as a whole"
-            )
+            raise ConfigError(f"{given}: {at} is {in_yaml(here[slot])}, not a section of keys; set {at} as a whole")
         else:
             here[slot] = {}
             here = here[slot]

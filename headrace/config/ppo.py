@@ -10,7 +10,7 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class PPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
+    """The estimator, which turns rewards into advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
         "gae",

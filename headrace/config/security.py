@@ -9,7 +9,7 @@ from headrace.config.in_yaml import in_yaml
 
 
 class SecurityConfig(Section):
-    """Every machine has its own files; docs/security.md lists what each token permits."""
+    """Credentials and TLS. Every machine has its own files; docs/security.md lists what each token permits."""
 
     insecure: bool = Field(
         False, description="listen and connect beyond the loopback interface without TLS and credentials"

@@ -59,7 +59,7 @@ class TrajectoryMeter:
 
 @dataclasses.dataclass(frozen=True)
 class Skew:
-    """How far the mean of trained trajectories is from that of all that have ended, in standard deviations of the latter."""
+    """The distance between the mean of trained trajectories and that of all that have ended, in standard deviations of the latter."""
 
     quantity: Quantity
     deviations: float

@@ -1,4 +1,4 @@
-"""What replicas and runners share: registering, reading leases, staging payloads, and returning leases."""
+"""Calls that replicas and runners share: registering, reading leases, staging payloads, and returning leases."""
 
 from __future__ import annotations
 

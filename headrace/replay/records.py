@@ -26,8 +26,8 @@ GroupState = Literal[
 # The next two are dataclasses, because they are configuration and not replies.
 @dataclasses.dataclass(frozen=True)
 class EnvironmentLimits:
-    """When the breaker of an environment opens (at this `failure_share` of its last results), how long the run then waits for it, and the
-    kind of its groups."""
+    """The limits of an environment: its breaker opens at this `failure_share` of its last results, and the run then waits for it this long.
+    `episodes` is the kind of its groups."""
 
     failure_share: float = 0.5
     give_up_after_s: float | None = None

@@ -47,7 +47,7 @@ def _shared(section: str) -> list[Rule]:
             fine=only(1),
         ),
         *replaced(
-            "validation goes through the buffer like training, without batches of its own", f"{section}.val_batch_size"
+            "validation goes through the buffer like training, without its own batches", f"{section}.val_batch_size"
         ),
         *replaced(
             "advantages are computed on the CPU, in microseconds per group",

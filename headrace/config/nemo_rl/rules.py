@@ -45,7 +45,7 @@ class Rule:
 
     @functools.cached_property
     def exactness(self) -> tuple[int, int, bool]:
-        """How exactly the rule names a key. Of the rules that match, the most exact one applies."""
+        """A measure of how exactly the rule names a key. Of the rules that match, the most exact one applies."""
         exact = sum("*" not in part for part in self.parts)
         return exact, sum("*" in part and part not in ("*", "**") for part in self.parts), self.parts[-1] != "**"
 
@@ -68,7 +68,7 @@ def _matches(key: str, part: str) -> bool:
 
 
 class Table:
-    """All rules. `dtensor_cfg`, the name of `automodel_cfg` in older releases, has the same ones."""
+    """A searchable table of all rules. `dtensor_cfg`, the name of `automodel_cfg` in older releases, has the same ones."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = tuple(rules)

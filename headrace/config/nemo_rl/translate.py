@@ -328,7 +328,7 @@ def _unknown(keys: Keys, value: Any, there: Callable[[Keys], Keys]) -> Refusal:
     meant = f"; did you mean {section}{'.' if section else ''}{close}?" if close else ""
     if depth < len(keys) - 1:
         if keys[depth] in beside:
-            return Refusal(there(keys[: depth + 1]), "has no keys of its own", "; give it one value")
+            return Refusal(there(keys[: depth + 1]), "is not a section of keys", "; give it one value")
         if meant:
             return Refusal(there(keys[: depth + 1]), "unknown section", meant)
     elif keys[-1] in beside:

@@ -269,7 +269,7 @@ async def test_the_administrator_of_a_shared_server_loads_the_functions(opened: 
             ReplayDenied, match=rf"no functions of this build \({library.built_in().name}\).*`headrace functions \|"
         ):
             await library.load(replay.redis)
-        with pytest.raises(ReplayUnavailable, match=f"no functions of build {BUILD}"):
+        with pytest.raises(ReplayUnavailable, match=f"no functions of this program's build {BUILD}"):
             await replay.state()
         await admin.redis.function_load(CliRunner().invoke(app, ["functions"]).stdout)
         await library.load(replay.redis)

@@ -197,7 +197,7 @@ async def test_completions_that_can_not_be_kept_stop_no_score(
     ):
         await push(replay, [group(0, extra_env_info={"do": "raise"}), group(1)])
         await counts(replay, failed=1, ready=1)
-    assert "can't write the completions that failed" in caplog.text
+    assert "can't write failed completions" in caplog.text
     assert "logger.keep_step_data=0" in caplog.text
 
 

@@ -222,7 +222,7 @@ def test_an_unknown_key_that_asks_for_something_is_refused_with_its_value_and_th
         ),
         (
             ["policy.dtensor_cfg.sequence_parallel.below=1"],
-            "policy.dtensor_cfg.sequence_parallel: has no keys of its own (command line); give it one value",
+            "policy.dtensor_cfg.sequence_parallel: is not a section of keys (command line); give it one value",
         ),
         (
             ["grpo.async_grpo=null", "async_rl.sampler=in_order"],

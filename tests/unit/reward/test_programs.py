@@ -349,7 +349,7 @@ def test_an_outcome_survives_the_wire_and_what_cannot_be_sent_is_failed() -> Non
         assert outcome_from_wire(outcome_to_wire(outcome)) == outcome
     spoilt = outcome_from_wire(outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0), {"end": {1}})))
     assert scored(spoilt).status == "FAILED"
-    assert "what it leaves can't be sent: artifacts is not JSON" in scored(spoilt).message
+    assert "its artifacts can't be sent: artifacts is not JSON" in scored(spoilt).message
     forged = episode_pb2.EpisodeOutcome(result=outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0))).result)
     forged.artifacts_json = "[1]"
     assert scored(outcome_from_wire(forged)).status == "FAILED"

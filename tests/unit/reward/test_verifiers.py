@@ -75,7 +75,7 @@ def test_the_reward_is_the_rubrics_with_its_parts() -> None:
         ),
         (ended(trace({"right": reward(1.0)}), ok=False, errors=[error("finalize() raised")]), "finalize() raised"),
         (ended(trace({"right": reward(1.0)}), trace({}, "judge", False, [error("no judge")]), ok=False), "no judge"),
-        (ended(trace({"right": reward(1.0)}), ok=False), "is not ok, and says no error"),
+        (ended(trace({"right": reward(1.0)}), ok=False), "is not ok, but has no error"),
         (ended(trace({"right": reward(1.0), "brief": None})), "brief was not computed (agent_completed)"),
         (ended(trace({})), "records no reward"),
         (ended(trace({"right": reward(1.0)}), trace({"right": reward(0.0)})), "solver was run 2 times in one episode"),
@@ -101,12 +101,10 @@ def test_one_agent_is_the_policy() -> None:
     mine, other = Made(client=None), Made(client="https://…")
     assert policy_of({"judge": other, "solver": mine}) == "solver"
     with pytest.raises(
-        UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with a reward"
+        UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with its own reward"
     ):
         policy_of({"solver": mine, "judge": mine})
-    with pytest.raises(
-        UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so that none is the policy"
-    ):
+    with pytest.raises(UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so none is the policy"):
         policy_of({"judge": other})
 
 
@@ -168,8 +166,8 @@ def test_a_task_is_found_by_its_place_and_has_the_key_that_its_row_has() -> None
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"index": 1, "key": "other"}, r"task 1 is another than .* \(its key is k1, and was other\)"),
-        ({"index": 2, "key": "k2"}, "there is no task 2: the task set has 2"),
+        ({"index": 1, "key": "other"}, r"task 1 has changed since .* \(its key is k1, and was other\)"),
+        ({"index": 2, "key": "k2"}, "task 2 does not exist: the task set has 2"),
         ({"index": -1, "key": "k1"}, "names no task"),
         ({"index": "1", "key": "k1"}, "names no task"),
         (None, "names no task"),
