@@ -88,7 +88,7 @@ def retry(
 ) -> None:
     """Have failed training groups generated again, chosen by id, by reason, or all. The trainer queues them when it is up."""
     if (groups is not None) + (reason is not None) + every != 1:
-        raise ConfigError("no single choice of groups; give their ids, or --reason TEXT, or --all")
+        raise ConfigError("give exactly one of group ids, --reason TEXT and --all")
     again = asyncio.run(_retry(runs.find(run), groups, reason))
     typer.echo(f"{again} groups will be generated again")
 

@@ -56,7 +56,7 @@ class AgentsConfig(Section):
     max_episode_tokens: int | None = Field(
         None,
         ge=2,
-        description="the most tokens of an episode, contexts and completions, each counted once; null: no limit beyond its calls'",
+        description="the most tokens of an episode, contexts and completions, each counted once; null: as many as its calls may have",
     )
     max_episode_bytes: int = Field(
         4 * 1024**2,

@@ -145,10 +145,10 @@ class AlgorithmConfig(Section):
     num_generations_per_prompt: int = Field(16, ge=1, description="n: trajectories in a group")
     max_num_epochs: int = Field(1, ge=1, description="passes over the training prompts")
     max_num_steps: int = Field(1_000_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(10, ge=0, description="validate after every this many steps; 0: never")
+    val_period: int = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
     val_at_start: bool = Field(False, description="validate before the first step")
     val_at_end: bool = Field(False, description="validate after the last step")
-    val_start_at: int = Field(-1, description="val_period starts to count only after this many steps")
+    val_start_at: int = Field(-1, description="no validation by val_period before this many steps")
     max_val_samples: int = Field(256, ge=1, description="held-out prompts in a validation")
     val_num_generations_per_prompt: int = Field(
         1,

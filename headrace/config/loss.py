@@ -22,7 +22,7 @@ class LossConfig(Section):
         description="mean over all tokens (DAPO); false: mean over sequences of each sequence's mean (GRPO's paper, GSPO)",
     )
     constant_length: int | None = Field(
-        None, ge=1, description="sum over tokens, divided by sequences times this constant (Dr. GRPO); null: a mean"
+        None, ge=1, description="sum over tokens, divided by sequences times this constant (Dr. GRPO); null: not used"
     )
 
     # the ratio between the policy and the one before the update

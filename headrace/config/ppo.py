@@ -69,7 +69,7 @@ class PPOConfig(AlgorithmConfig):
 
     max_num_epochs: int = Field(100_000, ge=1, description="passes over the training prompts")
     max_num_steps: int = Field(100_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(20, ge=0, description="validate after every this many steps; 0: never")
+    val_period: int = Field(20, ge=0, description="steps from one validation to the next; 0: never validate")
     val_at_start: bool = Field(True, description="validate before the first step")
     ppo_epochs: int = Field(4, ge=1, description="passes of the policy over each batch")
     critic_ppo_epochs: int | None = Field(

@@ -116,7 +116,7 @@ async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_
             builds.append(await scores(stub, 2.0))
             file.write_text("class Exact")
             async with asyncio.timeout(WAIT_S):
-                while b"The former one goes on" not in await process.stderr.readline():
+                while b"The previous environment stays attached" not in await process.stderr.readline():
                     pass
             builds.append(await scores(stub, 2.0))
             file.write_text(source.format(1.0))

@@ -60,7 +60,7 @@ def test_what_can_not_be_tried_is_refused_before_anything_starts(tmp_path: Path,
         return refused("env", "try", target, "--prompts", asked, "--model", model, *more)
 
     assert "gone.py can't be read" in said(tmp_path / "gone.py")
-    assert "nowhere: neither FILE.py nor the host:port of a process" in said("nowhere")
+    assert "nowhere is neither FILE.py nor the host:port of a process" in said("nowhere")
     assert "gone.jsonl: can't be read" in said(file, tmp_path / "gone.jsonl")
     assert "neither a run nor a model" in said(file, prompts, tmp_path)
     assert "no does not exist" in said(file, prompts, tiny_model, "--html", tmp_path / "no" / "page.html")

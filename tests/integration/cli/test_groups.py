@@ -63,8 +63,8 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
         if not up:
             asyncio.run(server.stop())
         retry = ("groups", "retry", "--run", folder)
-        assert "which groups?" in refused(*retry)
-        assert "which groups?" in refused(*retry, "e0-train-1", "--all")
+        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry)
+        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry, "e0-train-1", "--all")
         assert "it is scoring" in refused(*retry, "e0-train-0")
         assert "not held by the buffer" in refused(*retry, "nobody")
         assert said(*retry, "--reason", "something else").startswith("0 groups")

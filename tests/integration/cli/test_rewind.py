@@ -87,7 +87,7 @@ def test_a_rewind_to_the_newest_changes_nothing(folder: Path, checkpoints: Check
 
 def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, checkpoints: Checkpoints) -> None:
     before = everything(folder / "checkpoints")
-    assert "no checkpoint of version 5: 2, 4, 6, 10" in refused(folder, "adder", 5)
+    assert "no checkpoint of version 5; it has 2, 4, 6, 10" in refused(folder, "adder", 5)
     assert "give another run.id" in refused(folder, "adder", 0)
     assert "subtracter is not a run: neither" in refused(folder, "subtracter", 4)
     with (folder / ".lock").open("w") as file:

@@ -282,7 +282,7 @@ async def test_on_a_terminal_a_line_shows_the_counts() -> None:
         ({"hub": "hub.internal:50390"}, r"hub 'hub.internal:50390' is on another machine: .*`headrace env token odd`"),
         ({"token": "a", "token_file": "b"}, "token and token_file 'b': give one of them"),
         ({"capacity": 0}, "capacity 0: give 1 or more"),
-        ({"token_file": "/nowhere"}, "/nowhere: can't be read"),
+        ({"token_file": "/nowhere"}, "/nowhere can't be read"),
     ],
 )
 def test_arguments_that_can_not_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
@@ -297,7 +297,7 @@ TOKENS = "scorer judge\noperator boss\nenvironment odd own\nenvironment other fo
     ("token", "said"),
     [
         ("foreign", "PERMISSION_DENIED: the token is that of environment other: who has it can't attach as 'odd'"),
-        ("judge", "PERMISSION_DENIED: /headrace.v1.RewardService/Attach is not for 'scorer'"),
+        ("judge", "PERMISSION_DENIED: 'scorer' may not call /headrace.v1.RewardService/Attach"),
         ("wrong", "UNAUTHENTICATED"),
         ("own", None),
         ("environment odd own", None),

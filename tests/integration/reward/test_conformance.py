@@ -298,7 +298,7 @@ async def test_what_need_not_be_there_is_noted_alone() -> None:
 
 
 async def test_an_address_where_nobody_answers_is_one_clear_error() -> None:
-    with pytest.raises(ServiceError, match=r"no environment answers \(nobody within 0.2 s\); is it running"):
+    with pytest.raises(ServiceError, match=r"no environment answers \(no answer within 0.2 s\); is it running"):
         await found("127.0.0.1:1", timeout_s=0.2)
 
 
@@ -329,5 +329,5 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith(
         f"error: {file}:Mine ended before it served anything:\n{file}:Mine: Mine() raised TypeError"
     )
-    assert "nowhere: neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
+    assert "nowhere is neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
     assert "give --name NAME" in error_of(headrace("env", "check", "127.0.0.1:1", "--token-file", file))
