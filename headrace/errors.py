@@ -16,6 +16,10 @@ class ConfigError(HeadraceError):
         self.key = key
 
 
+class MissingPackage(HeadraceError):
+    """A command needs a package that is not installed."""
+
+
 class CodecError(HeadraceError):
     """Raised for bytes that are not a valid record of this schema."""
 

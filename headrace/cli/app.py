@@ -16,39 +16,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from headrace.cli.commands import COMMANDS
 from headrace.cli.common import print_error
 from headrace.errors import HeadraceError
 from headrace.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
-
-# Of each command, the module, and its function or group of subcommands.
-COMMANDS = {
-    "up": "up:up",
-    "status": "status:status",
-    "samples": "samples:samples",
-    "rewind": "rewind:rewind",
-    "rescore": "rescore:rescore",
-    "eval": "evaluate:evaluate",
-    "serve": "serve:serve",
-    "export": "export:export",
-    "replay": "services:replay",
-    "reward": "services:reward",
-    "rollout": "services:rollout",
-    "agents": "services:agents",
-    "trainer": "services:trainer",
-    "replay-step": "replay_step:replay_step",
-    "model": "model:model",
-    "acl": "acl:acl",
-    "functions": "functions:functions",
-    "certs": "certs:certs",
-    "credentials": "credentials:credentials",
-    "page": "page:page",
-    "env": "env:app",
-    "config": "config:app",
-    "data": "data:app",
-    "groups": "groups:app",
-    "runs": "run_list:app",
-    "plan": "plan:app",
-}
 
 
 class _Imported(Mapping[str, Any]):

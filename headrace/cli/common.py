@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.commands import COMMANDS
 from headrace.episode import without_keys
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, MissingPackage
 from headrace.printable import LineFormatter, printable
 from headrace.service import importing
 
@@ -73,7 +75,8 @@ def log_lines() -> None:
 def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
     """Load entry point `name` of `group`. In this way `headrace` finds services and imports none.
 
-    Raises `HeadraceError` if the entry point does not exist, or if a package that it needs is missing; `extra` names the extra to install.
+    Raises `HeadraceError` if the entry point does not exist, and `MissingPackage` if a package that it needs is missing; `extra` names the
+    extra to install.
     """
     points = entry_points(group=group)
     if name not in points.names:
@@ -86,7 +89,16 @@ def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "headrace", "headrace_services"):  # Headrace's own module: a bug, not a missing package
             raise
-        raise HeadraceError(
-            f"{name} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"
+        raise MissingPackage(
+            f"{_command(name)} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"
         ) from error
     return loaded
+
+
+def _command(otherwise: str) -> str:
+    """Return the running command as the user typed it, or `otherwise` outside of one."""
+    words = sys.argv[1:3]
+    if not words or words[0] not in COMMANDS:
+        return otherwise
+    is_group = COMMANDS[words[0]].endswith(":app")
+    return " ".join(["headrace", *words[: 1 + is_group]])

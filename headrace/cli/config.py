@@ -7,9 +7,9 @@ import typer
 from headrace.cli import environment_processes, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
-from headrace.config.loading import examine
+from headrace.config.loading import Loaded, examine
 from headrace.config.text import dump
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MissingPackage
 from headrace.model_name import tokenizer_is_here
 from headrace.printable import printable
 
@@ -30,25 +30,35 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
-    prompts. For a NeMo RL file, also print how it was translated."""
+    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone."""
     examined = examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
-        warnings, lines = preflight.look(examined), list[str]()
+        warnings, lines = _looked_at(examined)
     except ConfigError:
         for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
-    if tokenizer_is_here(*examined.config.tokenizer):
-        count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
-        lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))
-        warnings += of_prompts
     for warning in [*warnings, *runs.busy_ports(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
     for line in (*lines, *environment_processes.described(examined.config), *translated):
         typer.echo(line)
+
+
+def _looked_at(examined: Loaded) -> tuple[list[str], list[str]]:
+    """Return warnings and lines to print about the data and models that the configuration names. Raises `ConfigError`."""
+    try:
+        warnings = preflight.look(examined)
+    except MissingPackage:
+        lacking = "data and model were not looked at: pip install 'headrace[trainer]'"
+        return list(examined.config.warnings), [lacking]
+    if not tokenizer_is_here(*examined.config.tokenizer):
+        return warnings, []
+    count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
+    lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))
+    return warnings + of_prompts, lines
 
 
 def age_bound(config: Config) -> str:

@@ -23,7 +23,8 @@ _PING_S = 2.0
 
 def look(loaded: Loaded) -> list[str]:
     """Return warnings about what the configuration names. Raises `ConfigError` with one line per problem, each with its place in its
-    file."""
+    file, and `MissingPackage` if the trainer's packages are not installed."""
+    named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
     warnings = list(config.warnings)
     problems, reported = [], set[str]()
@@ -42,10 +43,7 @@ def look(loaded: Loaded) -> list[str]:
         except ServiceError as error:
             reported.add(key)
             problems.append(f"{error}{origin}")
-    problems += [
-        f"{message}{loaded.origin(keys)}"
-        for keys, message in load_entry_point("headrace.tools", "look", "trainer")(config)
-    ]
+    problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
 # the estimators of each algorithm
 ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}
@@ -209,7 +210,8 @@ class AlgorithmConfig(Section):
         metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
         if (metric is None) != (threshold is None):
             raise ValueError(
-                f"stop_at_validation_metric {metric} with stop_at_validation_threshold {threshold}: give both, or neither"
+                f"stop_at_validation_metric {'null' if metric is None else metric} with stop_at_validation_threshold "
+                f"{in_yaml(threshold)}: give both, or neither"
             )
         if metric is not None and metric.endswith("pass_k") and self.val_num_generations_per_prompt == 1:
             raise ValueError(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from headrace.config.data import BuiltInName, EnvConfig
+from headrace.config.in_yaml import in_yaml
 
 # The environments that an option is for. An option that is not listed is for all of them.
 _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
@@ -62,7 +63,7 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
         value = getattr(env, option)
         if value != type(env).model_fields[option].get_default(call_default_factory=True) and kind not in owners:
             whose = "a custom environment" if kind is None else f"type {kind}"
-            yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}; leave it out"
+            yield f".{option} {in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out"
     if kind in _CHECKS:
         yield from _CHECKS[kind](name, env, environments)
     if env.episodes and kind not in (None, *PROGRAMS):

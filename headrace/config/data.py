@@ -67,6 +67,12 @@ OWN = ("validation", "train")
 LONGEST_ROUND = 10_000
 
 
+def _in_yaml(value: Any) -> str:
+    from headrace.config.in_yaml import in_yaml  # only a message needs it, and YAML
+
+    return in_yaml(value)
+
+
 def _known(name: str | None, names: Sequence[str], what: str) -> str | None:
     if name is None or name in names or OWN_CODE.fullmatch(name):
         return name
@@ -480,7 +486,7 @@ class EnvConfig(Section):
         kinds = ("type", "target", "command", "attached")
         given = {key: value for key in kinds if (value := getattr(self, key)) not in (None, False)}
         if len(given) > 1:
-            shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
+            shown = " and ".join(f"{key} {_in_yaml(value)}" for key, value in given.items())
             raise ValueError(f"{shown}: give one of them, and set the others to null (attached to false)")
         target = self.target
         if target is not None and not self.is_started and not _ADDRESS_TARGET.fullmatch(target):
@@ -494,7 +500,7 @@ class EnvConfig(Section):
         for key, value in {"public": self.public, "grader": self.grader}.items():
             if value and not self.episodes:
                 raise ValueError(
-                    f"{key} {value!r} is for an environment with episodes: true; set that, or leave it out"
+                    f"{key} {_in_yaml(value)} is for an environment with episodes: true; set that, or leave it out"
                 )
         return self
 

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.text import parse
 from headrace.errors import ConfigError
 
@@ -52,6 +53,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
         files += inherited.files
     values = merge(values, {key: value for key, value in own.items() if value is not None}, f"{path}: ")
     nulls = [key for key, value in own.items() if value is None]
+    if values.keys() & {"grpo", "ppo"} and {"grpo", "ppo"} <= set(nulls):
+        raise ConfigError(f"{path}: grpo and ppo are both null; give one of them, or leave the inherited one as it is")
     for section in nulls:
         # null removes an inherited section, or the algorithm that is not used; otherwise it is a section with all keys commented out
         other = _OTHER_ALGORITHM.get(section)
@@ -69,7 +72,7 @@ def merge(base: dict[str, Any], over: dict[str, Any], where: str = "") -> dict[s
             continue
         mark = value.get(OVERRIDE, False)
         if not isinstance(mark, bool):
-            raise ConfigError(f"{where}{key}.{OVERRIDE}: {mark!r:.60} is neither true nor false; give one of them")
+            raise ConfigError(f"{where}{key}.{OVERRIDE}: {in_yaml(mark)} is neither true nor false; give one of them")
         old = merged.get(key)
         inner = {name: item for name, item in value.items() if name != OVERRIDE}
         merged[key] = merge(old if isinstance(old, dict) and not mark else {}, inner, f"{where}{key}.")
@@ -81,7 +84,9 @@ def _bases(value: Any, path: Path) -> list[Path]:
     if names is None:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{path}: {DEFAULTS}: {value!r:.60} is neither a path nor a list of paths; name YAML files")
+        raise ConfigError(
+            f"{path}: {DEFAULTS}: {in_yaml(value)} is neither a path nor a list of paths; name YAML files"
+        )
     return [Path(os.path.normpath(path.parent / name)) for name in names]
 
 
@@ -104,13 +109,25 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
             f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} means all defaults)"
         )
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"
-        )
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
+        kind = {list: "a list", str: "text", bool: "true or false"}.get(type(values), "a number")
+        raise ConfigError(f"{path}: {kind}, not a mapping; write sections like `grpo:` with keys below them")
     return values
+
+
+def as_written(values: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys` without the index 0 where `values` has a mapping in place of a list of one."""
+    found = []
+    for key in keys:
+        if isinstance(values, dict) and key == "0" and "0" not in values:
+            continue
+        found.append(key)
+        if isinstance(values, dict):
+            values = values.get(key)
+        elif isinstance(values, list) and key.isdecimal() and int(key) < len(values):
+            values = values[int(key)]
+        else:
+            values = None
+    return tuple(found)
 
 
 def _gives(values: Any, keys: tuple[str, ...]) -> bool:
@@ -118,7 +135,8 @@ def _gives(values: Any, keys: tuple[str, ...]) -> bool:
     for key in keys:
         if not isinstance(values, dict):
             return values is not None
-        if key not in values:
+        if key in values:
+            values = values[key]
+        elif key != "0":  # a mapping may stand for a list of one
             return False
-        values = values[key]
     return True

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath
 from headrace.errors import ConfigError
 
 MISSING = "???"
+_SHOWN = 160  # characters of an expression in an error
 
 
 def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -86,4 +88,4 @@ def _problem(keys: ItemPath, text: str, error: str) -> str:
     if text == MISSING:
         return f"{key}: {text} marks a value that must be given; set it, for example {key}=…"
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", error.partition("\n")[0]).strip("\"'")
-    return f"{key}: {text!r:.160} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"
+    return f"{key}: {in_yaml(text, _SHOWN)} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"

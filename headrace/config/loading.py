@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, known_keys, nearest, pattern
-from headrace.config.inherit import Inherited, merge, read
+from headrace.config.in_yaml import in_yaml
+from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, resolve
 from headrace.config.keys import Keys
 from headrace.config.root import Config
@@ -101,11 +102,16 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         keys, value = _override(override)
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
+    if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
+        raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
     # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
     values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
+
+    def written_as(keys: Keys) -> Keys:
+        return as_written(inherited.values, keys)
 
     def folder(keys: Keys) -> Path | None:
         file = None if _given(origins, keys) else inherited.source(keys)
@@ -124,20 +130,23 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, keys)
 
-        return Loaded(_checked(values, origin), None, origin)
+        return Loaded(_checked(values, origin, written_as), None, origin)
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
     translation = translate(values)
-    names = translation.came_from
+
+    def named(keys: Keys) -> Keys:
+        """Return the file's name for a key that only stands in another place."""
+        return translation.placed.get(keys) or written_as(keys)
 
     def translated(keys: Keys) -> str:
-        there = names.get(keys, keys)
-        name = f" ({'.'.join(there)} in NeMo RL)" if there != keys else ""
+        there = translation.placed.get(keys) or translation.came_from.get(keys, keys)
+        name = f" ({'.'.join(there)} in NeMo RL)" if there not in (keys, named(keys)) else ""
         return _origin(origins, inherited, written, there) + name
 
     problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
-    return Loaded(_checked(translation.values, translated, problems, _NEMO_RL_LINES), translation, translated)
+    return Loaded(_checked(translation.values, translated, named, problems, _NEMO_RL_LINES), translation, translated)
 
 
 def _start_of(path: Path, values: dict[str, Any]) -> Path | None:
@@ -190,16 +199,20 @@ def _gives(values: Any, keys: Sequence[str]) -> bool:
 
 
 def _checked(
-    values: dict[str, Any], origin: Callable[[Keys], str], problems: Sequence[str] = (), most: int | None = None
+    values: dict[str, Any],
+    origin: Callable[[Keys], str],
+    named: Callable[[Keys], Keys],
+    problems: Sequence[str] = (),
+    most: int | None = None,
 ) -> Config:
     """Return the configuration. Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most`
-    lines."""
+    lines. `origin` and `named` return where a key was given, and its name there."""
     lines = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         said = {problem.partition(": ")[0] for problem in problems}
-        lines += (line for line in explain(error, origin).splitlines() if line.partition(": ")[0] not in said)
+        lines += (line for line in explain(error, origin, named).splitlines() if line.partition(": ")[0] not in said)
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
@@ -232,7 +245,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
             hint = (
                 f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "the section does not exist"
             )
-            raise ConfigError(f"{name}: unknown variable (value {value!r:.60}); {hint}")
+            raise ConfigError(f"{name}: unknown variable (value {in_yaml(value)}); {hint}")
     yield from _leaves(_EnvironmentSource(named)(), ())
 
 
@@ -280,13 +293,13 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             here = here[slot]
         elif isinstance(here.get(slot), str) and "${" in here[slot]:
             at = ".".join(keys[: depth + 1])
-            raise ConfigError(f"{given}: {at} is {here[slot]!r:.60}, not a section of keys; set {at} as a whole")
+            raise ConfigError(f"{given}: {at} is {in_yaml(here[slot])}, not a section of keys; set {at} as a whole")
         else:
             here[slot] = {}
             here = here[slot]
         if not last and not isinstance(here, dict | list):
             raise ConfigError(
-                f"{given}: {'.'.join(keys[: depth + 1])} is {here!r:.60}, which has no keys; leave it out"
+                f"{given}: {'.'.join(keys[: depth + 1])} is {in_yaml(here)}, which has no keys; leave it out"
             )
 
 
@@ -298,6 +311,10 @@ def _is_list(keys: Keys) -> bool:
 def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[Keys, str], keys: Keys) -> str:
     """Return where the value at `keys` was given, and the interpolation it came from, if any."""
     where = _given(origins, keys)
+    if not where and keys[:2] in (("data", "train"), ("data", "validation")) and inherited.source(keys) is None:
+        # the value comes from data.default
+        keys = ("data", "default", *keys[3:])
+        where = _given(origins, keys)
     if not where and (file := inherited.source(keys)):
         line = line_of(file.read_text(encoding="utf-8"), keys)
         where = [str(file) if line is None else f"{file}:{line}"]

@@ -9,6 +9,7 @@ NAMES: Mapping[str, str] = {
     # TRL
     "beta": "loss_fn.reference_policy_kl_penalty",
     "delta": "loss_fn.ratio_clip_c",
+    "enable_thinking": "policy.tokenizer.chat_template_kwargs",
     "epsilon": "loss_fn.ratio_clip_min",
     "epsilon_high": "loss_fn.ratio_clip_max",
     "eval_steps": "grpo.val_period",

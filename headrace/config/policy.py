@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
 # torch's schedulers whose arguments are all numbers, with these arguments
 KEYS: dict[str, frozenset[str]] = {
@@ -58,7 +59,7 @@ class SchedulerConfig(Section):
             return self
         short = self.name.removeprefix(NAMESPACE)
         if short == self.name or short not in KEYS:
-            raise ValueError(f"unknown scheduler {self.name!r}; write {NAMESPACE} and one of {', '.join(KEYS)}")
+            raise ValueError(f"unknown scheduler {in_yaml(self.name)}; write {NAMESPACE} and one of {', '.join(KEYS)}")
         if unknown := sorted(self.kwargs.keys() - KEYS[short]):
             raise ValueError(f"{short} takes no {', '.join(unknown)}; it takes {', '.join(sorted(KEYS[short]))}")
         return self

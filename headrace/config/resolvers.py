@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 
@@ -39,10 +40,15 @@ class InterpolationsTooLarge(InterpolationResolutionError):
 
 def parse_error(text: str) -> OmegaConfBaseException | None:
     """Return why `text` can't be parsed; None if it can."""
+    # counted first: OmegaConf's parser takes more frames per level than Python has
+    if text.count("${") > _MAX_IN_TEXT:
+        return InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
         return error
+    except RecursionError:
+        return InterpolationsTooLarge("its interpolations are nested too deep")
     return None
 
 
@@ -90,8 +96,6 @@ class Evaluation:
         if number not in self._values:
             keys = self._places[number]
             text = self._expressions[keys]
-            if text.count("${") > _MAX_IN_TEXT:
-                raise InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
             if self._chain == _MAX_CHAIN:
                 raise InterpolationResolutionError(f"it leads through more than {_MAX_CHAIN} others")
             self._put(keys, text)
@@ -144,7 +148,7 @@ def _inside(value: Any, key: Any) -> Any:
 def _of_numbers(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def checked(*given: Any) -> Any:
         if len(given) != 2 or not all(isinstance(one, int | float) for one in given):
-            raise TypeError(f"{name} takes two numbers, not {', '.join(map(repr, given))} (oc.decode converts text)")
+            raise TypeError(f"{name} takes two numbers, not {', '.join(map(in_yaml, given))} (oc.decode converts text)")
         result = function(*given)
         # a number multiplied by itself has twice the digits each time
         if isinstance(result, int) and result.bit_length() > _MAX_BITS:

@@ -14,6 +14,7 @@ from headrace.config.base import Section
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
+from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
@@ -80,7 +81,7 @@ class Config(Section):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
                 raise ValueError(
-                    f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
+                    f"data: env_name {in_yaml(source.env_name)} is not one of the environments under env ({known})"
                 )
             _check_verifiers_data(source, self.env[source.env_name].kind(source.env_name))
         for name, env in self.env.items():
@@ -232,13 +233,13 @@ def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
     of_verifiers = source.dataset_name == "verifiers"
     if of_verifiers and kind != "verifiers":
         raise ValueError(
-            f"data: dataset_name verifiers with env_name {source.env_name!r}, which is of another type; name an environment of type "
-            "verifiers"
+            f"data: dataset_name verifiers with env_name {in_yaml(source.env_name)}, which is of another type; name an environment of "
+            "type verifiers"
         )
     if kind == "verifiers" and not of_verifiers:
         raise ValueError(
-            f"data: env_name {source.env_name!r} is of type verifiers, which has only its own tasks; give dataset_name: verifiers instead "
-            "of another data set"
+            f"data: env_name {in_yaml(source.env_name)} is of type verifiers, which has only its own tasks; give dataset_name: verifiers "
+            "instead of another data set"
         )
     for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
         if of_verifiers and getattr(source, key) is not None:
@@ -373,7 +374,7 @@ def _check_teacher(config: Config, key: str) -> None:
         )
     if teacher is not None and not has_teacher:
         raise ValueError(
-            f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher; leave it out, or set name: opd"
+            f"grpo.adv_estimator.teacher_model_name {in_yaml(teacher)} with {key}, which has no teacher; leave it out, or set name: opd"
         )
 
 

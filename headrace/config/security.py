@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
 
 class SecurityConfig(Section):
@@ -31,7 +32,9 @@ class SecurityConfig(Section):
     @model_validator(mode="after")
     def _certificate_with_key(self) -> SecurityConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError(f"tls_cert {self.tls_cert!r} with tls_key {self.tls_key!r}: give both, or neither")
+            raise ValueError(
+                f"tls_cert {in_yaml(self.tls_cert)} with tls_key {in_yaml(self.tls_key)}: give both, or neither"
+            )
         return self
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 from headrace.config.interpolate import escape
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.errors import ConfigError
@@ -46,11 +47,25 @@ def _checked(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"{node.value!r:.60} is not a valid {kind}; correct it, or put it in quotes",
+                f"{in_yaml(node.value)} is not a valid {kind}; correct it, or put it in quotes",
                 node.start_mark,
             ) from error
 
     return made
+
+
+_TEXT = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:value")
+
+# remedies for PyYAML's errors, by a part of the message
+_REMEDIES = {
+    "found character '\\t'": "indent with spaces, not tabs",
+    "found another document": "keep one of them",
+    "could not determine a constructor": "leave the tag out",
+    "found undefined alias": "give its anchor (&name) before it",
+    "got '<stream end>'": "close the bracket",
+    "found unexpected end of stream": "close the quote or bracket",
+    "special characters are not allowed": "save the file as plain text",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,9 +82,13 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"a key is a {kind}; put text that begins with {{ or [ in quotes", key.start_mark
                 )
+            if key.tag not in _TEXT:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value or 'null'} is not text; put it in quotes", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    None, None, f"the key {in_yaml(key.value)} is given twice; remove one of them", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -132,15 +151,22 @@ def parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
+        raise ConfigError(
+            f"{where}{line}: not valid YAML: {_with_remedy(error.problem or str(error.context))}"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: not valid YAML: {_with_remedy(' '.join(str(error).split()))}") from error
     except _DocumentTooLarge as error:
         raise ConfigError(f"{where}: {error}; shorten it, as no configuration needs that") from error
     except RecursionError as error:
         raise ConfigError(
             f"{where}: nested more than {MAX_DEPTH} levels deep; shorten it, as no configuration needs that"
         ) from error
+
+
+def _with_remedy(problem: str) -> str:
+    remedy = next((remedy for says, remedy in _REMEDIES.items() if says in problem), None)
+    return problem if remedy is None else f"{problem}; {remedy}"
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
@@ -173,13 +199,3 @@ def dump(config: Section) -> str:
     sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text
-
-
-def in_yaml(value: Any, width: int = 60) -> str:
-    """Return `value` as one line of YAML, cut off at `width` characters, for errors: true, null, 'text', 1e-06, [1, 2]."""
-    if isinstance(value, str):
-        written = "'" + value.replace("'", "''").replace("\n", "\\n") + "'"
-    else:
-        written = yaml.dump(value, Dumper=yaml.SafeDumper, default_flow_style=True, width=10**6, allow_unicode=True)
-        written = written.removesuffix("...\n").strip()
-    return written if len(written) <= width else f"{written[: width - 1]}…"

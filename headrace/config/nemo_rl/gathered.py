@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import look
 
 Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
@@ -38,7 +39,8 @@ def megatron_optimizer(megatron: dict[str, Any]) -> dict[str, Any]:
     own = given.get("weight_decay")
     if (own if start is None else start) != (own if end is None else end):
         raise ValueError(
-            f"start_weight_decay {start} with end_weight_decay {end}: weight decay does not change during a run; give both one value"
+            f"start_weight_decay {in_yaml(start)} with end_weight_decay {in_yaml(end)}: weight decay does not change during a run; "
+            "give both one value"
         )
     decay = next((value for value in (start, end, own) if value is not None), None)
     kwargs = {"lr": given.get("lr"), "weight_decay": decay, "eps": given.get("adam_eps")}
@@ -66,10 +68,12 @@ def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
         stages.append((0, {"name": _CONSTANT, "kwargs": {"factor": 1.0, "total_iters": _FOREVER}}))
     elif style not in ("cosine", "linear"):
         raise ValueError(
-            f"lr_decay_style {style!r} is not constant, linear or cosine; give one of them, or write policy.scheduler"
+            f"lr_decay_style {in_yaml(style)} is not constant, linear or cosine; give one of them, or write policy.scheduler"
         )
     elif not isinstance(until, int) or until <= warmup:
-        raise ValueError(f"lr_decay_iters {until} with lr_decay_style {style}; give the step at which the decay ends")
+        raise ValueError(
+            f"lr_decay_iters {in_yaml(until)} with lr_decay_style {style}; give the step at which the decay ends"
+        )
     elif style == "linear":
         down = {"start_factor": 1.0, "end_factor": floor / lr, "total_iters": until - warmup}
         stages.append((0, {"name": _LINEAR, "kwargs": down}))
@@ -111,7 +115,7 @@ def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
     """Convert `async_rl` to the keys of `async_grpo`. Raises `ValueError` for an unknown sampler."""
     sampler = async_rl.get("sampler") or {}
     if not isinstance(sampler, dict):
-        raise ValueError(f"{sampler!r} is not a section; give name and its bound")
+        raise ValueError(f"{in_yaml(sampler)} is not a section; give name and its bound")
     if not sampler and "max_weight_staleness_versions" in async_rl:
         # the first form of async_rl: without over-sampling each step has its own batch
         name = "weight_fifo" if async_rl.get("over_sampling") and not async_rl.get("force_in_order") else "in_order"
@@ -121,7 +125,7 @@ def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
         age = sampler.get("max_lookahead_versions" if name == "in_order" else "max_staleness_versions")
     orders = {"in_order": "ordered", "weight_fifo": "drop", "ready_first": "drop", "windowed": "drop"}
     if name not in orders:
-        raise ValueError(f"{name!r} is not a known sampler; use one of {', '.join(orders)}")
+        raise ValueError(f"{in_yaml(name)} is not a known sampler; use one of {', '.join(orders)}")
     return {
         "enabled": True,
         "in_flight_weight_updates": True,  # always, under the single controller
@@ -157,7 +161,7 @@ def _multiple_choice(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[s
     elif verifier not in (None, "", "math"):
         refuse(
             key,
-            f"{verifier!r} is neither math nor english_multichoice; choose one, or serve an environment (env.math.target)",
+            f"{in_yaml(verifier)} is neither math nor english_multichoice; choose one, or serve an environment (env.math.target)",
         )
 
 

@@ -5,10 +5,12 @@ Each function changes the whole file in place and yields (key in the file, what 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.config.nemo_rl.rules import look, sources
+from headrace.config.in_yaml import in_yaml
+from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH, look, off, sources
 
 Said = tuple[str, str]
 
@@ -52,6 +54,37 @@ def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     data["default"] = {"env_name": "math"} | default
     yield "data.dataset_name", "data.train.dataset_name"
     yield from ((f"data.{key}", f"data.default.{key}") for key in default)
+
+
+# sections with a switch `enabled`
+_SWITCHED = (
+    *(
+        f"{model}.{trainer}{part}"
+        for model in ("policy", "value")
+        for trainer, adapter in (("dtensor_cfg", "lora_cfg"), ("automodel_cfg", "lora_cfg"), ("megatron_cfg", "peft"))
+        for part in ("", f".{adapter}")
+    ),
+    "on_policy_distillation",
+)
+
+
+def unclear_switches(values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Remove switches that are neither true nor false, and misspelt switches. Otherwise their sections would be dropped silently. Yields
+    (NeMo RL's key, problem, remedy)."""
+    for path in _SWITCHED:
+        section = look(values, path)
+        if not isinstance(section, dict):
+            continue
+        enabled = section.get(ENABLED)
+        if enabled is not None and not isinstance(enabled, bool):
+            yield f"{path}.{ENABLED}", f"{in_yaml(enabled)} is neither true nor false", "; give one of them"
+            section[ENABLED] = None
+        for name, value in list(section.items()):
+            near = difflib.get_close_matches(str(name).lower(), [ENABLED], 1, MISSPELT_SWITCH)
+            if name != ENABLED and near and not off(value, values):
+                del section[name]
+                meant = f"; did you mean {path}.{ENABLED}?"
+                yield f"{path}.{name}", f"unknown key, value {in_yaml(value)}", meant
 
 
 def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
@@ -101,7 +134,13 @@ def _trainers(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _adapted_layers(values: dict[str, Any]) -> Iterator[Said]:
-    """Drop named layers where `match_all_linear` overrides them."""
+    """Drop named layers where `match_all_linear` overrides them, and the layers of an adapter that is not enabled."""
+    for section in ("policy", "value"):
+        peft = look(values, f"{section}.megatron_cfg.peft")
+        if isinstance(peft, dict) and not peft.get(ENABLED):
+            for key in ("target_modules", "exclude_modules", "dropout_position", "lora_B_init_method"):
+                if peft.pop(key, None):
+                    yield f"{section}.megatron_cfg.peft.{key}", "no adapter"
     for trainer in ("dtensor_cfg", "automodel_cfg"):
         lora = look(values, f"policy.{trainer}.lora_cfg")
         if isinstance(lora, dict) and lora.get("match_all_linear") and lora.pop("target_modules", None):

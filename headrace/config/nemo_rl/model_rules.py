@@ -9,7 +9,40 @@ from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, r
 PARALLEL = "FSDP2 shards the model over trainer.num_processes ranks (torchrun); sharding does not change the numbers"
 _OFFLOAD = "the trainer has its own GPUs, so nothing is offloaded for generation"
 _KERNELS = "torch and transformers choose the kernels; the mathematics is the same"
+_ROUTER_COMPUTES = "the router computes like transformers' model"
 _ROUTER = "only the policy's loss trains the router of a mixture of experts"
+
+
+_TEXT_ALONE = "only the language model is trained"
+_NO_FP8 = "training in fp8 or fp4 is not supported; set it to false"
+
+
+def _precision_is(section: str) -> Any:
+    """Return a check that a type is the one that the model is trained in."""
+
+    def fine(value: Any, whole: Whole) -> bool:
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        return off(value, whole) or name in ("auto", look(whole, f"{section}.precision"))
+
+    return fine
+
+
+def _frozen(at: str) -> list[Rule]:
+    """Rules for frozen parts: those of images and sound do not exist here; the language model can't be frozen."""
+    return [
+        *replaced(
+            _TEXT_ALONE,
+            *names(
+                at,
+                "freeze_vision_* freeze_sound_* freeze_audio_* freeze_vision_model freeze_vision_tower freeze_vision_projection "
+                "freeze_sound_encoder freeze_sound_projection freeze_audio_tower",
+            ),
+        ),
+        *refused(
+            "the language model can't be frozen, since it is what is trained; set it to false",
+            f"{at}.freeze_language_model",
+        ),
+    ]
 
 
 def _dense(section: str) -> Any:
@@ -106,11 +139,39 @@ def _automodel(section: str) -> list[Rule]:
                 "enabled _v2 tensor_parallel_size context_parallel_size sequence_parallel expert_parallel_size "
                 "pipeline_parallel_size data_parallel_size dp_replicate_size custom_parallel_plan defer_fsdp_grad_sync "
                 "env_vars.** mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps "
-                "moe_parallelizer.** moe_mesh.**",
+                "moe_parallelizer.ignore_router_for_ac moe_parallelizer.reshard_after_forward moe_parallelizer.wrap_outer_model "
+                "moe_mesh.**",
             ),
         ),
+        *refused(
+            "the output layer has the precision of the model (policy.precision); leave it out",
+            f"{at}.moe_parallelizer.lm_head_precision",
+            fine=_precision_is(section),
+        ),
         *replaced(_OFFLOAD, f"{at}.cpu_offload"),
-        *replaced(_KERNELS, f"{at}.automodel_kwargs.**", f"{at}.backend.**"),
+        *replaced(
+            _KERNELS,
+            *names(
+                f"{at}.automodel_kwargs",
+                "use_liger_kernel use_sdpa_patching sdpa_method attn_implementation force_hf",
+            ),
+        ),
+        *(
+            rule
+            for backend in ("automodel_kwargs.backend", "backend")
+            for rule in _automodel_backend(f"{at}.{backend}")
+        ),
+        *_frozen(f"{at}.automodel_kwargs.freeze_config"),
+        *refused(
+            "only the router can be frozen (policy.freeze_moe_router); leave it out",
+            f"{at}.automodel_kwargs.freeze_config.freeze_modules",
+        ),
+        *refused(
+            "policy.precision sets the type; leave it out",
+            f"{at}.automodel_kwargs.torch_dtype",
+            f"{at}.automodel_kwargs.dtype",
+            fine=_precision_is(section),
+        ),
         *replaced(
             "every checkpoint is complete, in safetensors that transformers loads",
             *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
@@ -128,7 +189,40 @@ def _automodel(section: str) -> list[Rule]:
                 ),
             ],
         ),
-        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
+        *refused(_NO_FP8, f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
+        *replaced(
+            "no fp8",
+            *(
+                key
+                for fp8 in ("fp8_cfg", "fp8")
+                for key in names(
+                    f"{at}.{fp8}",
+                    "recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp "
+                    "force_recompute_fp8_weight_in_bwd filter_fqns emulate",
+                )
+            ),
+        ),
+    ]
+
+
+def _automodel_backend(at: str) -> list[Rule]:
+    return [
+        *replaced(
+            _KERNELS,
+            *names(
+                at,
+                "_target_ attn linear rms_norm rope_fusion experts dispatcher dispatcher_num_sms dispatcher_share_token_dispatcher "
+                "dispatcher_async_dispatch enable_deepep enable_hf_state_dict_adapter enable_fsdp_optimizations",
+            ),
+        ),
+        *replaced(_ROUTER_COMPUTES, f"{at}.gate_precision"),
+        *refused(
+            "a fake router is only for benchmarks; leave it out",
+            f"{at}.fake_balanced_gate",
+            f"{at}.fake_gate_noise",
+            fine=only(0),
+        ),
+        *refused(_NO_FP8, f"{at}.te_fp8"),
     ]
 
 
@@ -174,8 +268,31 @@ def _megatron(section: str) -> list[Rule]:
         *replaced("weight decay is constant", f"{at}.scheduler.weight_decay_incr_style"),
         *refused("schedules count steps; give lr_warmup_iters and lr_decay_iters", f"{at}.scheduler.**"),
         *_activation_checkpointing(section, at),
-        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled"),
-        *replaced("no fp8", f"{at}.fp8_cfg.**"),
+        *refused(_NO_FP8, f"{at}.fp8_cfg.enabled", f"{at}.fp4_cfg.enabled"),
+        *replaced(
+            "no fp8",
+            *names(
+                at,
+                "fp8_cfg.fp8 fp8_cfg.fp8_recipe fp8_cfg.fp8_param fp8_cfg.fp8_quantizer_factory fp8_cfg.force_clear_fp8_caches "
+                "fp4_cfg.fp4 fp4_cfg.fp4_recipe fp4_cfg.fp4_param first_last_layers_bf16 num_layers_at_start_in_bf16 "
+                "num_layers_at_end_in_bf16 moe_router_padding_for_fp8 moe_router_padding_for_quantization",
+            ),
+        ),
+        *refused("a precision for each layer is not supported; leave it out", f"{at}.te_precision_config_file"),
+        *refused(
+            "the output layer has the precision of the model (policy.precision); set it to false",
+            f"{at}.fp32_lm_head",
+            fine=lambda value, whole: off(value, whole) or look(whole, f"{section}.precision") == "float32",
+        ),
+        *_frozen(at),
+        *_frozen(f"{at}.freeze_config"),
+        *replaced(_TEXT_ALONE, f"{at}.radio_force_cpe_eval_mode"),
+        *replaced("max_num_steps of grpo or ppo", f"{at}.train_iters"),
+        *refused("elastic models are not supported; leave it out", f"{at}.flex_routers", f"{at}.flextron_*"),
+        *refused(
+            "the model's own configuration sets it; write rms_norm_eps in policy.hf_config_overrides",
+            f"{at}.layernorm_epsilon",
+        ),
         *_lora(
             section,
             f"{at}.peft",
@@ -210,7 +327,7 @@ def _megatron(section: str) -> list[Rule]:
             *names(at, "model_overrides.** moe_router_* moe_z_loss_coeff moe_*capacity* moe_*drop*"),
         ),
         *replaced(
-            "the router computes like transformers' model",
+            _ROUTER_COMPUTES,
             *names(at, "moe_router_dtype moe_router_fusion moe_router_enable_expert_bias"),
         ),
         *replaced(
@@ -236,10 +353,12 @@ def _megatron(section: str) -> list[Rule]:
                 "use_fused_weighted_squared_relu apply_rope_fusion bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion "
                 "masked_softmax_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl moe_permute_fusion "
                 "moe_grouped_gemm moe_use_legacy_grouped_gemm moe_enable_deepep moe_deepep_num_sms moe_token_dispatcher_type "
-                "moe_flex_dispatcher_backend moe_hybridep_num_sms moe_apply_probs_on_input moe_layer_recompute "
+                "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_hybridep_prepad_packed_inputs "
+                "moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_apply_probs_on_input moe_layer_recompute "
                 "moe_pad_experts_for_cuda_graph_inference inference_moe_token_dispatcher_type inference_grouped_gemm_backend "
-                "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules cuda_graph_warmup_steps "
-                "transformer_impl te_rng_tracker use_te_rng_tracker use_te_activation_func",
+                "inference_cuda_graph_scope enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules "
+                "cuda_graph_warmup_steps transformer_impl use_transformer_engine_op_fuser te_rng_tracker use_te_rng_tracker "
+                "use_te_activation_func",
             ),
         ),
         *replaced(

@@ -17,6 +17,8 @@ Does = Literal["used", "renamed", "replaced", "refused"]
 
 # the similarity of a misspelling to the intended key; keys of the families below are less similar to each other
 _MISSPELT = 0.92
+# looser for the switch of a section: no family of keys has names like it
+ENABLED, MISSPELT_SWITCH = "enabled", 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,12 @@ class Table:
             return rule
         rule = next((rule for rule in self._patterns.get(keys[0], ()) if rule.matches(keys)), None)
         family = rule is not None and rule.parts[-1] not in (keys[-1], "*")
-        return None if family and difflib.get_close_matches(keys[-1], self.beside(keys), 1, _MISSPELT) else rule
+        return None if family and self._is_misspelt(keys) else rule
+
+    def _is_misspelt(self, keys: Keys) -> bool:
+        beside = self.beside(keys)
+        near_switch = difflib.get_close_matches(keys[-1].lower(), {ENABLED} & {*beside}, 1, MISSPELT_SWITCH)
+        return bool(near_switch or difflib.get_close_matches(keys[-1], beside, 1, _MISSPELT))
 
     def beside(self, keys: Keys) -> list[str]:
         """Return the names with their own rules in the section of `keys`."""

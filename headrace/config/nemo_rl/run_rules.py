@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from headrace.config.data import OWN_CODE, Generator, HubName, ProcessorName
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
+
+# data sets of images, audio and video, by their names in small letters and with hyphens
+MULTIMODAL = (
+    "clevr-cogent",
+    "refcoco",
+    "geometry3k",
+    "mmpr-tiny",
+    "avqa",
+    "daily-omni",
+    "intent",
+)
 
 _BRING = (
     "convert it to a JSONL file, and give data_path, with the question under input_key and the answer under output_key"
@@ -18,7 +30,7 @@ def _dataset(value: Any) -> Any:
         return None
     known = (*get_args(Generator), *get_args(HubName))
     if value is not None and value not in known and not OWN_CODE.fullmatch(str(value)):
-        raise ValueError(f"{value!r} is not supported; {_BRING}, or use one of {', '.join(known)}")
+        raise ValueError(f"{in_yaml(value)} is not supported; {_BRING}, or use one of {', '.join(known)}")
     return value
 
 
@@ -37,8 +49,8 @@ def _processor(value: Any) -> Any:
         return None
     if value not in get_args(ProcessorName) and not OWN_CODE.fullmatch(str(value)):
         raise ValueError(
-            f"{value!r} is not one of {', '.join((*_WITHOUT_NAME, *get_args(ProcessorName)))}; write a function that is called with each "
-            "row and returns one with input and output, and name it as FILE.py:NAME"
+            f"{in_yaml(value)} is not one of {', '.join((*_WITHOUT_NAME, *get_args(ProcessorName)))}; write a function that is called "
+            "with each row and returns one with input and output, and name it as FILE.py:NAME"
         )
     return value
 
@@ -53,7 +65,7 @@ def _extract(value: Any) -> Any:
     ours = {"hf_math_verify": "none", "dapo_math_verify": "answer_line"}
     if value is not None and value not in ours:
         raise ValueError(
-            f"{value!r} is not one of {', '.join(ours)}; choose one, or serve an environment (env.math.target)"
+            f"{in_yaml(value)} is not one of {', '.join(ours)}; choose one, or serve an environment (env.math.target)"
         )
     return ours.get(value)
 
@@ -81,7 +93,7 @@ def _metric(value: Any) -> Any:
     if isinstance(value, str) and not value.startswith(("val:", "train:")):
         older = {"val_reward": "val:accuracy", "val_accuracy": "val:accuracy"}
         if value not in older:
-            raise ValueError(f"{value!r} is neither val:… nor train:…; write for example val:accuracy")
+            raise ValueError(f"{in_yaml(value)} is neither val:… nor train:…; write for example val:accuracy")
         return older[value]
     return value
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.explain import known_keys, nearest, pattern, similar
+from headrace.config.in_yaml import in_yaml
+from headrace.config.inherit import as_written
 from headrace.config.keys import Keys
 from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
 from headrace.config.nemo_rl.gathered import GATHERERS
-from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
+from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise, unclear_switches
 from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
 from headrace.config.nemo_rl.rules import Rule, Table, look, off, sources
-from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
-from headrace.config.text import in_yaml
+from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER, MULTIMODAL
 
 TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
 
@@ -30,6 +30,10 @@ IMPLIED: dict[str, Any] = {
     "data.overlong_prompts": "leave_out",
     "ppo.scheduler_counts": "epochs",
 }
+# key -> (value, other key): implied if the file sets the other key and leaves this one out; null counts as set
+IMPLIED_BY: dict[str, tuple[Any, str]] = {
+    "loss_fn.truncated_importance_sampling_type": ("tis", "loss_fn.truncated_importance_sampling_ratio"),
+}
 
 # kinds of training that Headrace doesn't have, by their sections
 _OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
@@ -37,27 +41,32 @@ _OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A key that can't be honoured. The file that gave it is named between `what` and `remedy`."""
+    """A key that can't be honoured. The file that gave it is named between `what` and `remedy`. `also`: other keys that are refused for
+    the same reason."""
 
     keys: Keys
     what: str
     remedy: str = ""
+    also: tuple[str, ...] = ()
 
     def line(self, origin: str) -> str:
-        return f"{'.'.join(self.keys)}: {self.what}{origin}{self.remedy}"
+        also = f", and {_joined(self.also)}" if self.also else ""
+        return f"{'.'.join(self.keys)}: {self.what}{origin}{also}{self.remedy}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
     """A NeMo RL file in Headrace's keys.
 
-    `values`: the configuration. `came_from`: NeMo RL's key, for each key that has another name here. `problems`: keys that can't be
-    honoured, the most important first. `replaced`: what replaces them -> NeMo RL's keys. `nothing`: unknown keys without effect. `renamed`:
-    (NeMo RL's key, key here). `implied`: what such a file means implicitly. `used`: how many keys are used.
+    `values`: the configuration. `came_from`: NeMo RL's key, for each key that has another name here. `placed`: the file's key, for each
+    key that older releases have in another section; errors name that key. `problems`: keys that can't be honoured, the most important
+    first. `replaced`: what replaces them -> NeMo RL's keys. `nothing`: unknown keys without effect. `renamed`: (NeMo RL's key, key
+    here). `implied`: what such a file means implicitly. `used`: how many keys are used.
     """
 
     values: dict[str, Any]
     came_from: Mapping[Keys, Keys]
+    placed: Mapping[Keys, Keys]
     problems: tuple[Refusal, ...]
     replaced: Mapping[str, tuple[str, ...]]
     nothing: tuple[str, ...]
@@ -121,9 +130,11 @@ def translate(values: dict[str, Any]) -> Translation:
 
 class _Builder:
     def __init__(self, values: dict[str, Any]) -> None:
+        self.given = copy.deepcopy(values)
         self.theirs = values
         self.ours: dict[str, Any] = {}
         self.came_from: dict[Keys, Keys] = {}
+        self.placed: dict[Keys, Keys] = {}
         self.parts_refused: list[Refusal] = []
         self.values_refused: list[Refusal] = []
         self.unknown: list[Refusal] = []
@@ -137,13 +148,14 @@ class _Builder:
         if (problem := _of_another_kind(self.theirs)) is None:
             self._translate()
         # problems in the rest of a file that trains something else don't matter
-        refused = [*self.parts_refused, *self.values_refused]
+        refused = _together(dict.fromkeys([*self.parts_refused, *self.values_refused]))
         named = {other.keys[:end] for other in refused for end in range(len(other.keys) + 1)}
         unknown = [other for other in self.unknown if other.keys not in named]
         problems = [problem] if problem else [*refused, *unknown]
         return Translation(
             self.ours,
             self.came_from,
+            self.placed,
             tuple(dict.fromkeys(problems)),
             {says: tuple(keys) for says, keys in self.replaced.items()},
             tuple(self.nothing),
@@ -153,10 +165,14 @@ class _Builder:
         )
 
     def _translate(self) -> None:
-        self.renamed += modernise(self.theirs)
+        for key, newer in modernise(self.theirs):
+            self.renamed.append((key, newer))
+            self.placed[_with_number(newer)] = tuple(key.split("."))
         _sources_as_lists(self.theirs)
+        for key, what, remedy in unclear_switches(self.theirs):
+            self.parts_refused.append(Refusal(tuple(key.split(".")), what, remedy))
         for key, says in leave_out_what_is_not_in_force(self.theirs):
-            self.replaced.setdefault(says, []).append(key)
+            self.replaced.setdefault(says, []).append(self._written(tuple(key.split("."))))
         self._environments()
         for keys, value in _leaves(self.theirs, ()):
             self._one(keys, value)
@@ -168,6 +184,17 @@ class _Builder:
                 keys = tuple(key.split("."))
                 self._put(keys, value, keys)
                 self.implied[key] = value
+        for key, (value, because) in IMPLIED_BY.items():
+            if look(self.theirs, key, self) is self and look(self.ours, because) is not None:
+                self._put(tuple(key.split(".")), value, tuple(key.split(".")))
+                self.implied[key] = value
+
+    def _there(self, keys: Keys) -> Keys:
+        """Return `keys` as the file spells them."""
+        return self.placed.get(keys) or as_written(self.given, keys)
+
+    def _written(self, keys: Keys) -> str:
+        return ".".join(self._there(keys))
 
     def _one(self, keys: Keys, value: Any) -> None:
         rule = TABLE.find(keys)
@@ -177,34 +204,33 @@ class _Builder:
             if value is not None or _takes_null(keys):
                 self._put(keys, value, keys)
         elif off(value, self.theirs):
-            self.nothing.append(".".join(keys))
+            self.nothing.append(self._written(keys))
         else:
-            self.unknown.append(_unknown(keys, value))
+            self.unknown.append(_unknown(keys, value, self._there))
 
     def _decide(self, rule: Rule, keys: Keys, value: Any) -> None:
-        key = ".".join(keys)
         if rule.does == "replaced":
-            self.replaced.setdefault(rule.says, []).append(key)
+            self.replaced.setdefault(rule.says, []).append(self._written(keys))
         elif rule.does == "refused":
             if rule.fine is None or not rule.fine(value, self.theirs):
-                self._refuse(rule, key, value)
+                self._refuse(rule, keys, value)
         else:
             self._carry(rule, keys, value)
 
-    def _refuse(self, rule: Rule, key: str, value: Any) -> None:
+    def _refuse(self, rule: Rule, keys: Keys, value: Any) -> None:
         if rule.once:
             self.parts_refused.append(Refusal(tuple(rule.key.removesuffix(".**").split(".")), rule.says))
             return
         problems = self.parts_refused if value is True else self.values_refused
-        problems.append(Refusal(tuple(key.split(".")), in_yaml(value), f": {rule.says}"))
+        problems.append(Refusal(self._there(keys), in_yaml(value), f": {rule.says}"))
 
     def _refuse_value(self, key: str, says: str) -> None:
-        self.values_refused.append(Refusal(tuple(key.split(".")), says))
+        self.values_refused.append(Refusal(self._there(tuple(key.split("."))), says))
 
     def _carry(self, rule: Rule, keys: Keys, value: Any) -> None:
         target = rule.target(keys)
         if rule.does == "renamed":
-            self.renamed.append((".".join(keys), ".".join(target)))
+            self.renamed.append((self._written(keys), ".".join(target)))
         self.used += 1
         if rule.gathered:
             return
@@ -227,7 +253,7 @@ class _Builder:
         elif isinstance(here, dict):
             here[target[-1]] = value
         if target != origin:
-            self.came_from[target] = origin
+            self.came_from[target] = self._there(origin)
 
     def _environments(self) -> None:
         """Drop the environments that no data set names, as NeMo RL's files bring such along; the others must be known."""
@@ -248,14 +274,37 @@ class _Builder:
 
 def _of_another_kind(values: dict[str, Any]) -> Refusal | None:
     """Return why this file has nothing for Headrace to train; None if it has something."""
-    if values.get("grpo") is not None or values.get("ppo") is not None:
-        return None
-    for section in _OTHERS:
-        if values.get(section) is not None:
-            return Refusal(
-                (section,), "Headrace trains by reinforcement learning", "; give a file with a section grpo or ppo"
-            )
+    if values.get("grpo") is None and values.get("ppo") is None:
+        for section in _OTHERS:
+            if values.get(section) is not None:
+                return Refusal(
+                    (section,), "Headrace trains by reinforcement learning", "; give a file with a section grpo or ppo"
+                )
+    for path in ("data", "data.default", "data.train", "data.validation"):
+        given = look(values, path)
+        for number, source in enumerate(given if isinstance(given, list) else [given]):
+            name = source.get("dataset_name") if isinstance(source, dict) else None
+            if isinstance(name, str) and name.lower().replace("_", "-") in MULTIMODAL:
+                keys = (*path.split("."), *([str(number)] if isinstance(given, list) else []), "dataset_name")
+                return Refusal(
+                    keys,
+                    f"{in_yaml(name)} holds images, audio or video",
+                    "; models of these are not supported, give text data and a text model",
+                )
     return None
+
+
+def _together(refused: Iterable[Refusal]) -> list[Refusal]:
+    """Merge the refusals that have the same reason into the first of them."""
+    reasons: dict[str, list[Refusal]] = {}
+    for each in refused:
+        # a rule's reason applies to every value
+        of_rule = each.remedy.startswith(": ")
+        reasons.setdefault(each.remedy if of_rule else f"{each.what}{each.remedy}", []).append(each)
+    return [
+        dataclasses.replace(first, also=tuple(".".join(other.keys) for other in others))
+        for first, *others in reasons.values()
+    ]
 
 
 def _is_ours(keys: Keys) -> bool:
@@ -271,20 +320,20 @@ def _has_keys_below(path: Keys) -> bool:
     return any(len(key) > len(path) and key[: len(path)] == path for key in known_keys())
 
 
-def _unknown(keys: Keys, value: Any) -> Refusal:
+def _unknown(keys: Keys, value: Any, there: Callable[[Keys], Keys]) -> Refusal:
     # the nearest existing section above
     depth = next(depth for depth in reversed(range(len(keys))) if _beside(keys[: depth + 1]))
-    section, beside = ".".join(keys[:depth]), _beside(keys[: depth + 1])
-    close = difflib.get_close_matches(keys[depth], beside, 1, 0.6)
-    meant = f"; did you mean {section}{'.' if section else ''}{close[0]}?" if close else ""
+    section, beside = ".".join(there(keys[:depth])), _beside(keys[: depth + 1])
+    close = similar(keys[depth], beside)
+    meant = f"; did you mean {section}{'.' if section else ''}{close}?" if close else ""
     if depth < len(keys) - 1:
         if keys[depth] in beside:
-            return Refusal(keys[: depth + 1], "is not a section of keys", "; give it one value")
+            return Refusal(there(keys[: depth + 1]), "is not a section of keys", "; give it one value")
         if meant:
-            return Refusal(keys[: depth + 1], "unknown section", meant)
+            return Refusal(there(keys[: depth + 1]), "unknown section", meant)
     elif keys[-1] in beside:
-        return Refusal(keys, f"{in_yaml(value)} is not a section of keys", "; give a mapping")
-    said = functools.partial(Refusal, keys, f"unknown key, value {in_yaml(value)}")
+        return Refusal(there(keys), f"{in_yaml(value)} is not a section of keys", "; give a mapping")
+    said = functools.partial(Refusal, there(keys), f"unknown key, value {in_yaml(value)}")
     if meant:
         return said(meant)
     if depth == len(keys) - 1 and len(", ".join(beside)) < 600:
@@ -316,6 +365,12 @@ def _sources_as_lists(values: dict[str, Any]) -> None:
         for part in ("train", "validation"):
             if isinstance(data.get(part), dict):
                 data[part] = [data[part]]
+
+
+def _with_number(key: str) -> Keys:
+    """Return the keys of `key`, with the index of a data set that is given without a list."""
+    keys = tuple(key.split("."))
+    return (*keys[:2], "0", *keys[2:]) if keys[:2] in (("data", "train"), ("data", "validation")) else keys
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:

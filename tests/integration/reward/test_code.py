@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -239,7 +238,6 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
     assert "no test ran out of time; raise timeout_s, or give fewer tests" in unlucky.message
 
 
-@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="runs a program in Perl")
 async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:
     env = ENV | {"runs_with": ["perl"], "processes": 8}
     sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"

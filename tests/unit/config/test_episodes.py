@@ -32,7 +32,7 @@ def test_a_function_runs_episodes_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"game": {"attached": True, "public": ["board"]}}, r"public \['board'\] is for an environment with episodes"),
+        ({"game": {"attached": True, "public": ["board"]}}, r"public \[board\] is for an environment with episodes"),
         (
             {"game": {"attached": True, "grader": "math"}, "math": {}},
             "grader 'math' is for an environment with episodes",

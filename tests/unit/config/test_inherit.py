@@ -142,8 +142,8 @@ def test_two_ways_to_one_file_are_no_cycle(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("defaults: gone.yaml", "gone.yaml: can't read the configuration (No such file or directory) (defaults of "),
-        ("defaults: {a: b}", "defaults: {'a': 'b'} is neither a path nor a list of paths"),
-        ("defaults: [a, 1]", "defaults: ['a', 1] is neither a path nor a list of paths"),
+        ("defaults: {a: b}", "defaults: {a: b} is neither a path nor a list of paths"),
+        ("defaults: [a, 1]", "defaults: [a, 1] is neither a path nor a list of paths"),
     ],
     ids=["missing", "mapping", "number"],
 )

@@ -154,7 +154,9 @@ def test_megatron_s_adapter_is_the_same_but_for_the_names_of_layers(tmp_path: Pa
     peft = "enabled: true, dim: 4, lora_A_init_method: xavier, lora_B_init_method: zero, lora_dtype: null, exclude_modules: []"
     config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, peft: {{{peft}}}}}}}")
     assert (config.policy.lora_cfg.enabled, config.policy.lora_cfg.dim) == (True, 4)
-    (line,) = refusal(tmp_path, "policy: {megatron_cfg: {enabled: true, peft: {target_modules: [linear_qkv]}}}")
+    (line,) = refusal(
+        tmp_path, "policy: {megatron_cfg: {enabled: true, peft: {enabled: true, target_modules: [linear_qkv]}}}"
+    )
     assert "policy.megatron_cfg.peft.target_modules: [linear_qkv]" in line
     assert "give those in policy.lora_cfg" in line
 
