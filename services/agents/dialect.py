@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.trajectory import JSON_DEPTH, Message
-from headrace_services.agents.session import Asked, Refused, SessionCall
+from headrace_services.agents.session import CallRequest, Refused, SessionCall
 
 TRAIN_HEADER = "x-headrace-train"
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
@@ -106,7 +106,7 @@ class BadRequest(HeadraceError):
 class ChatRequest:
     """A request, and how its answer is to be written. `imposed` are the options that the run's own values replaced."""
 
-    asked: Asked
+    asked: CallRequest
     model: str
     parses_tools: bool
     stream: bool
@@ -131,7 +131,7 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     digest.update(b"1" if train else b"0")
     stream_options = _typed(fields, "stream_options", dict) or {}
     return ChatRequest(
-        asked=Asked(
+        asked=CallRequest(
             messages=messages,
             body=digest.digest(),
             tools=tools,

@@ -20,7 +20,7 @@ from headrace.trajectory import Call
 from headrace_services.agents import metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest
 from headrace_services.agents.fleet import Fleet
-from headrace_services.agents.session import Clocks, Ending, Refused, Session, SessionCall, SessionLimits
+from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class OpenEpisode:
         if (hung := self.session.hung(now)) is not None:
             self._end_for(hung)
 
-    async def end(self) -> Ending:
+    async def end(self) -> SessionSummary:
         """End the session: calls that are under way are given up, and the key is dead."""
         ending = self.session.end()
         for task in self._tasks.values():

@@ -66,7 +66,7 @@ _PASSED_ON = (
 _HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
 
 
-class _Door:
+class KeyAdmission:
     """What lets the requests of one key in: those that are under way, and the times of the last ones."""
 
     def __init__(self) -> None:
@@ -95,80 +95,82 @@ class Gateway:
         self._peers_every_s = peers_every_s
         self._clock = clock
         self._episodes: dict[str, OpenEpisode] = {}
-        self._doors: dict[str, _Door] = {}  # of the keys of other gateways too, while they are used
+        self._admissions: dict[str, KeyAdmission] = {}  # of the keys of other gateways too, while they are used
         self.name = secrets.token_hex(4)
         self.peers: Mapping[str, str] = {}
 
     def open(self, episode: OpenEpisode) -> str:
         """Returns the key that opens the episode."""
         key = f"{self.name}-{secrets.token_hex(16)}"
-        self._episodes[key], self._doors[key] = episode, _Door()
+        self._episodes[key], self._admissions[key] = episode, KeyAdmission()
         return key
 
     def close(self, key: str) -> None:
         """The key is dead from here on."""
         self._episodes.pop(key, None)
-        self._doors.pop(key, None)
+        self._admissions.pop(key, None)
 
     def peer(self, key: str) -> str | None:
-        """The address of the gateway whose key this is, if it is another's. Raises `Turned` for a key that no gateway has made, or one
-        that has not been heard of."""
+        """The address of the gateway that made this key; None if it is this one. Raises `RequestRejected` for a key that no gateway made, or
+        one of an unknown gateway."""
         made = KEY.fullmatch(key)
         if made is None:
-            raise Turned(dialect.no_such_key())
+            raise RequestRejected(dialect.no_such_key())
         if made[1] == self.name:
             return None
         if made[1] not in self.peers:
             unknown = self._peers_every_s
-            raise Turned(dialect.no_such_key() if unknown is None else dialect.unknown_gateway(unknown))
+            raise RequestRejected(dialect.no_such_key() if unknown is None else dialect.unknown_gateway(unknown))
         return self.peers[made[1]]
 
     def episode(self, key: str) -> OpenEpisode:
-        """Raises `Turned` if the key opens none."""
+        """Raises `RequestRejected` if the key opens none."""
         if key not in self._episodes:
-            raise Turned(dialect.no_such_key())
+            raise RequestRejected(dialect.no_such_key())
         return self._episodes[key]
 
-    def has_door(self, key: str) -> bool:
+    def is_admitted(self, key: str) -> bool:
         """Whether there is such a key, as far as has been heard."""
-        return key in self._doors
+        return key in self._admissions
 
-    def make_door(self, key: str) -> None:
+    def admit_foreign(self, key: str) -> None:
         """For a key of another gateway, which has said that there is such a key."""
         now = self._clock()
-        foreign = [(each, door) for each, door in self._doors.items() if each not in self._episodes]
-        for each, door in foreign:
-            if not door.under_way and all(now - at >= _RATE_S for at in door.times):
-                del self._doors[each]
-        self._doors.setdefault(key, _Door())
+        foreign = [(each, admission) for each, admission in self._admissions.items() if each not in self._episodes]
+        for each, admission in foreign:
+            if not admission.under_way and all(now - at >= _RATE_S for at in admission.times):
+                del self._admissions[each]
+        self._admissions.setdefault(key, KeyAdmission())
 
     @contextlib.contextmanager
     def admitted(self, key: str) -> Iterator[None]:
-        """One request of the key, which has a door, is let in. Raises `Turned`."""
-        door = self._doors[key]
-        if door.under_way >= self._max_parallel_calls:
-            raise Turned(
-                dialect.too_many(f"{door.under_way} requests of this episode are under way (agents.max_parallel_calls)")
-            )
-        now = self._clock()
-        while door.times and now - door.times[0] >= _RATE_S:
-            door.times.popleft()
-        if len(door.times) >= self._max_in_rate:
-            raise Turned(
+        """One request of the key, which has a admission, is let in. Raises `RequestRejected`."""
+        admission = self._admissions[key]
+        if admission.under_way >= self._max_parallel_calls:
+            raise RequestRejected(
                 dialect.too_many(
-                    f"{len(door.times)} requests in {_RATE_S:g} s (agents.max_requests_per_s); wait a moment"
+                    f"{admission.under_way} requests of this episode are under way (agents.max_parallel_calls)"
                 )
             )
-        door.times.append(now)
-        door.under_way += 1
+        now = self._clock()
+        while admission.times and now - admission.times[0] >= _RATE_S:
+            admission.times.popleft()
+        if len(admission.times) >= self._max_in_rate:
+            raise RequestRejected(
+                dialect.too_many(
+                    f"{len(admission.times)} requests in {_RATE_S:g} s (agents.max_requests_per_s); wait a moment"
+                )
+            )
+        admission.times.append(now)
+        admission.under_way += 1
         try:
             yield
         finally:
-            door.under_way -= 1
+            admission.under_way -= 1
 
 
-class Turned(Exception):
-    """A request that is turned away at the door."""
+class RequestRejected(Exception):
+    """A request that is turned away at the admission."""
 
     def __init__(self, problem: ApiProblem) -> None:
         super().__init__(problem.message)
@@ -179,8 +181,8 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
     """`forward` asks the other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
-    @app.exception_handler(Turned)
-    async def turned(_: Request, error: Turned) -> Response:
+    @app.exception_handler(RequestRejected)
+    async def turned(_: Request, error: RequestRejected) -> Response:
         return _refuse(error.problem)
 
     @app.exception_handler(404)
@@ -232,15 +234,15 @@ def _key_of(request: Request) -> str:
 
 
 async def _vouch(client: httpx.AsyncClient, peer: str, key: str) -> None:
-    """Return if the gateway at `peer` says that there is such a key of its own. Raises `Turned`."""
+    """Return if the gateway at `peer` says that there is such a key of its own. Raises `RequestRejected`."""
     try:
         answer = await client.get(f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S)
     except httpx.HTTPError as error:
-        raise Turned(_unreachable(error)) from None
+        raise RequestRejected(_unreachable(error)) from None
     if answer.status_code == 401:
-        raise Turned(dialect.no_such_key())
+        raise RequestRejected(dialect.no_such_key())
     if answer.status_code != 200:
-        raise Turned(dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False))
+        raise RequestRejected(dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False))
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiProblem:
@@ -248,14 +250,14 @@ def _unreachable(error: httpx.HTTPError) -> ApiProblem:
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body. Raises `Turned` as soon as it is too large, or too slow."""
+    """The body. Raises `RequestRejected` as soon as it is too large, or too slow."""
     try:
         async with asyncio.timeout(_BODY_S):
             body = await body_of(request, most)
     except TimeoutError:
-        raise Turned(dialect.too_slow(_BODY_S)) from None
+        raise RequestRejected(dialect.too_slow(_BODY_S)) from None
     if body is None:
-        raise Turned(dialect.too_large(most))
+        raise RequestRejected(dialect.too_large(most))
     return body
 
 
@@ -285,8 +287,8 @@ class _ChatAnswer(Response):
                     problem = await _answer(episode, request, gone, send)
                 finally:
                     gone.cancel()
-        except (Turned, BadRequest, Refused) as error:
-            problem = error.problem if isinstance(error, Turned) else dialect.problem_of(error)
+        except (RequestRejected, BadRequest, Refused) as error:
+            problem = error.problem if isinstance(error, RequestRejected) else dialect.problem_of(error)
         except ClientDisconnect:  # in the middle of its request
             return
         if problem is not None:
@@ -302,13 +304,13 @@ class _Forwarded(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            if not self._gateway.has_door(self._key):
+            if not self._gateway.is_admitted(self._key):
                 await _vouch(self._client, self._peer, self._key)
-                self._gateway.make_door(self._key)
+                self._gateway.admit_foreign(self._key)
             with self._gateway.admitted(self._key):
                 asked = Request(scope, receive)
                 problem = await self._ask(asked, await _read(asked, self._gateway.max_request_bytes), send)
-        except Turned as turned:
+        except RequestRejected as turned:
             problem = turned.problem
         except ClientDisconnect:
             return

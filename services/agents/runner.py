@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from headrace.backoff import pause_after
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import (
@@ -37,7 +38,7 @@ from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import Fleet
 from headrace_services.agents.gateway import Gateway
 from headrace_services.agents.programs import ProgramApi
-from headrace_services.agents.session import Clocks, Ending, SessionLimits
+from headrace_services.agents.session import Clocks, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class RunnerStatus:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class OpenLease:
     """The episodes of a lease that have not ended, by their indices."""
 
     lease: Lease
@@ -90,7 +91,7 @@ class EpisodeRunner:
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
         self._limits, self._clocks = limits_of(config), clocks_of(config)
-        self._held: dict[str, _Held] = {}  # by the lease's token
+        self._held: dict[str, OpenLease] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
         self._builds: dict[str, str] = {}  # that scored last, by environment
         self._beats_at = 0.0  # when it is time for a heartbeat, whatever happens
@@ -204,7 +205,7 @@ class EpisodeRunner:
 
     def _begin(self, lease: Lease) -> None:
         tasks = {index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing}
-        self._held[lease.token] = _Held(lease, tasks)
+        self._held[lease.token] = OpenLease(lease, tasks)
         for task in tasks.values():
             task.add_done_callback(lambda _: self._changed.set())
 
@@ -237,7 +238,7 @@ class EpisodeRunner:
     async def _run_episode(self, lease: Lease, index: int) -> None:
         """Run it until it has ended, however often it begins anew. Raises `ServiceError`."""
         again: Lease | None = lease
-        pause_s = _FIRST_PAUSE_S
+        restarts = 0
         try:
             while again is not None:
                 current = again
@@ -256,8 +257,8 @@ class EpisodeRunner:
                     continue
                 log.info("%s begins anew: %s: %s", _name(lease, index), status, score.message)
                 if status in ("NOT_STARTED", "INTERRUPTED"):
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                    restarts += 1
+                    await asyncio.sleep(pause_after(restarts, _FIRST_PAUSE_S, _LAST_PAUSE_S))
         except Surplus:
             self._count(lease, "surplus")
         except Fenced as refusal:
@@ -420,7 +421,7 @@ def clocks_of(config: Config) -> Clocks:
     return Clocks(agents.call_s, agents.think_s, agents.episode_s, agents.finish_s, agents.retry_grace_s)
 
 
-def _observe(env_name: str, episode: OpenEpisode, ending: Ending) -> None:
+def _observe(env_name: str, episode: OpenEpisode, ending: SessionSummary) -> None:
     session = episode.session
     metrics.CALLS.labels(env_name).observe(len(ending.calls))
     metrics.TOKENS.labels(env_name).observe(sum(call.completion_token_ids.size for call in ending.calls))

@@ -82,7 +82,7 @@ class Clocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CallRequest:
     """A request, as the state machine sees it. `train` is False if the request opts out; `body` is a digest of its bytes and of that,
     `retry` whether the client says that it has sent it before."""
 
@@ -97,7 +97,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class SamplingTask:
     """What to sample: the path's tokens with the new context, at most `max_new_tokens` more, with this seed."""
 
     token_ids: Tokens
@@ -106,7 +106,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
+class RenderedAnswer:
     """A call's conversation with its answer, rendered: its length and digest, and from where on a longer rendering is new."""
 
     length: int
@@ -118,7 +118,7 @@ class _Told:
 class SessionCall:
     """One request to the policy. `number` counts those that have an answer, in the order in which they got it; -1 before."""
 
-    asked: Asked
+    asked: CallRequest
     begun: float
     prefixes: list[bytes]
     readers: int = 1  # requests that wait for its answer
@@ -127,13 +127,13 @@ class SessionCall:
     added: tuple[Message, ...] = ()  # its messages behind the conversation that it continues
     told_bytes: int = 0  # of its messages
     context: Tokens = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    reserved: Placed | None = None
+    reserved: SamplingTask | None = None
     cut_short: bool = False  # it may be sampled for less than it asked for, because the run allows no more
     ends_rendered: int = 0  # end tokens in the rendering of the request
     completion: Sampled | None = None
     answer: Message = dataclasses.field(default_factory=dict)
     conversation: bytes = b""  # the digest of its conversation with its answer
-    told: _Told | None = None
+    told: RenderedAnswer | None = None
     delivered: bool = False
     failed: bool = False
     left_at: float | None = None  # when nobody was left to wait for it
@@ -204,7 +204,7 @@ class SessionCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class SessionSummary:
     """What an episode leaves: its delivered calls, parents first, by their new numbers; the limit of the run that ended it, and whether
     that `refused` a call or only cut the last answer off; the calls that were left out, by reason (`abandoned`: its client had gone and
     nobody came back; `unanswered`: still under way; `failed`)."""
@@ -253,7 +253,7 @@ class Session:
 
     # -- a request -----------------------------------------------------------------------------------------------------------
 
-    def ask(self, asked: Asked, now: float) -> tuple[SessionCall, bool]:
+    def ask(self, asked: CallRequest, now: float) -> tuple[SessionCall, bool]:
         """The call that answers this request, and whether it is new. Raises `Refused`."""
         if self.ended:
             raise Refused("ended", "the episode of this key has ended")
@@ -279,7 +279,7 @@ class Session:
         self._note_activity(now)
         return call, True
 
-    def _earlier(self, asked: Asked) -> SessionCall | None:
+    def _earlier(self, asked: CallRequest) -> SessionCall | None:
         """The call that this request was sent for before, if it was."""
         if asked.idempotency_key is not None:
             known = self._by_key.get(asked.idempotency_key)
@@ -327,9 +327,9 @@ class Session:
             end = int(ends[-1])
             written = call.completion.token_ids
             rest = end + 1 if written and written[-1] == told[end] else end  # the missing end of turn becomes context
-        call.told = _Told(told.size, _digest(told), rest)
+        call.told = RenderedAnswer(told.size, _digest(told), rest)
 
-    def place(self, call: SessionCall, rendered: Sequence[int], parent: SessionCall | None, now: float) -> Placed:
+    def place(self, call: SessionCall, rendered: Sequence[int], parent: SessionCall | None, now: float) -> SamplingTask:
         """Decide what the call's context is, and reserve room for it. `rendered` is the request; `parent` is of `parent_of`, and was told
         what it needs (`needs_rendering`). Raises `Refused`."""
         if self.ended:
@@ -355,7 +355,7 @@ class Session:
             self.rendered_again += prompt.size
         times = self._placed_before[digest := _digest(prompt)]
         self._placed_before[digest] += 1
-        call.reserved = Placed(prompt, min(room, wanted), self._seed_of(digest, times))
+        call.reserved = SamplingTask(prompt, min(room, wanted), self._seed_of(digest, times))
         call.cut_short = call.reserved.max_new_tokens < (call.asked.max_tokens or math.inf)
         self._limit, self._cut_short = None, False
         return call.reserved
@@ -481,7 +481,7 @@ class Session:
             return self._limit[0]
         return "the last answer was cut off at a limit of the run" if self._cut_short else None
 
-    def end(self) -> Ending:
+    def end(self) -> SessionSummary:
         """End the session: every later request is refused. Of its calls, those are kept that the program was given."""
         self.ended = True
         kept: set[SessionCall] = set()
@@ -495,7 +495,7 @@ class Session:
         numbers = {call: number for number, call in enumerate(ordered)}
         dropped = Counter(_why_dropped(call) for call in self.calls if call not in kept)
         records = tuple(call.record(numbers.__getitem__) for call in ordered)
-        return Ending(records, self.limit, self._limit is not None, dropped)
+        return SessionSummary(records, self.limit, self._limit is not None, dropped)
 
 
 def _why_dropped(call: SessionCall) -> str:

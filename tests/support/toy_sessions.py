@@ -9,7 +9,15 @@ from typing import Any
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import Message
-from headrace_services.agents.session import Asked, Clocks, Placed, Refused, Session, SessionCall, SessionLimits
+from headrace_services.agents.session import (
+    CallRequest,
+    Clocks,
+    Refused,
+    SamplingTask,
+    Session,
+    SessionCall,
+    SessionLimits,
+)
 from tests.support.toy_policy import END, ToyPolicy
 
 LIMITS = SessionLimits(calls=100, tokens=10**6, nbytes=10**7, context=4096, new_tokens=64)
@@ -29,16 +37,16 @@ class Program:
     def __init__(self, session: Session, policy: ToyPolicy) -> None:
         self.session, self.policy = session, policy
 
-    def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> Asked:
+    def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> CallRequest:
         own = {name: options.pop(name) for name in ("retry", "idempotency_key", "train") if name in options}
         body = json.dumps([messages, list(tools), options]).encode()
         known = {name: value for name, value in options.items() if name in ("max_tokens", "stop")}
-        return Asked(tuple(messages), hashlib.sha256(body).digest(), tools=tuple(tools), **known, **own)
+        return CallRequest(tuple(messages), hashlib.sha256(body).digest(), tools=tuple(tools), **known, **own)
 
     def begin(self, messages: Sequence[Message], **options: Any) -> SessionCall:
         return self.session.ask(self.asked(messages, **options), 0.0)[0]
 
-    def place(self, call: SessionCall) -> Placed:
+    def place(self, call: SessionCall) -> SamplingTask:
         parent = self.session.parent_of(call)
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
         if parent is not None and self.session.needs_rendering(parent, rendered):

@@ -248,7 +248,7 @@ async def test_nothing_is_read_that_comes_with_a_key_that_opens_nothing(in_path:
         for key in [*made_up, *odd]:
             path = f"/s/{key}/v1/chat/completions" if in_path else "/v1/chat/completions"
             assert b" 401 " in await heads_alone(other.address, path, key)
-        assert not any(other.gateway.has_door(key) for key in made_up)
+        assert not any(other.gateway.is_admitted(key) for key in made_up)
 
 
 async def test_what_is_forwarded_is_bounded_as_what_is_not() -> None:
@@ -289,11 +289,11 @@ async def test_a_key_that_died_with_its_episode_is_forgotten_by_other_gateways()
         other.gateway.peers = {mine.gateway.name: mine.address}
         async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
             await ask(client)
-            assert other.gateway.has_door(mine.key)
+            assert other.gateway.is_admitted(mine.key)
             mine.gateway.close(mine.key)
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await ask(client)
-        assert not other.gateway.has_door(mine.key)
+        assert not other.gateway.is_admitted(mine.key)
 
 
 def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
@@ -301,16 +301,16 @@ def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
     bounds = {"max_request_bytes": 1000, "max_parallel_calls": 1, "max_requests_per_s": 1.0}
     gateway = gateway_module.Gateway("policy", **bounds, clock=lambda: now[0])  # type: ignore[arg-type]
     used, idle, another = (f"{number}2345678-{'0' * 32}" for number in range(3))
-    gateway.make_door(used)
+    gateway.admit_foreign(used)
     with gateway.admitted(used):
-        gateway.make_door(idle)
+        gateway.admit_foreign(idle)
         with gateway.admitted(idle):
             pass
         for now[0] in (5.0, 10.0):
-            assert gateway.has_door(idle)
-            gateway.make_door(another)
-        assert not gateway.has_door(idle)
-        assert gateway.has_door(used)
+            assert gateway.is_admitted(idle)
+            gateway.admit_foreign(another)
+        assert not gateway.is_admitted(idle)
+        assert gateway.is_admitted(used)
 
 
 async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> None:

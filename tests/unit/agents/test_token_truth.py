@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import EpisodeTrajectory, Message
-from headrace_services.agents.session import Ending, Refused, Session, SessionCall, SessionLimits
+from headrace_services.agents.session import Refused, Session, SessionCall, SessionLimits, SessionSummary
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 
@@ -178,7 +178,7 @@ class Episode(RuleBasedStateMachine):
             return
         self.check_ending(self.program.session.end())
 
-    def check_ending(self, ending: Ending) -> None:
+    def check_ending(self, ending: SessionSummary) -> None:
         assert sum(ending.dropped.values()) + len(ending.calls) == len(self.program.session.calls)
         given = sorted(call.number for call in self.given)
         kept = sorted(call.number for call in self.program.session.calls if call.answer and call.delivered)
