@@ -66,7 +66,12 @@ class AgentsConfig(Section):
         "allow",
         description="refuse fails an episode of more than one path, as losses and estimators need that take a trajectory for one sequence",
     )
-    max_request_bytes: int = Field(16 * 1024**2, ge=1024, description="of the body of a request")
+    max_request_bytes: int = Field(
+        4 * 1024**2,
+        ge=1024,
+        description="of the body of a request, which holds the whole conversation. A token of text takes 4 to 8 bytes of JSON, so the "
+        "default suits a policy.max_total_sequence_length of up to 500,000 tokens. A body has at most 100,000 JSON values, whatever its size",
+    )
     max_parallel_calls: int = Field(
         64, ge=1, description="requests of one episode under way at a time; more are told to wait"
     )

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.trajectory import Message
+from headrace_services.agents.json_values import has_too_many_values
 
 
-def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
     """A digest for each prefix of the conversation, the empty one first. Equal digests mean equal conversations with equal tools."""
     digests = [hashlib.sha256(_canonical(list(tools))).digest()]
     for message in messages:
         digests.append(followed_by(digests[-1], message))
-    return digests
+    return tuple(digests)
 
 
 def followed_by(prefix: bytes, message: Message) -> bytes:
@@ -54,7 +55,9 @@ def _tool_call(call: Mapping[str, Any]) -> Any:
 
 
 def _json(arguments: Any) -> Any:
-    """Arguments travel as a text with JSON in it. What is none, or is nested too deep to be read, is compared as it is."""
+    """The JSON that a text of arguments holds. Text that is not JSON, is nested too deep or has too many values is compared as text."""
+    if isinstance(arguments, str) and has_too_many_values(arguments.encode(errors="surrogatepass")):
+        return arguments
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         return [json.dumps(value, sort_keys=True)]  # in a list: the value, and no text that looks like it

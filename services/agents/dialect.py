@@ -17,6 +17,8 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.trajectory import JSON_DEPTH, Message
+from headrace_services.agents import conversation
+from headrace_services.agents.json_values import MOST_VALUES, has_too_many_values
 from headrace_services.agents.session import CallRequest, Refused, SessionCall
 
 TRAIN_HEADER = "x-headrace-train"
@@ -24,7 +26,7 @@ _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
 _IDEMPOTENCY_HEADER = "idempotency-key"
 _LONGEST_STOP, _MOST_STOPS, _LONGEST_KEY = 256, 16, 256
 _TOO_DEEP = f"the request is nested more than {JSON_DEPTH} deep"
-# A body of more takes so long that it is read beside the event loop.
+# Decoding a larger body takes so long that a thread does it.
 LARGE_BODY = 100_000
 
 # The run's own values hold; what was asked for is kept for people.
@@ -115,6 +117,10 @@ class ChatRequest:
     logprobs: bool
     imposed: Mapping[str, Any]
 
+    def without_messages(self) -> ChatRequest:
+        """The same request for the time of its call, which keeps the messages itself."""
+        return dataclasses.replace(self, asked=dataclasses.replace(self.asked, messages=(), tools=(), prefixes=()))
+
 
 def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     """The request in the body of a POST of /v1/chat/completions. `headers` by lower-case name; `model` is the run's. Raises
@@ -133,6 +139,7 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     return ChatRequest(
         asked=CallRequest(
             messages=messages,
+            prefixes=conversation.prefixes(messages, tools),
             body=digest.digest(),
             tools=tools,
             max_tokens=_max_tokens(fields),
@@ -154,6 +161,11 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
 def _fields(body: bytes) -> dict[str, Any]:
     """The fields of a body that can be rendered, kept and answered: Unicode, numbers as a record can hold them. Of a name that it has twice
     the last counts."""
+    if has_too_many_values(body):
+        raise BadRequest(
+            f"the body has more than {MOST_VALUES:,} JSON values (its brackets, commas and colons outside of strings); "
+            "send fewer messages, tools or fields"
+        )
     try:
         fields = msgspec.json.decode(body)
     except UnicodeDecodeError:

@@ -72,7 +72,7 @@ class OpenEpisode:
                 if value not in values:
                     values.append(value)
                 metrics.IMPOSED.labels(option).inc()
-            task = asyncio.create_task(self._carry_out(call, request))
+            task = asyncio.create_task(self._carry_out(call, parses_tools=request.parses_tools))
             self._tasks[call] = task
             task.add_done_callback(partial(self._done, call))
         return call
@@ -110,11 +110,11 @@ class OpenEpisode:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         return ending
 
-    async def _carry_out(self, call: SessionCall, request: ChatRequest) -> None:
+    async def _carry_out(self, call: SessionCall, *, parses_tools: bool) -> None:
         """Raises `Refused`, `BadRequest`, `CallFailed`."""
         asks_again = True  # what clients do after an error that is not their fault
         try:
-            await self._sample(call, request)
+            await self._sample(call, parses_tools=parses_tools)
         except Refused:
             asks_again = False
             raise
@@ -149,17 +149,20 @@ class OpenEpisode:
         if not self.over.done():
             self.over.set_result(why)
 
-    async def _sample(self, call: SessionCall, request: ChatRequest) -> None:
-        session, fleet, asked = self.session, self._fleet, call.asked
+    async def _sample(self, call: SessionCall, *, parses_tools: bool) -> None:
+        session, fleet = self.session, self._fleet
         parent = session.parent_of(call)
         near = None if parent is None or parent.completion is None else parent.completion.replica
         with self._timed(call, "render"):
-            rendered = await fleet.render(asked.messages, asked.tools, answered=False, near=near)
+            rendered = await fleet.render(call.asked.messages, call.asked.tools, answered=False, near=near)
             if parent is not None and session.needs_rendering(parent, rendered):
                 session.note_rendering(
-                    parent, await fleet.render(parent.history, asked.tools, answered=True, near=near)
+                    parent, await fleet.render(parent.history, call.asked.tools, answered=True, near=near)
                 )
         placed = session.place(call, rendered, parent, fleet.clock())
+        # from here on `call.asked` has only the messages that the call adds; nothing keeps the others while it is sampled
+        asked = call.asked
+        del rendered
         with self._timed(call, "sample"):
             sampling = self.lease.group.sampling
             wanted = SampleRequest(
@@ -174,7 +177,7 @@ class OpenEpisode:
                 stop_token_ids=sampling.stop_token_ids,
                 seed=placed.seed,
                 message=True,
-                tools=[dict(tool) for tool in asked.tools] if request.parses_tools and asked.tools else None,
+                tools=[dict(tool) for tool in asked.tools] if parses_tools and asked.tools else None,
             )
             sampled = await fleet.sample(wanted, near if call.parent is not None else None)
         session.sampled(call, sampled)

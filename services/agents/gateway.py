@@ -24,8 +24,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -51,6 +50,8 @@ _BODY_S = 60.0
 _VOUCH_S = 10.0
 # Of the event loop, until a connection that was closed is seen to be.
 _TURNS = 5
+# Large bodies of one key that are in memory at a time.
+_LARGE_AT_ONCE = 4
 # Over which requests a second are counted.
 _RATE_S = 10.0
 # Marks a request that another gateway sent on.
@@ -67,11 +68,21 @@ _HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
 
 
 class KeyAdmission:
-    """What lets the requests of one key in: those that are under way, and the times of the last ones."""
+    """The requests of one key: how many are under way, when the last ones came, and room for large bodies."""
 
     def __init__(self) -> None:
         self.under_way = 0
         self.times: deque[float] = deque()
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+
+    @contextlib.asynccontextmanager
+    async def body_of(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """The body of the request, which is in memory within the context alone. A large body waits until few of this key are. Raises
+        `RequestRejected`."""
+        length = request.headers.get("content-length", "")
+        is_small = length.isdecimal() and int(length[:19]) <= dialect.LARGE_BODY
+        async with contextlib.nullcontext() if is_small else self._large:
+            yield await _read(request, most)
 
 
 class Gateway:
@@ -94,6 +105,7 @@ class Gateway:
         self._max_in_rate = max(1, round(max_requests_per_s * _RATE_S))
         self._peers_every_s = peers_every_s
         self._clock = clock
+        self._decoding = asyncio.Lock()
         self._episodes: dict[str, OpenEpisode] = {}
         self._admissions: dict[str, KeyAdmission] = {}  # of the keys of other gateways too, while they are used
         self.name = secrets.token_hex(4)
@@ -111,8 +123,8 @@ class Gateway:
         self._admissions.pop(key, None)
 
     def peer(self, key: str) -> str | None:
-        """The address of the gateway that made this key; None if it is this one. Raises `RequestRejected` for a key that no gateway made, or
-        one of an unknown gateway."""
+        """The address of the gateway that made this key; None if it is this one. Raises `RequestRejected` for a key that no gateway
+        made, or that an unknown one did."""
         made = KEY.fullmatch(key)
         if made is None:
             raise RequestRejected(dialect.no_such_key())
@@ -142,8 +154,15 @@ class Gateway:
                 del self._admissions[each]
         self._admissions.setdefault(key, KeyAdmission())
 
+    async def decode(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+        """The request in a body. Large bodies are decoded in a thread, one at a time. Raises `BadRequest`."""
+        if len(body) <= dialect.LARGE_BODY:
+            return dialect.parse(body, headers, self.model)
+        async with self._decoding:
+            return await asyncio.to_thread(dialect.parse, body, headers, self.model)
+
     @contextlib.contextmanager
-    def admitted(self, key: str) -> Iterator[None]:
+    def admitted(self, key: str) -> Iterator[KeyAdmission]:
         """One request of the key, which has a admission, is let in. Raises `RequestRejected`."""
         admission = self._admissions[key]
         if admission.under_way >= self._max_parallel_calls:
@@ -164,7 +183,7 @@ class Gateway:
         admission.times.append(now)
         admission.under_way += 1
         try:
-            yield
+            yield admission
         finally:
             admission.under_way -= 1
 
@@ -276,15 +295,16 @@ class _ChatAnswer(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             episode = self._gateway.episode(self._key)
-            with self._gateway.admitted(self._key):
+            with self._gateway.admitted(self._key) as admission:
                 asked = Request(scope, receive)
-                body = await _read(asked, self._gateway.max_request_bytes)
-                read = partial(dialect.parse, body, dict(asked.headers), self._gateway.model)
-                request = await asyncio.to_thread(read) if len(body) > dialect.LARGE_BODY else read()
-                del body, read
+                async with admission.body_of(asked, self._gateway.max_request_bytes) as body:
+                    request = await self._gateway.decode(body, dict(asked.headers))
+                    del body
+                call = episode.ask(request)
+                request = request.without_messages()
                 gone = asyncio.create_task(_gone(receive))
                 try:
-                    problem = await _answer(episode, request, gone, send)
+                    problem = await _answer(episode, call, request, gone, send)
                 finally:
                     gone.cancel()
         except (RequestRejected, BadRequest, Refused) as error:
@@ -307,9 +327,13 @@ class _Forwarded(Response):
             if not self._gateway.is_admitted(self._key):
                 await _vouch(self._client, self._peer, self._key)
                 self._gateway.admit_foreign(self._key)
-            with self._gateway.admitted(self._key):
+            with self._gateway.admitted(self._key) as admission:
                 asked = Request(scope, receive)
-                problem = await self._ask(asked, await _read(asked, self._gateway.max_request_bytes), send)
+                async with contextlib.AsyncExitStack() as in_hand:
+                    body = [
+                        await in_hand.enter_async_context(admission.body_of(asked, self._gateway.max_request_bytes))
+                    ]
+                    problem = await self._ask(asked, body, in_hand, send)
         except RequestRejected as turned:
             problem = turned.problem
         except ClientDisconnect:
@@ -317,11 +341,19 @@ class _Forwarded(Response):
         if problem is not None:
             await _refuse(problem)(scope, receive, send)
 
-    async def _ask(self, asked: Request, body: bytes, send: Any) -> ApiProblem | None:
-        """Returns why there is no answer, as long as nothing has been sent."""
+    async def _ask(
+        self, asked: Request, body: list[bytes], in_hand: contextlib.AsyncExitStack, send: Any
+    ) -> ApiProblem | None:
+        """Returns why there is no answer, as long as nothing has been sent. The `body` leaves its list, and memory, once it is sent."""
+
+        async def sent() -> AsyncIterator[bytes]:
+            yield body.pop()
+            await in_hand.aclose()
+
         headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
         url = f"{self._peer}/s/{self._key}/v1/chat/completions"
-        request = self._client.build_request("POST", url, content=body, headers=[*headers, (_FORWARDED.encode(), b"1")])
+        headers += [(b"content-length", str(len(body[0])).encode()), (_FORWARDED.encode(), b"1")]
+        request = self._client.build_request("POST", url, content=sent(), headers=headers)
         gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
         try:
             await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
@@ -347,9 +379,10 @@ class _Forwarded(Response):
         return None
 
 
-async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task[None], send: Any) -> ApiProblem | None:
-    """Send the answer, or return why there is none, as long as nothing has been sent. Raises `Refused`."""
-    call = episode.ask(request)
+async def _answer(
+    episode: OpenEpisode, call: SessionCall, request: ChatRequest, gone: asyncio.Task[None], send: Any
+) -> ApiProblem | None:
+    """Send the call's answer, or return why there is none, as long as nothing has been sent."""
     waiting = asyncio.create_task(episode.wait(call))
     delivered = started = False
     try:

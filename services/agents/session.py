@@ -88,6 +88,7 @@ class CallRequest:
 
     messages: tuple[Message, ...]
     body: bytes
+    prefixes: tuple[bytes, ...]  # `conversation.prefixes` of its messages and tools
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -120,7 +121,7 @@ class SessionCall:
 
     asked: CallRequest
     begun: float
-    prefixes: list[bytes]
+    prefixes: tuple[bytes, ...]  # those of its request that are still needed
     readers: int = 1  # requests that wait for its answer
     number: int = -1
     parent: SessionCall | None = None
@@ -271,7 +272,7 @@ class Session:
         if (failed := len(self.calls) - taken) >= _FAILED_PER_CALL * self.limits.calls:
             many = f"{_FAILED_PER_CALL} times as many as it may have (agents.max_rollout_turns)"
             raise self.no_room(now, f"{failed} calls of the episode have failed, {many}")
-        call = SessionCall(asked, now, conversation.prefixes(asked.messages, asked.tools))
+        call = SessionCall(dataclasses.replace(asked, prefixes=()), now, asked.prefixes)
         self.calls.append(call)
         self._by_body.setdefault(asked.body, []).append(call)
         if asked.idempotency_key is not None:
@@ -425,7 +426,7 @@ class Session:
         clients ask `again`."""
         call.failed, call.reserved, call.completion = True, None, None
         call.asked = dataclasses.replace(call.asked, messages=(), tools=(), stop=())
-        call.added, call.prefixes, call.context = (), [], call.context[:0].copy()
+        call.added, call.prefixes, call.context = (), (), call.context[:0].copy()
         same = self._by_body[call.asked.body]
         same.remove(call)
         if not same:

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import Message
+from headrace_services.agents import conversation
 from headrace_services.agents.session import (
     CallRequest,
     Clocks,
@@ -41,7 +42,8 @@ class Program:
         own = {name: options.pop(name) for name in ("retry", "idempotency_key", "train") if name in options}
         body = json.dumps([messages, list(tools), options]).encode()
         known = {name: value for name, value in options.items() if name in ("max_tokens", "stop")}
-        return CallRequest(tuple(messages), hashlib.sha256(body).digest(), tools=tuple(tools), **known, **own)
+        prefixes = conversation.prefixes(messages, tools)
+        return CallRequest(tuple(messages), hashlib.sha256(body).digest(), prefixes, tools=tuple(tools), **known, **own)
 
     def begin(self, messages: Sequence[Message], **options: Any) -> SessionCall:
         return self.session.ask(self.asked(messages, **options), 0.0)[0]

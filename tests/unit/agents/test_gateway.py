@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -26,8 +28,8 @@ from headrace.errors import LeaseLost
 from headrace.replay import Replica
 from headrace.replica_client import ReplicaFenced, SampleRequest
 from headrace.tls import client_context
+from headrace_services.agents import conversation, dialect, metrics
 from headrace_services.agents import gateway as gateway_module
-from headrace_services.agents import metrics
 from tests.support.gateways import Open, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import LIMITS, TOOLS, user
@@ -350,6 +352,108 @@ async def test_a_body_that_is_too_large_is_not_read() -> None:
         assert "agents.max_request_bytes" in refused.json()["error"]["message"]
         with contextlib.suppress(httpx.HTTPError):  # who goes on sending may not get to read why
             assert (await client.post("/chat/completions", content=endless())).status_code == 413
+
+
+def large(text: str) -> dict[str, Any]:
+    return {"messages": [user(text * dialect.LARGE_BODY)]}
+
+
+async def test_large_bodies_are_decoded_one_at_a_time_and_others_are_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoding, and the digests of the conversation, are no work of the event loop."""
+    go, began, decoding, most = threading.Event(), threading.Event(), [0], [0]
+    digested_by: list[threading.Thread] = []
+    parse, prefixes = dialect.parse, conversation.prefixes
+
+    def slow(body: bytes, *args: Any) -> Any:
+        if len(body) <= dialect.LARGE_BODY:
+            return parse(body, *args)
+        decoding[0] += 1
+        most[0] = max(most[0], decoding[0])
+        began.set()
+        try:
+            assert go.wait(60)
+            return parse(body, *args)
+        finally:
+            decoding[0] -= 1
+
+    def digests(messages: Any, tools: Any) -> Any:
+        if len(messages[0]["content"]) >= dialect.LARGE_BODY:
+            digested_by.append(threading.current_thread())
+        return prefixes(messages, tools)
+
+    monkeypatch.setattr(dialect, "parse", slow)
+    monkeypatch.setattr(conversation, "prefixes", digests)
+    async with (
+        open_episode(max_request_bytes=10**6) as opened,
+        opened.beside() as other,
+        opened.http() as client,
+        other.http() as beside,
+    ):
+        for toy in opened.replicas.values():
+            toy.render = _renders_anything  # type: ignore[method-assign]
+        asking = [asyncio.create_task(client.post("/chat/completions", json=large(each))) for each in "abcdefgh"]
+        asking.append(asyncio.create_task(beside.post("/chat/completions", json=large("i"))))
+        await until(began.is_set)
+        answers = [await each.post("/chat/completions", json={"messages": HI}) for each in (beside, client)]
+        go.set()
+        answers += await asyncio.gather(*asking)
+    assert [answer.status_code for answer in answers] == [200] * 11
+    assert most == [1]
+    assert len(digested_by) == 9
+    assert threading.main_thread() not in digested_by
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_few_large_bodies_of_an_episode_are_in_memory_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, forwarded: bool
+) -> None:
+    """Those that come after them wait, and are read later; small ones, and those of another episode, are read at once."""
+    go, reading, most = asyncio.Event(), [0], [0]
+    original = gateway_module._read
+
+    async def read(request: Any, limit: int) -> bytes:
+        if int(request.headers["content-length"]) <= dialect.LARGE_BODY:
+            return await original(request, limit)
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        await go.wait()
+        reading[0] -= 1
+        return await original(request, limit)
+
+    many = 10
+    async with open_episode(max_request_bytes=10**6) as opened, open_episode(max_request_bytes=10**6) as front:
+        monkeypatch.setattr(gateway_module, "_read", read)
+        front.gateway.peers = {opened.gateway.name: opened.address}
+        address = front.address if forwarded else opened.address
+        opened.replicas["replica-1"].render = _renders_anything  # type: ignore[method-assign]
+        async with opened.beside() as other, httpx.AsyncClient(base_url=address, timeout=60) as client:
+
+            def post(to: Open, asked: Any) -> Any:
+                return client.post(f"/s/{to.key}/v1/chat/completions", json=asked)
+
+            asking = [asyncio.create_task(post(opened, large("a"))) for _ in range(many)]
+            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE)
+            assert [(await post(to, {"messages": HI})).status_code for to in (opened, other)] == [200, 200]
+            asking.append(asyncio.create_task(post(other, large("b"))))
+            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE + 1)
+            go.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * (many + 1)
+    assert most == [gateway_module._LARGE_AT_ONCE + 1]
+
+
+async def test_while_a_call_is_sampled_only_the_call_has_its_messages() -> None:
+    async with open_episode(max_request_bytes=10**6) as opened, opened.http() as client:
+        opened.replicas["replica-1"].render = _renders_anything  # type: ignore[method-assign]
+        go = gate(opened)
+        asking = asyncio.create_task(client.post("/chat/completions", json={"messages": [user("0123456789")]}))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        gc.collect()
+        requests = [each for each in gc.get_objects() if isinstance(each, dialect.ChatRequest)]
+        assert [each.asked.messages for each in requests] == [()]
+        go.set()
+        assert (await asking).status_code == 200
 
 
 async def test_requests_under_way_are_bounded() -> None:

@@ -363,7 +363,7 @@ def test_a_call_that_failed_holds_nothing_of_its_request(program: Program) -> No
         gc.collect()
         assert held() is None
         assert call.context.size == 0
-        assert call.prefixes == []
+        assert call.prefixes == ()
         assert call.asked.tools == ()
 
 
@@ -487,7 +487,7 @@ def test_a_record_has_no_more_bytes_than_its_call_says(
     added: list[Message], answer: Message, context: int, cuts: set[int], version: int, name: str
 ) -> None:
     edges = [0, *sorted(cuts)]
-    call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, [], added=tuple(added))
+    call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, (), added=tuple(added))
     call.context, call.told_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
     call.answer, call.timings = answer, {"render_s": 0.1, "sample_s": 0.1, "keep_s": 0.1}
     call.completion = Sampled(
