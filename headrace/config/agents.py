@@ -70,7 +70,7 @@ class AgentsConfig(Section):
         4 * 1024**2,
         ge=1024,
         description="of the body of a request, which holds the whole conversation. A token of text takes 4 to 8 bytes of JSON, so the "
-        "default suits a policy.max_total_sequence_length of up to 500,000 tokens. A body has at most 100,000 JSON values, whatever its size",
+        "default suits a policy.max_total_sequence_length of up to 500,000. Whatever its size, a body has at most 100,000 JSON values",
     )
     max_parallel_calls: int = Field(
         64, ge=1, description="requests of one episode under way at a time; more are told to wait"

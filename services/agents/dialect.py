@@ -23,6 +23,8 @@ from headrace_services.agents.session import CallRequest, Refused, SessionCall
 
 TRAIN_HEADER = "x-headrace-train"
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
+# Set by the gateway: an earlier try of this request was turned away before it became a call.
+TURNED_AWAY_HEADER = "x-headrace-turned-away"
 _IDEMPOTENCY_HEADER = "idempotency-key"
 _LONGEST_STOP, _MOST_STOPS, _LONGEST_KEY = 256, 16, 256
 _TOO_DEEP = f"the request is nested more than {JSON_DEPTH} deep"
@@ -145,7 +147,8 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
             max_tokens=_max_tokens(fields),
             stop=_stop(fields.get("stop")),
             train=train,
-            retry=any(_is_retry(headers.get(name, "0")) for name in _RETRY_HEADERS),
+            retry=retry_count(headers),
+            turned_away=headers.get(TURNED_AWAY_HEADER) == "1",
             idempotency_key=_idempotency_key(headers),
         ),
         model=_typed(fields, "model", str) or model,
@@ -303,8 +306,10 @@ def _idempotency_key(headers: Mapping[str, str]) -> str | None:
     return key
 
 
-def _is_retry(count: str) -> bool:
-    return count.strip().isdecimal() and int(count.strip()[:9]) > 0
+def retry_count(headers: Mapping[str, str]) -> int | None:
+    """How often the client has sent this request before; None if it does not count its tries."""
+    counts = (headers.get(name, "").strip() for name in _RETRY_HEADERS)
+    return max((int(count[:9]) for count in counts if count.isdecimal()), default=None)
 
 
 def _shown(value: Any) -> str:

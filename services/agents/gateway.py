@@ -52,6 +52,8 @@ _VOUCH_S = 10.0
 _TURNS = 5
 # Large bodies of one key that are in memory at a time.
 _LARGE_AT_ONCE = 4
+# For how long, and for how many requests of one key, a gateway remembers that they became no call.
+_RETRY_WITHIN_S, _MOST_TURNED_AWAY = 120.0, 1000
 # Over which requests a second are counted.
 _RATE_S = 10.0
 # Marks a request that another gateway sent on.
@@ -73,7 +75,29 @@ class KeyAdmission:
     def __init__(self) -> None:
         self.under_way = 0
         self.times: deque[float] = deque()
+        # requests that became no call: when, and how often they had been tried before
+        self._turned_away: deque[tuple[float, int]] = deque(maxlen=_MOST_TURNED_AWAY)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether nothing of its key is under way or expected."""
+        times = [at + _RATE_S for at in self.times] + [at + _RETRY_WITHIN_S for at, _ in self._turned_away]
+        return not self.under_way and all(now >= until for until in times)
+
+    def note_turned_away(self, tries: int | None, now: float) -> None:
+        """A request that had been tried so often before became no call. Its client may try again."""
+        if tries is not None:
+            self._turned_away.append((now, tries))
+
+    def was_turned_away(self, tries: int | None, now: float) -> bool:
+        """Whether an earlier try of this request became no call, as far as that is known without its body. Each such try counts once."""
+        while self._turned_away and now - self._turned_away[0][0] >= _RETRY_WITHIN_S:
+            self._turned_away.popleft()
+        for place, (_, before) in enumerate(self._turned_away):
+            if before + 1 == tries:
+                del self._turned_away[place]
+                return True
+        return False
 
     @contextlib.asynccontextmanager
     async def body_of(self, request: Request, most: int) -> AsyncIterator[bytes]:
@@ -150,7 +174,7 @@ class Gateway:
         now = self._clock()
         foreign = [(each, admission) for each, admission in self._admissions.items() if each not in self._episodes]
         for each, admission in foreign:
-            if not admission.under_way and all(now - at >= _RATE_S for at in admission.times):
+            if admission.is_idle(now):
                 del self._admissions[each]
         self._admissions.setdefault(key, KeyAdmission())
 
@@ -162,9 +186,24 @@ class Gateway:
             return await asyncio.to_thread(dialect.parse, body, headers, self.model)
 
     @contextlib.contextmanager
-    def admitted(self, key: str) -> Iterator[KeyAdmission]:
-        """One request of the key, which has a admission, is let in. Raises `RequestRejected`."""
-        admission = self._admissions[key]
+    def admitted(self, key: str, headers: Mapping[str, str]) -> Iterator[tuple[KeyAdmission, bool]]:
+        """Let in one request of a key that `is_admitted`. Yields what admits it, and whether an earlier try of it became no call. Raises
+        `RequestRejected`."""
+        admission, tries = self._admissions[key], dialect.retry_count(headers)
+        turned_away = headers.get(dialect.TURNED_AWAY_HEADER) == "1" or admission.was_turned_away(tries, self._clock())
+        try:
+            self._let_in(admission)
+            try:
+                yield admission, turned_away
+            finally:
+                admission.under_way -= 1
+        except (BadRequest, Refused):  # another try would be answered the same
+            raise
+        except Exception:
+            admission.note_turned_away(tries, self._clock())
+            raise
+
+    def _let_in(self, admission: KeyAdmission) -> None:
         if admission.under_way >= self._max_parallel_calls:
             raise RequestRejected(
                 dialect.too_many(
@@ -182,10 +221,6 @@ class Gateway:
             )
         admission.times.append(now)
         admission.under_way += 1
-        try:
-            yield admission
-        finally:
-            admission.under_way -= 1
 
 
 class RequestRejected(Exception):
@@ -295,10 +330,11 @@ class _ChatAnswer(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             episode = self._gateway.episode(self._key)
-            with self._gateway.admitted(self._key) as admission:
-                asked = Request(scope, receive)
+            asked = Request(scope, receive)
+            with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
+                headers = {**asked.headers, dialect.TURNED_AWAY_HEADER: f"{turned_away:d}"}
                 async with admission.body_of(asked, self._gateway.max_request_bytes) as body:
-                    request = await self._gateway.decode(body, dict(asked.headers))
+                    request = await self._gateway.decode(body, headers)
                     del body
                 call = episode.ask(request)
                 request = request.without_messages()
@@ -327,24 +363,21 @@ class _Forwarded(Response):
             if not self._gateway.is_admitted(self._key):
                 await _vouch(self._client, self._peer, self._key)
                 self._gateway.admit_foreign(self._key)
-            with self._gateway.admitted(self._key) as admission:
-                asked = Request(scope, receive)
+            asked = Request(scope, receive)
+            with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
                 async with contextlib.AsyncExitStack() as in_hand:
-                    body = [
-                        await in_hand.enter_async_context(admission.body_of(asked, self._gateway.max_request_bytes))
-                    ]
-                    problem = await self._ask(asked, body, in_hand, send)
-        except RequestRejected as turned:
-            problem = turned.problem
+                    body_of = admission.body_of(asked, self._gateway.max_request_bytes)
+                    body = [await in_hand.enter_async_context(body_of)]
+                    await self._ask(asked, body, in_hand, send, turned_away=turned_away)
+        except RequestRejected as error:
+            await _refuse(error.problem)(scope, receive, send)
         except ClientDisconnect:
             return
-        if problem is not None:
-            await _refuse(problem)(scope, receive, send)
 
     async def _ask(
-        self, asked: Request, body: list[bytes], in_hand: contextlib.AsyncExitStack, send: Any
-    ) -> ApiProblem | None:
-        """Returns why there is no answer, as long as nothing has been sent. The `body` leaves its list, and memory, once it is sent."""
+        self, asked: Request, body: list[bytes], in_hand: contextlib.AsyncExitStack, send: Any, *, turned_away: bool
+    ) -> None:
+        """Forward the request. The `body` leaves its list, and memory, once it is sent. Raises `RequestRejected`."""
 
         async def sent() -> AsyncIterator[bytes]:
             yield body.pop()
@@ -352,22 +385,28 @@ class _Forwarded(Response):
 
         headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
         url = f"{self._peer}/s/{self._key}/v1/chat/completions"
-        headers += [(b"content-length", str(len(body[0])).encode()), (_FORWARDED.encode(), b"1")]
+        added = {
+            "content-length": f"{len(body[0])}",
+            _FORWARDED: "1",
+            dialect.TURNED_AWAY_HEADER: f"{turned_away:d}",
+        }
+        headers += [(name.encode(), value.encode()) for name, value in added.items()]
         request = self._client.build_request("POST", url, content=sent(), headers=headers)
         gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
         try:
             await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
-            return handing.result() if handing.done() else None
+            if handing.done():
+                handing.result()
         finally:
             gone.cancel()
             handing.cancel()
 
-    async def _hand_on(self, request: httpx.Request, send: Any) -> ApiProblem | None:
-        """Returns why there is no answer, as long as nothing has been sent."""
+    async def _hand_on(self, request: httpx.Request, send: Any) -> None:
+        """Hand the other gateway's answer on. Raises `RequestRejected` as long as nothing has been sent."""
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            return _unreachable(error)
+            raise RequestRejected(_unreachable(error)) from None
         if answer.status_code == 401:  # the key has died there
             self._gateway.close(self._key)
         async with contextlib.aclosing(answer):
@@ -376,7 +415,6 @@ class _Forwarded(Response):
             async for part in answer.aiter_raw():
                 await _part(send, part)
             await _end(send)
-        return None
 
 
 async def _answer(

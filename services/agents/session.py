@@ -84,7 +84,8 @@ class Clocks:
 @dataclasses.dataclass(frozen=True)
 class CallRequest:
     """A request, as the state machine sees it. `train` is False if the request opts out; `body` is a digest of its bytes and of that,
-    `retry` whether the client says that it has sent it before."""
+    `retry` is how often the client says it has sent it before (None: it does not count), `turned_away` whether an earlier try was refused
+    before it became a call."""
 
     messages: tuple[Message, ...]
     body: bytes
@@ -93,7 +94,8 @@ class CallRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     train: bool = True
-    retry: bool = False
+    retry: int | None = None
+    turned_away: bool = False
     idempotency_key: str | None = None
 
 
@@ -139,6 +141,7 @@ class SessionCall:
     failed: bool = False
     left_at: float | None = None  # when nobody was left to wait for it
     joined: int = 0
+    retry: int = 0  # the highest count of tries before, of the requests that it answers
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -262,6 +265,7 @@ class Session:
         if earlier is not None:
             earlier.readers += 1
             earlier.joined += 1
+            earlier.retry = max(earlier.retry, asked.retry or 0)
             earlier.left_at = None
             self.joined += 1
             self._note_activity(now)
@@ -272,7 +276,7 @@ class Session:
         if (failed := len(self.calls) - taken) >= _FAILED_PER_CALL * self.limits.calls:
             many = f"{_FAILED_PER_CALL} times as many as it may have (agents.max_rollout_turns)"
             raise self.no_room(now, f"{failed} calls of the episode have failed, {many}")
-        call = SessionCall(dataclasses.replace(asked, prefixes=()), now, asked.prefixes)
+        call = SessionCall(dataclasses.replace(asked, prefixes=()), now, asked.prefixes, retry=asked.retry or 0)
         self.calls.append(call)
         self._by_body.setdefault(asked.body, []).append(call)
         if asked.idempotency_key is not None:
@@ -281,7 +285,11 @@ class Session:
         return call, True
 
     def _earlier(self, asked: CallRequest) -> SessionCall | None:
-        """The call that this request was sent for before, if it was."""
+        """The call of an earlier try of this request; None if it has none.
+
+        Clients mark every second try, those of requests that never became a call too. A program may have several equal requests under way,
+        and each needs a call of its own. So a try joins only a call that no try of its count, or a later one, has come for.
+        """
         if asked.idempotency_key is not None:
             known = self._by_key.get(asked.idempotency_key)
             if known is not None and known.asked.body != asked.body:
@@ -290,15 +298,18 @@ class Session:
                 )
             if known is not None and not known.failed:
                 return known
-        same = self._by_body.get(asked.body, ())
+        same = [call for call in self._by_body.get(asked.body, ()) if _may_share_key(call.asked, asked)]
         for call in same:
             if not call.delivered and call.readers == 0:
                 return call
-        if not asked.retry:
+        if asked.retry == 0 or asked.turned_away:
             return None
-        if self._owed[asked.body]:  # of an error, which no call answers
-            self._owed[asked.body] -= 1
+        if self._owed.get(asked.body):  # an earlier try was answered by an error
+            self._owed -= Counter([asked.body])
             return None
+        if asked.retry is None:
+            return None
+        same = [call for call in same if call.retry < asked.retry]
         waiting = [call for call in same if not call.delivered]
         # one whose client is still thought to be there, before an answer that got lost on its way
         return min(waiting, key=lambda call: call.joined) if waiting else same[-1] if same else None
@@ -497,6 +508,11 @@ class Session:
         dropped = Counter(_why_dropped(call) for call in self.calls if call not in kept)
         records = tuple(call.record(numbers.__getitem__) for call in ordered)
         return SessionSummary(records, self.limit, self._limit is not None, dropped)
+
+
+def _may_share_key(one: CallRequest, other: CallRequest) -> bool:
+    """Whether their idempotency keys allow that they are tries of one request."""
+    return one.idempotency_key is None or other.idempotency_key in (None, one.idempotency_key)
 
 
 def _why_dropped(call: SessionCall) -> str:

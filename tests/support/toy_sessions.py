@@ -39,7 +39,9 @@ class Program:
         self.session, self.policy = session, policy
 
     def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> CallRequest:
-        own = {name: options.pop(name) for name in ("retry", "idempotency_key", "train") if name in options}
+        own = {
+            name: options.pop(name) for name in ("retry", "turned_away", "idempotency_key", "train") if name in options
+        }
         body = json.dumps([messages, list(tools), options]).encode()
         known = {name: value for name, value in options.items() if name in ("max_tokens", "stop")}
         prefixes = conversation.prefixes(messages, tools)

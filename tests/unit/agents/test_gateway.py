@@ -30,6 +30,7 @@ from headrace.replica_client import ReplicaFenced, SampleRequest
 from headrace.tls import client_context
 from headrace_services.agents import conversation, dialect, metrics
 from headrace_services.agents import gateway as gateway_module
+from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import LIMITS, TOOLS, user
@@ -304,9 +305,9 @@ def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
     gateway = gateway_module.Gateway("policy", **bounds, clock=lambda: now[0])  # type: ignore[arg-type]
     used, idle, another = (f"{number}2345678-{'0' * 32}" for number in range(3))
     gateway.admit_foreign(used)
-    with gateway.admitted(used):
+    with gateway.admitted(used, {}):
         gateway.admit_foreign(idle)
-        with gateway.admitted(idle):
+        with gateway.admitted(idle, {}):
             pass
         for now[0] in (5.0, 10.0):
             assert gateway.is_admitted(idle)
@@ -790,6 +791,53 @@ async def test_duplicates_of_which_some_are_lost_leave_exactly_the_answers_that_
     assert {answer.id for answer in answers} == delivered
     assert len(ending.calls) == len(delivered)
     assert opened.episode.session.joined >= 4
+
+
+@pytest.mark.parametrize("fault", FAULTS[:2])
+async def test_equal_requests_that_never_arrived_get_an_answer_each(fault: Fault) -> None:
+    """Their second tries are marked as such, and there is no first one that they could join."""
+    many = 8
+    async with open_episode() as opened, faulty_way(opened.address, [fault] * many) as address:
+        async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=3) as client:
+            answers = await asyncio.gather(*(ask(client) for _ in range(many)))
+        ending = await opened.episode.end()
+    assert len({answer.id for answer in answers}) == len(ending.calls) == many
+    assert opened.episode.session.joined == 0
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_equal_requests_that_were_told_to_wait_get_an_answer_each(forwarded: bool) -> None:
+    """Others that are equal became calls meanwhile."""
+    many, at_once = 8, 3
+    bounds = {"max_parallel_calls": at_once}
+    async with open_episode(**bounds) as opened, open_episode(**bounds) as front:
+        front.gateway.peers = {opened.gateway.name: opened.address}
+        refused = metrics.REFUSED.labels("429", "rate_limit_exceeded")._value
+        before = refused.get()
+        go = gate(opened)
+        address = front.address if forwarded else opened.address
+        async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=9) as client:
+            asking = [asyncio.create_task(ask(client)) for _ in range(many)]
+            await until(lambda: refused.get() >= before + many - at_once)
+            go.set()
+            answers = await asyncio.gather(*asking)
+        ending = await opened.episode.end()
+    assert len({answer.id for answer in answers}) == len(ending.calls) == many
+    assert opened.episode.session.joined == 0
+
+
+def test_a_try_that_became_no_call_is_remembered_for_one_that_follows_it_and_for_a_while() -> None:
+    admission = gateway_module.KeyAdmission()
+    for tries in (0, 0, 1, None):
+        admission.note_turned_away(tries, 0.0)
+    assert not admission.is_idle(119.0)
+    assert [admission.was_turned_away(tries, 119.0) for tries in (0, None, 1, 1, 1, 3)] == [
+        *[False] * 2,
+        *[True] * 2,
+        *[False] * 2,
+    ]
+    assert not admission.was_turned_away(2, 120.0)
+    assert admission.is_idle(120.0)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------------

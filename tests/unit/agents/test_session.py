@@ -305,7 +305,7 @@ def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program
     assert is_new
 
 
-@pytest.mark.parametrize("mark", [{"retry": True}, {"idempotency_key": "once"}])
+@pytest.mark.parametrize("mark", [{"retry": 1}, {"idempotency_key": "once"}])
 def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     program: Program, mark: dict[str, Any]
 ) -> None:
@@ -316,6 +316,7 @@ def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     program.carry_out(first)
     program.session.delivered(first)
     # the answer got lost on its way
+    mark |= {"retry": 2} if "retry" in mark else {}
     assert program.session.ask(program.asked([user("hi")], **mark), 0.0) == (first, False)
 
 
@@ -323,7 +324,7 @@ def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_sa
     failed, other = program.begin([user("hi")]), program.begin([user("hi")])
     program.session.failed(failed, 1.0, again=True)
     program.session.left(failed, 1.0)
-    again, is_new = program.session.ask(program.asked([user("hi")], retry=True), 1.0)
+    again, is_new = program.session.ask(program.asked([user("hi")], retry=1), 1.0)
     assert is_new
     assert again is not other
 
@@ -332,8 +333,47 @@ def test_two_retries_of_two_equal_requests_get_an_answer_each(program: Program) 
     first, second = program.begin([user("hi")]), program.begin([user("hi")])
     for call in (first, second):
         program.session.left(call, 1.0)
-    got = [program.session.ask(program.asked([user("hi")], retry=True), 2.0)[0] for _ in range(2)]
+    got = [program.session.ask(program.asked([user("hi")], retry=1), 2.0)[0] for _ in range(2)]
     assert got == [first, second]
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: Program, delivered: bool) -> None:
+    first = program.begin([user("hi")])
+    if delivered:
+        program.carry_out(first)
+        program.session.delivered(first)
+    got = [program.session.ask(program.asked([user("hi")], retry=count), 0.0) for count in (1, 1, 2, 2, 2)]
+    assert [is_new for _, is_new in got] == [False, True, False, False, True]
+    assert got[0][0] is first
+    assert {each for each, _ in got[2:4]} == {first, got[1][0]}
+
+
+def test_a_retry_of_a_request_that_was_turned_away_joins_no_call_that_has_a_client(program: Program) -> None:
+    first = program.begin([user("hi")])
+    assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 0.0)[1]
+    program.session.left(first, 1.0)
+    assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 2.0) == (first, False)
+
+
+@pytest.mark.parametrize(("unmarked", "is_new"), [({}, False), ({"retry": 0}, True)])
+def test_an_error_is_made_up_for_once_also_by_a_client_that_does_not_count(
+    program: Program, unmarked: dict[str, Any], is_new: bool
+) -> None:
+    failed = program.begin([user("hi")])
+    program.session.failed(failed, 1.0, again=True)
+    program.session.left(failed, 1.0)
+    program.ask([user("hi")], **unmarked)
+    assert program.session.ask(program.asked([user("hi")], retry=1), 2.0)[1] is is_new
+
+
+def test_a_call_with_an_idempotency_key_is_not_joined_under_another(program: Program) -> None:
+    first, _ = program.session.ask(program.asked([user("hi")], idempotency_key="one"), 0.0)
+    program.session.left(first, 0.0)
+    for number, mark in enumerate(({}, {"retry": 1})):
+        other = program.asked([user("hi")], idempotency_key=f"other {number}", **mark)
+        assert program.session.ask(other, 1.0)[1]
+    assert program.session.ask(program.asked([user("hi")], idempotency_key="one"), 1.0) == (first, False)
 
 
 def test_an_idempotency_key_of_another_request_is_refused(program: Program) -> None:
