@@ -151,15 +151,13 @@ class OpenEpisode:
 
     async def _sample(self, call: SessionCall, *, parses_tools: bool) -> None:
         session, fleet = self.session, self._fleet
-        parent = session.parent_of(call)
-        near = None if parent is None or parent.completion is None else parent.completion.replica
+        near = next((each.completion.replica for each in session.candidates(call) if each.completion is not None), None)
         with self._timed(call, "render"):
             rendered = await fleet.render(call.asked.messages, call.asked.tools, answered=False, near=near)
-            if parent is not None and session.needs_rendering(parent, rendered):
-                session.note_rendering(
-                    parent, await fleet.render(parent.history, call.asked.tools, answered=True, near=near)
-                )
-        placed = session.place(call, rendered, parent, fleet.clock())
+            while (earlier := session.unrendered(call, rendered)) is not None:
+                answered = await fleet.render(earlier.history, call.asked.tools, answered=True, near=near)
+                session.note_rendering(earlier, answered)
+        placed = session.place(call, rendered, fleet.clock())
         # from here on `call.asked` has only the messages that the call adds; nothing keeps the others while it is sampled
         asked = call.asked
         del rendered
@@ -179,7 +177,8 @@ class OpenEpisode:
                 message=True,
                 tools=[dict(tool) for tool in asked.tools] if parses_tools and asked.tools else None,
             )
-            sampled = await fleet.sample(wanted, near if call.parent is not None else None)
+            continued = None if call.parent is None else call.parent.completion
+            sampled = await fleet.sample(wanted, None if continued is None else continued.replica)
         session.sampled(call, sampled)
         session.answered(call, sampled.message, fleet.clock())
         # from here on it is not given up: it has its number

@@ -128,7 +128,7 @@ class SessionCall:
     number: int = -1
     parent: SessionCall | None = None
     added: tuple[Message, ...] = ()  # its messages behind the conversation that it continues
-    told_bytes: int = 0  # of its messages
+    message_bytes: int = 0  # of its messages
     context: Tokens = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     reserved: SamplingTask | None = None
     cut_short: bool = False  # it may be sampled for less than it asked for, because the run allows no more
@@ -136,7 +136,7 @@ class SessionCall:
     completion: Sampled | None = None
     answer: Message = dataclasses.field(default_factory=dict)
     conversation: bytes = b""  # the digest of its conversation with its answer
-    told: RenderedAnswer | None = None
+    rendered_answer: RenderedAnswer | None = None
     delivered: bool = False
     failed: bool = False
     left_at: float | None = None  # when nobody was left to wait for it
@@ -175,7 +175,7 @@ class SessionCall:
             sampled = _RESERVED_BYTES * self._new
         else:
             sampled = _SAMPLED_BYTES * self._new + _SPAN_BYTES * len(self.completion.spans)
-        return _CALL_BYTES + self.told_bytes + _CONTEXT_BYTES * self.context.size + sampled
+        return _CALL_BYTES + self.message_bytes + _CONTEXT_BYTES * self.context.size + sampled
 
     @property
     def tokens(self) -> int:
@@ -314,48 +314,67 @@ class Session:
         # one whose client is still thought to be there, before an answer that got lost on its way
         return min(waiting, key=lambda call: call.joined) if waiting else same[-1] if same else None
 
-    def parent_of(self, call: SessionCall) -> SessionCall | None:
-        """The longest earlier call whose conversation this one continues, by its messages."""
-        for prefix in reversed(call.prefixes):
-            known = self._by_conversation.get(prefix)
-            if known:
-                # of equal ones that which the program was given; of those the newest
-                return max(known, key=lambda each: (each.delivered, each.number))
-        return None
+    def candidates(self, call: SessionCall) -> list[SessionCall]:
+        """The calls of the longest earlier conversation that this one repeats: those that the program was given first, then the newest.
 
-    def needs_rendering(self, parent: SessionCall, rendered: Sequence[int]) -> bool:
-        """Whether `place` has to know how the parent's conversation with its answer renders (`note_rendering`), for a request of these
-        tokens."""
-        return parent.told is None and _behind(parent.path, np.asarray(rendered, np.int32)) is None
+        Equal conversations may differ in fields that are not compared, as reasoning. Tokens tell which of them the call continues.
+        """
+        for prefix in reversed(call.prefixes):
+            if known := self._by_conversation.get(prefix):
+                return sorted(known, key=lambda each: (each.delivered, each.number), reverse=True)
+        return []
+
+    def unrendered(self, call: SessionCall, rendered: Sequence[int]) -> SessionCall | None:
+        """A candidate whose answer has to be rendered (`note_rendering`) before `place` can tell what the call continues; None if there is
+        none. `rendered` is the request."""
+        match = self._match(call, np.asarray(rendered, np.int32))
+        return match if isinstance(match, SessionCall) else None
+
+    def _match(self, call: SessionCall, asked: Tokens) -> tuple[SessionCall, Tokens] | SessionCall | None:
+        """The call that this one continues, and the new context behind it; or the candidate that has to be rendered first."""
+        candidates = self.candidates(call)
+        for delivered in (True, False):
+            group = [each for each in candidates if each.delivered is delivered]
+            for each in group:
+                if (context := _behind(each.path, asked)) is not None:
+                    return each, context
+            for each in group:
+                if each.rendered_answer is None:
+                    return each
+                if (context := _behind_answer(each.rendered_answer, asked)) is not None:
+                    return each, context
+        return None
 
     def note_rendering(self, call: SessionCall, rendered: Sequence[int]) -> None:
         """Take down how the call's conversation with its answer renders."""
         assert call.completion is not None
-        told = np.asarray(rendered, np.int32)
-        ends = np.flatnonzero(np.isin(told, self._end_tokens))
+        tokens = np.asarray(rendered, np.int32)
+        ends = np.flatnonzero(np.isin(tokens, self._end_tokens))
         if ends.size <= call.ends_rendered:  # a template that ends no answer
-            rest = told.size
+            rest = tokens.size
         else:
             end = int(ends[-1])
             written = call.completion.token_ids
-            rest = end + 1 if written and written[-1] == told[end] else end  # the missing end of turn becomes context
-        call.told = RenderedAnswer(told.size, _digest(told), rest)
+            rest = end + 1 if written and written[-1] == tokens[end] else end  # the missing end of turn becomes context
+        call.rendered_answer = RenderedAnswer(tokens.size, _digest(tokens), rest)
 
-    def place(self, call: SessionCall, rendered: Sequence[int], parent: SessionCall | None, now: float) -> SamplingTask:
-        """Decide what the call's context is, and reserve room for it. `rendered` is the request; `parent` is of `parent_of`, and was told
-        what it needs (`needs_rendering`). Raises `Refused`."""
+    def place(self, call: SessionCall, rendered: Sequence[int], now: float) -> SamplingTask:
+        """Decide what the call continues and what its context is, and reserve room for it. `rendered` is the request; no candidate is
+        `unrendered`, except one that got its answer since. Raises `Refused`."""
         if self.ended:
             raise Refused("ended", "the episode of this key has ended")
         asked = np.asarray(rendered, np.int32)
-        context = None if parent is None else _continuation(parent, asked)
-        if parent is None or context is None:
-            parent, context, prompt = None, asked, asked
-            call.added = call.asked.messages
-        else:
+        match = self._match(call, asked)
+        parent: SessionCall | None = None
+        if isinstance(match, tuple):
+            parent, context = match
             prompt = np.concatenate([parent.path, context])
             call.added = call.asked.messages[call.prefixes.index(parent.conversation) :]
+        else:
+            context = prompt = asked
+            call.added = call.asked.messages
         call.parent, call.context = parent, context
-        call.told_bytes = _size(call.added)
+        call.message_bytes = _size(call.added)
         # what the calls before it hold already would else be held once for every call
         call.asked, call.prefixes = dataclasses.replace(call.asked, messages=call.added), call.prefixes[-1:]
         call.ends_rendered = int(np.isin(asked, self._end_tokens).sum())
@@ -419,7 +438,7 @@ class Session:
         than what was reserved for it, and there is no room."""
         assert call.completion is not None
         answer = _named(answer, self._numbered)
-        call.told_bytes += _size([answer])
+        call.message_bytes += _size([answer])
         nbytes = sum(each.nbytes for each in self.calls if each is call or each.number >= 0)
         if nbytes > self.limits.nbytes:
             raise self.no_room(now, self._too_many_bytes(nbytes))
@@ -528,16 +547,11 @@ def _behind(path: Tokens, asked: Tokens) -> Tokens | None:
     return asked[path.size :].copy()  # a view would keep the whole request
 
 
-def _continuation(parent: SessionCall, asked: Tokens) -> Tokens | None:
-    """What of the rendered request follows the parent's answer; None if the request does not go on from it as it was given."""
-    context = _behind(parent.path, asked)
-    if context is not None:
-        return context
-    told = parent.told
-    assert told is not None
-    if asked.size <= told.length or _digest(asked[: told.length]) != told.digest:
+def _behind_answer(answer: RenderedAnswer, asked: Tokens) -> Tokens | None:
+    """What of the rendered request is behind the rendered answer; None if it does not begin with it, or has no more."""
+    if asked.size <= answer.length or _digest(asked[: answer.length]) != answer.digest:
         return None
-    return asked[told.rest :].copy()
+    return asked[answer.rest :].copy()
 
 
 def _named(answer: Message, number: int) -> Message:

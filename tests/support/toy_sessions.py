@@ -51,12 +51,12 @@ class Program:
         return self.session.ask(self.asked(messages, **options), 0.0)[0]
 
     def place(self, call: SessionCall) -> SamplingTask:
-        parent = self.session.parent_of(call)
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
-        if parent is not None and self.session.needs_rendering(parent, rendered):
-            self.session.note_rendering(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
+        while (earlier := self.session.unrendered(call, rendered)) is not None:
+            answered = self.policy.render(earlier.history, earlier.asked.tools, answered=True)
+            self.session.note_rendering(earlier, answered)
         try:
-            return self.session.place(call, rendered, parent, 0.0)
+            return self.session.place(call, rendered, 0.0)
         except Refused:
             self.session.failed(call, 0.0, again=False)
             raise

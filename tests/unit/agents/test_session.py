@@ -9,6 +9,7 @@ import json
 import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.replica_client import Sampled, SampleRequest
 from headrace.trajectory import EpisodeTrajectory, Message, Span, episode_record
 from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, _size
-from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, USER, ToyPolicy, encode
+from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, THINK, THOUGHT, USER, ToyPolicy, decode, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, user
 
 
@@ -167,7 +168,7 @@ def test_a_history_is_rendered_only_where_a_request_does_not_begin_with_what_was
             break
     second = program.ask([*messages, first.answer, user("and?")])
     assert second.parent is first
-    assert (first.told is None) is is_text
+    assert (first.rendered_answer is None) is is_text
 
 
 def test_a_cut_off_answer_gets_its_end_of_turn_as_context(program: Program) -> None:
@@ -230,6 +231,30 @@ def test_equal_answers_are_told_apart_by_whether_the_program_had_them(program: P
     lost.answer, lost.conversation = had.answer, had.conversation
     program.session._by_conversation = {had.conversation: [had, lost]}
     assert program.ask([user("hi"), had.answer, user("and?")]).parent is had
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("delivered", [True, False])
+def test_of_answers_that_differ_in_their_reasoning_the_one_whose_tokens_a_request_repeats_is_continued(
+    which: int, delivered: bool
+) -> None:
+    """Equal texts with other reasoning, as parallel samples have them; their program goes on from any of them."""
+    program = Program(session(), ToyPolicy())
+    texts = [[THINK, *encode(reasoning), THOUGHT, *encode("abc"), END] for reasoning in ("x", "y", "zz", "z")]
+    # no tokenizer writes this one's tokens: only its text tells it
+    texts[3][-2] = ord("c") + 2**16
+    calls = [program.begin([user("hi")]) for _ in texts]
+    for call, text in zip(calls, texts, strict=True):
+        reserved = program.place(call)
+        sampled = program.policy.sample(SampleRequest(tuple(reserved.token_ids.tolist()), 64, "now", 0))
+        program.session.sampled(call, msgspec.structs.replace(sampled, token_ids=text, logprobs=[-0.5] * len(text)))
+        reasoning = decode(text[1 : text.index(THOUGHT)])
+        program.session.answered(call, {"role": "assistant", "reasoning": reasoning, "content": "abc"}, 0.0)
+        if delivered:
+            program.session.delivered(call)
+    assert len({call.conversation for call in calls}) == 1
+    again = program.ask([user("hi"), calls[which].answer, user("and?")])
+    assert again.parent is calls[which]
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------------
@@ -528,7 +553,7 @@ def test_a_record_has_no_more_bytes_than_its_call_says(
 ) -> None:
     edges = [0, *sorted(cuts)]
     call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, (), added=tuple(added))
-    call.context, call.told_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
+    call.context, call.message_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
     call.answer, call.timings = answer, {"render_s": 0.1, "sample_s": 0.1, "keep_s": 0.1}
     call.completion = Sampled(
         token_ids=[2**31 - 1] * edges[-1],
