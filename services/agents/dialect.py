@@ -488,8 +488,10 @@ def too_slow(seconds: float) -> ApiProblem:
     return ApiProblem(408, "timeout_error", f"the body was not there after {seconds:g} s", headers=_HANGS_UP)
 
 
-def failed(message: str, *, late: bool) -> ApiProblem:
-    """A call without an answer, which may be asked for again."""
+def failed(message: str, *, late: bool, again: bool = True) -> ApiProblem:
+    """A call without an answer. Clients ask for it `again`, unless OpenAI's are told not to."""
+    if not again:
+        return ApiProblem(500, "server_error", message, headers={"x-should-retry": "false"})
     return ApiProblem(504, "timeout_error", message) if late else ApiProblem(503, "server_error", message)
 
 

@@ -19,21 +19,13 @@ from headrace.replica_client import RenderRefused, SampleRequest
 from headrace.trajectory import Call
 from headrace_services.agents import metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest
-from headrace_services.agents.fleet import Fleet
+from headrace_services.agents.fleet import CallFailed, Fleet
 from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 
 # Keeps a call under its number and a nonce of its own; returns once the buffer has it.
 Keep = Callable[[int, str, Call], Awaitable[None]]
-
-
-class CallFailed(HeadraceError):
-    """A call without an answer, through no fault of the request. `late`: a clock of the run ended it."""
-
-    def __init__(self, message: str, *, late: bool = False) -> None:
-        super().__init__(message)
-        self.late = late
 
 
 class OpenEpisode:
@@ -61,10 +53,13 @@ class OpenEpisode:
         self._keep = keep
         self._keeping = asyncio.Lock()  # in the order of their numbers
         self._tasks: dict[SessionCall, asyncio.Task[None]] = {}
+        self._hopeless: dict[bytes, str] = {}  # by the bodies of requests: why another try would fail, too
         self._given_up: dict[SessionCall, str] = {}  # by a clock, and by which
 
     def ask(self, request: ChatRequest) -> SessionCall:
-        """The call that answers the request, under way. Raises `Refused`."""
+        """The call that answers the request, under way. Raises `Refused`, and `CallFailed` for a request whose call failed for good."""
+        if (why := self._hopeless.get(request.asked.body)) is not None:
+            raise CallFailed(why, again=False)
         call, is_new = self.session.ask(request.asked, self._fleet.clock())
         if is_new:
             for option, value in request.imposed.items():
@@ -127,6 +122,11 @@ class OpenEpisode:
             if call not in self._given_up:
                 raise
             raise CallFailed(self._given_up[call], late=True) from None
+        except CallFailed as error:
+            asks_again = error.again
+            if not error.again:
+                self._hopeless[call.asked.body] = str(error)
+            raise
         except HeadraceError as error:
             self._end_for(error)
             raise CallFailed("the episode has ended: what was sampled could not be kept") from error

@@ -24,8 +24,18 @@ from headrace_services.agents.decisions import Candidate, choose
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Replicas that one call may lose: a call that loses as many is not sampled on another.
+_MOST_LOST = 3
 # A replica that refused a call is asked again after this long, unless something is heard of it first.
 _PAUSE_S = 1.0
+
+
+class CallFailed(HeadraceError):
+    """A call without an answer, through no fault of the request. `late`: a clock of the run ended it. `again`: another try may succeed."""
+
+    def __init__(self, message: str, *, late: bool = False, again: bool = True) -> None:
+        super().__init__(message)
+        self.late, self.again = late, again
 
 
 class ReplicaApi(Protocol):
@@ -42,6 +52,18 @@ class ReplicaApi(Protocol):
     ) -> list[int]: ...
 
     async def aclose(self) -> None: ...
+
+
+def _had_request(error: ReplicaUnavailable) -> bool:
+    """Whether the replica may have had the request: False if no connection to it could be made."""
+    from aiohttp import ClientConnectorError, ConnectionTimeoutError  # `HttpClient` brings it in, and it takes time
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ClientConnectorError, ConnectionTimeoutError)):
+            return False
+        cause = cause.__cause__
+    return True
 
 
 class RunClock:
@@ -88,7 +110,8 @@ class Fleet:
         self._news = asyncio.Event()
 
     async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
-        """Sample from the replica `parent` if it can, else from another. Raises `RenderRefused`."""
+        """Sample from the replica `parent` if it can, else from another. Raises `RenderRefused`, and `CallFailed` if too many replicas are
+        lost while they sample it: the call may be what ends them."""
 
         async def one(client: ReplicaApi) -> Sampled:
             sampled = await client.sample(request)
@@ -144,6 +167,7 @@ class Fleet:
         """What the replica of `pick` answers; one that can't is passed over until there is news, or for a moment. `timeline`: of the
         weights, if it takes any."""
         refused: set[str] = set()
+        lost: set[str] = set()
         while True:
             news = self._news
             replica = pick(refused)
@@ -159,6 +183,13 @@ class Fleet:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
+                if timeline is not None and isinstance(error, ReplicaUnavailable) and _had_request(error):
+                    lost.add(replica)
+                    if len(lost) >= _MOST_LOST:
+                        raise CallFailed(
+                            f"{len(lost)} replicas were lost while they sampled this call, the last with: {error}",
+                            again=False,
+                        ) from error
             finally:
                 self._calls[replica] -= 1
 

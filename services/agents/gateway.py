@@ -37,7 +37,8 @@ from headrace.episode import KEY
 from headrace.service import body_of
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
-from headrace_services.agents.episode import CallFailed, OpenEpisode
+from headrace_services.agents.episode import OpenEpisode
+from headrace_services.agents.fleet import CallFailed
 from headrace_services.agents.session import Refused, SessionCall
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ _PASSED_ON = (
     b"x-stainless-retry-count",
     b"x-headrace-retry-count",
 )
-_HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
+_HANDED_ON = (b"content-type", b"cache-control", b"retry-after", b"x-should-retry")
 
 
 class KeyAdmission:
@@ -197,7 +198,7 @@ class Gateway:
                 yield admission, turned_away
             finally:
                 admission.under_way -= 1
-        except (BadRequest, Refused):  # another try would be answered the same
+        except (BadRequest, Refused, CallFailed):  # another try would be answered the same
             raise
         except Exception:
             admission.note_turned_away(tries, self._clock())
@@ -343,8 +344,10 @@ class _ChatAnswer(Response):
                     problem = await _answer(episode, call, request, gone, send)
                 finally:
                     gone.cancel()
-        except (RequestRejected, BadRequest, Refused) as error:
-            problem = error.problem if isinstance(error, RequestRejected) else dialect.problem_of(error)
+        except RequestRejected as error:
+            problem = error.problem
+        except (BadRequest, Refused, CallFailed) as error:
+            problem = _problem_of(episode, error)
         except ClientDisconnect:  # in the middle of its request
             return
         if problem is not None:
@@ -477,7 +480,7 @@ def _problem_of(episode: OpenEpisode, error: BaseException | None) -> ApiProblem
         case BadRequest() | Refused():
             return dialect.problem_of(error)
         case CallFailed():
-            return dialect.failed(str(error), late=error.late)
+            return dialect.failed(str(error), late=error.late, again=error.again)
     log.error("%s: a call failed", episode.name, exc_info=error)
     return dialect.failed("the runner failed; its log says why", late=False)
 

@@ -26,9 +26,10 @@ from headrace.config import Config
 from headrace.episode import without_keys
 from headrace.errors import LeaseLost
 from headrace.replay import Replica
-from headrace.replica_client import ReplicaFenced, SampleRequest
+from headrace.replica_client import ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 from headrace.tls import client_context
 from headrace_services.agents import conversation, dialect, metrics
+from headrace_services.agents import fleet as fleet_module
 from headrace_services.agents import gateway as gateway_module
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode, replica, unavailable
@@ -848,6 +849,62 @@ async def test_a_call_whose_replica_is_lost_is_sampled_elsewhere() -> None:
         opened.replicas["replica-1"].before = unavailable(1)
         await ask(client)
     assert opened.kept[0].replica == "replica-2"
+
+
+async def test_a_call_that_loses_one_replica_after_the_other_fails() -> None:
+    """It may be what ends them. Its client is told not to ask again, and the episode goes on."""
+    async with open_episode(replicas=5) as opened, opened.client(max_retries=2) as client:
+        for toy in opened.replicas.values():
+            toy.before = unavailable(1)
+        with pytest.raises(openai.InternalServerError, match="3 replicas were lost while they sampled this call"):
+            await ask(client)
+        assert not opened.episode.over.done()
+        with pytest.raises(
+            openai.InternalServerError, match="3 replicas were lost"
+        ):  # a client that asks again loses no other
+            await ask(client)
+        await ask(client, [user("another")])
+        ending = await opened.episode.end()
+    assert len(ending.calls) == 1
+    assert ending.dropped == {"failed": 1}
+    assert sum(len(toy.policy.asked) for toy in opened.replicas.values()) == 1
+
+
+@pytest.mark.parametrize("how", ["fenced", "not reached", "the same"])
+async def test_what_no_call_can_have_caused_does_not_count_as_a_lost_replica(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_PAUSE_S", 0.01)
+    failures = itertools.count()
+
+    async def before(request: SampleRequest) -> None:
+        if next(failures) >= 6:
+            return
+        if how == "fenced":
+            raise ReplicaFenced("leaving", "it is being stopped")
+        if how == "not reached":
+            await ReplicaClient("http://127.0.0.1:1").sample(request)
+        raise ReplicaUnavailable("its engine is gone")
+
+    async with open_episode(replicas=1 if how == "the same" else 3) as opened, opened.client() as client:
+        for toy in opened.replicas.values():
+            toy.before = before
+        await ask(client)
+
+
+async def test_a_conversation_that_no_replica_renders_waits_for_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_PAUSE_S", 0.01)
+    failures = itertools.count()
+    async with open_episode(replicas=3) as opened, opened.client() as client:
+        for toy in opened.replicas.values():
+
+            async def render(*args: Any, render: Any = toy.render, **options: Any) -> Any:
+                if next(failures) < 6:
+                    raise ReplicaUnavailable("it has left the fleet")
+                return await render(*args, **options)
+
+            toy.render = render  # type: ignore[method-assign]
+        await ask(client)
 
 
 @pytest.mark.parametrize("silent_at", ["render", "sample"])
