@@ -95,6 +95,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "give them as `tools`"),
     "function_call": ((), "give functions as `tools`; the policy chooses"),
     "prediction": ((), _OTHER_DISTRIBUTION),
+    "include_reasoning": ((True,), "the reasoning is part of what the policy wrote; leave it out of what you show"),
+    "priority": ((0,), "every call of a run has the same"),
+    "kv_transfer_params": (({},), "the run decides where a call is computed"),
 }
 
 
@@ -224,7 +227,8 @@ def _first_large(fields: dict[str, Any]) -> tuple[str, int]:
 
 def _typed(fields: Mapping[str, Any], name: str, *kinds: type) -> Any:
     value = fields.get(name)
-    if value is not None and not isinstance(value, kinds):
+    is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if value is not None and not is_kind:
         raise BadRequest(f"{name} {_shown(value)} is not of type {' or '.join(kind.__name__ for kind in kinds)}", name)
     return value
 

@@ -24,6 +24,8 @@ from headrace_services.agents.session import Clocks, Refused, Session, SessionCa
 
 log = logging.getLogger(__name__)
 
+# Values that are kept of an option that the run's value replaced.
+_MOST_IMPOSED = 16
 # Keeps a call under its number and a nonce of its own; returns once the buffer has it.
 Keep = Callable[[int, str, Call], Awaitable[None]]
 
@@ -64,7 +66,7 @@ class OpenEpisode:
         if is_new:
             for option, value in request.imposed.items():
                 values = self.imposed.setdefault(option, [])
-                if value not in values:
+                if value not in values and len(values) < _MOST_IMPOSED:
                     values.append(value)
                 metrics.IMPOSED.labels(option).inc()
             task = asyncio.create_task(self._carry_out(call, parses_tools=request.parses_tools))

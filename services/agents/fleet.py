@@ -89,7 +89,8 @@ class Fleet:
         self._connect = connect
         self.clock = clock
         self._replicas: dict[str, Replica] = {}
-        self._clients: dict[str, ReplicaApi] = {}
+        self._clients: dict[str, tuple[str, ReplicaApi]] = {}  # by the replica's id, with the URL of each
+        self._closing: set[asyncio.Task[None]] = set()
         self._calls: Counter[str] = Counter()
         # for each answer that is waited for: its replica, and the timeline of its weights if it takes any
         self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
@@ -103,11 +104,22 @@ class Fleet:
         """What the buffer says of the replicas now; of none, because it can't be asked, nothing is known to be HEALTHY."""
         self._replicas = {replica.id: replica for replica in replicas if isinstance(replica.info.get("url"), str)}
         self.clock.run(self.healthy > 0)
+        if self._replicas:  # none: the buffer may just be away
+            self._forget_others()
         for lost, (replica, timeline) in self._awaited.items():
             if not lost.done() and (why := self._lost(replica, timeline)) is not None:
                 lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
+
+    def _forget_others(self) -> None:
+        """Close the clients of replicas that have left, once none of their calls is under way."""
+        self._calls = Counter({id_: calls for id_, calls in self._calls.items() if calls or id_ in self._replicas})
+        used = set(self._calls) | set(self._replicas)
+        for id_ in [id_ for id_ in self._clients if id_ not in used]:
+            closing = asyncio.create_task(self._clients.pop(id_)[1].aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
         """Sample from the replica `parent` if it can, else from another. Raises `RenderRefused`, and `CallFailed` if too many replicas are
@@ -140,8 +152,7 @@ class Fleet:
         )
 
     async def aclose(self) -> None:
-        for client in self._clients.values():
-            await client.aclose()
+        await asyncio.gather(*self._closing, *(client.aclose() for _, client in self._clients.values()))
 
     def _candidates(self) -> list[Candidate]:
         return [
@@ -221,6 +232,7 @@ class Fleet:
 
     def _client(self, replica: str) -> ReplicaApi:
         url = str(self._replicas[replica].info["url"])
-        if url not in self._clients:
-            self._clients[url] = self._connect(url)
-        return self._clients[url]
+        known = self._clients.get(replica)
+        if known is None or known[0] != url:
+            known = self._clients[replica] = url, self._connect(url)
+        return known[1]

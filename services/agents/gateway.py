@@ -49,6 +49,8 @@ _KEEP_ALIVE_S = 5.0
 _BODY_S = 60.0
 # For another gateway to say that there is a key.
 _VOUCH_S = 10.0
+# Keys of other gateways that are looked up at a time, and that may wait for it besides.
+_LOOKUPS_AT_ONCE, _MOST_LOOKUPS = 8, 256
 # Of the event loop, until a connection that was closed is seen to be.
 _TURNS = 5
 # Large bodies of one key that are in memory at a time.
@@ -235,6 +237,7 @@ class RequestRejected(Exception):
 def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
     """`forward` asks the other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    lookups = KeyLookups(forward)
 
     @app.exception_handler(RequestRejected)
     async def turned(_: Request, error: RequestRejected) -> Response:
@@ -254,12 +257,12 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
         key = _key_of(request)
         if (peer := _peer_of(gateway, request)) is None:
             return _ChatAnswer(gateway, key)
-        return _Forwarded(gateway, key, peer, forward)
+        return _Forwarded(gateway, key, peer, forward, lookups)
 
     async def models(request: Request) -> Response:
         key = _key_of(request)
         if (peer := _peer_of(gateway, request)) is not None:
-            await _vouch(forward, peer, key)
+            await lookups.check(peer, key)
         else:
             gateway.episode(key)
         policy = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
@@ -288,16 +291,39 @@ def _key_of(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _vouch(client: httpx.AsyncClient, peer: str, key: str) -> None:
-    """Return if the gateway at `peer` says that there is such a key of its own. Raises `RequestRejected`."""
-    try:
-        answer = await client.get(f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S)
-    except httpx.HTTPError as error:
-        raise RequestRejected(_unreachable(error)) from None
-    if answer.status_code == 401:
-        raise RequestRejected(dialect.no_such_key())
-    if answer.status_code != 200:
-        raise RequestRejected(dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False))
+class KeyLookups:
+    """Asks other gateways whether they have a key, each key once at a time. Keys that anybody makes up cost no more than a few requests at
+    a time."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._at_once = asyncio.Semaphore(_LOOKUPS_AT_ONCE)
+        self._under_way: dict[str, asyncio.Task[ApiProblem | None]] = {}
+
+    async def check(self, peer: str, key: str) -> None:
+        """Return if the gateway at `peer` has the key. Raises `RequestRejected`."""
+        lookup = self._under_way.get(key)
+        if lookup is None:
+            if len(self._under_way) >= _MOST_LOOKUPS:
+                raise RequestRejected(dialect.too_many(f"{_MOST_LOOKUPS} keys of other runners are being looked up"))
+            lookup = self._under_way[key] = asyncio.create_task(self._ask(peer, key))
+            lookup.add_done_callback(lambda _: self._under_way.pop(key))
+        if (problem := await asyncio.shield(lookup)) is not None:
+            raise RequestRejected(problem)
+
+    async def _ask(self, peer: str, key: str) -> ApiProblem | None:
+        try:
+            async with self._at_once:
+                answer = await self._client.get(
+                    f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S
+                )
+        except httpx.HTTPError as error:
+            return _unreachable(error)
+        if answer.status_code == 401:
+            return dialect.no_such_key()
+        if answer.status_code != 200:
+            return dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False)
+        return None
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiProblem:
@@ -357,14 +383,14 @@ class _ChatAnswer(Response):
 class _Forwarded(Response):
     """Asks another gateway, and hands its answer on as it comes. A client that goes is gone there too."""
 
-    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient, lookups: KeyLookups) -> None:
         super().__init__()
-        self._gateway, self._key, self._peer, self._client = gateway, key, peer, client
+        self._gateway, self._key, self._peer, self._client, self._lookups = gateway, key, peer, client, lookups
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             if not self._gateway.is_admitted(self._key):
-                await _vouch(self._client, self._peer, self._key)
+                await self._lookups.check(self._peer, self._key)
                 self._gateway.admit_foreign(self._key)
             asked = Request(scope, receive)
             with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):

@@ -116,8 +116,11 @@ class EpisodeRunner:
         await self._replay.register_runner(self.runner, self._info)
         died = False
         looking = asyncio.create_task(self._look())
+        looking.add_done_callback(lambda _: self._changed.set())  # it ends by an error alone
         try:
             while not stop.is_set():
+                if looking.done():
+                    looking.result()
                 await self._turn()
                 await self._wait(stop)
         except ServiceError:  # of what all episodes need

@@ -55,6 +55,7 @@ class ToyReplica:
         self.policy = policy
         self.before: Callable[[SampleRequest], Any] = lambda request: asyncio.sleep(0)
         self.sampling = 0
+        self.is_closed = False
 
     async def sample(self, request: SampleRequest) -> Sampled:
         self.sampling += 1
@@ -77,7 +78,7 @@ class ToyReplica:
         return self.policy.render(messages, tools or (), answered=not add_generation_prompt)
 
     async def aclose(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def replica(name: str, state: Any = "HEALTHY", version: int = 3, timeline: str = TIMELINE) -> Replica:

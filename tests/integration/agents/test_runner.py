@@ -18,6 +18,7 @@ from headrace.errors import ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from headrace_services.agents.episode import OpenEpisode
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
 from tests.support.toy_policy import decode
@@ -510,6 +511,23 @@ async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(st
             await stage.until(ready=1)
     assert not idle.began
     assert {episode.base_url.partition("/s/")[0] for episode in playing.began} == {url}
+
+
+async def test_an_error_of_the_clocks_ends_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them nothing that hangs would end."""
+
+    def fails(self: OpenEpisode) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(OpenEpisode, "look", fails)
+    await stage.enqueue(0)
+    async with stage.runner(Played(waits)) as (_, _, running):
+        with pytest.raises(ZeroDivisionError):
+            await running
 
 
 async def test_what_no_other_try_mends_ends_the_runner(stage: Stage) -> None:

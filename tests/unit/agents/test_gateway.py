@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -288,6 +289,33 @@ async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
             await asyncio.gather(*asking)
 
 
+async def test_made_up_keys_ask_their_gateway_few_at_a_time_and_a_real_one_is_asked_for_once() -> None:
+    asked, most, go = Counter[str](), [0], asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked[key := request.url.path.split("/")[2]] += 1
+        most[0] = max(most[0], asked.total() - len(answered))
+        await go.wait()
+        answered.append(key)
+        return httpx.Response(200 if key == real else 401)
+
+    answered: list[str] = []
+    real, *made_up = (f"01234567-{number:032x}" for number in range(500))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        lookups = gateway_module.KeyLookups(client)
+        checks = [asyncio.create_task(lookups.check("http://other", key)) for key in [*[real] * 20, *made_up]]
+        await until(lambda: any(check.done() for check in checks))
+        go.set()
+        outcomes = await asyncio.gather(*checks, return_exceptions=True)
+        assert outcomes[:20] == [None] * 20
+        problems = [each.problem for each in outcomes[20:] if isinstance(each, gateway_module.RequestRejected)]
+        assert Counter(problem.status for problem in problems) == {401: 255, 429: 244}
+        assert asked[real] == 1
+        assert most == [gateway_module._LOOKUPS_AT_ONCE]
+        with pytest.raises(gateway_module.RequestRejected):
+            await lookups.check("http://other", made_up[0])
+
+
 async def test_a_key_that_died_with_its_episode_is_forgotten_by_other_gateways() -> None:
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}
@@ -485,6 +513,21 @@ def test_no_key_gets_into_a_log() -> None:
     assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
 
 
+def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    key = f"01234567-{'0123456789abcdef' * 2}"
+    caplog.handler.addFilter(without_keys)
+    try:
+        try:
+            raise ValueError(f"http://host/s/{key}/v1/chat")
+        except ValueError as error:
+            raise ConnectionError(f"no answer from {key}") from error
+    except ConnectionError:
+        logging.getLogger("any").exception("failed", stack_info=True)
+    assert key not in caplog.text
+    assert "ValueError: http://host/s/01234567-KEY/v1/chat" in caplog.text
+    assert "ConnectionError: no answer from 01234567-KEY" in caplog.text
+
+
 async def test_the_policy_is_a_model() -> None:
     async with open_episode() as opened, opened.client() as client:
         assert (await client.models.retrieve("policy")).id == "policy"
@@ -584,6 +627,11 @@ async def test_a_gateway_that_fails_says_so_as_openai_does(monkeypatch: pytest.M
         {"messages": [{"role": "user", "content": "hi", "seen": 2**70}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]},
         {"stream": "yes"},
+        {"include_reasoning": False},
+        {"priority": 5},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"temperature": True},
+        {"seed": False},
     ],
     ids=lambda options: json.dumps(options)[:60],
 )
@@ -639,6 +687,14 @@ async def test_options_of_sampling_are_imposed_and_what_was_asked_is_kept() -> N
     assert request.stop == ("z",)
     assert request.max_new_tokens == 7
     assert opened.episode.imposed == {"temperature": [0.0], "top_p": [0.5], "presence_penalty": [1.0], "seed": [5]}
+
+
+async def test_few_of_many_values_that_were_asked_for_are_kept() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        for number in range(30):
+            await ask(client, temperature=number / 100)
+        await ask(client, temperature=0.01)
+        assert opened.episode.imposed == {"temperature": [number / 100 for number in range(16)]}
 
 
 async def test_a_limit_is_an_error_of_the_contexts_length() -> None:
@@ -966,6 +1022,28 @@ async def test_a_call_whose_answer_may_still_count_is_waited_for() -> None:
         await asking
     assert [call.replica for call in opened.kept] == ["replica-1"]
     assert (elsewhere("unavailable"), elsewhere("timeline")) == counted
+
+
+async def test_the_client_of_a_replica_that_has_left_is_closed_once_its_calls_have_ended() -> None:
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        first, second = opened.replicas.values()
+        await asyncio.gather(*(ask(client, [user(f"{number}")]) for number in range(4)))
+        opened.fleet.note([])  # the buffer is away
+        opened.fleet.note([replica("replica-1"), replica("replica-2")])
+        await client.models.list()
+        assert not first.is_closed
+        go = gate(opened)
+        asking = [asyncio.create_task(ask(client, [user(f"{number}")])) for number in range(4, 8)]
+        await until(lambda: first.sampling and second.sampling)
+        opened.fleet.note([replica("replica-2")])
+        await until(lambda: second.sampling == 4)
+        opened.fleet.note([replica("replica-2")])
+        await until(lambda: first.is_closed)
+        assert set(opened.fleet._clients) == set(opened.fleet._calls) == {"replica-2"}
+        go.set()
+        await asyncio.gather(*asking)
+        await opened.fleet.aclose()
+    assert second.is_closed
 
 
 async def test_a_call_goes_to_the_replica_of_its_parent() -> None:
