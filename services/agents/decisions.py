@@ -90,8 +90,8 @@ def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
     if stopped and on_limit != "grade":
         if on_limit == "fail":
             return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
-        build = "" if said is None else said.build
-        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"}, build=build)
+        # of no build, as no environment gave it: law 3 lets it go with the siblings' scores, whose build is the program's or the grader's
+        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"})
     if graded and (played_out or stopped):  # what a limit stopped is graded for what there is by then
         return None
     if ended.hung is not None:

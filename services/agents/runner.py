@@ -93,7 +93,6 @@ class EpisodeRunner:
         self._limits, self._clocks = limits_of(config), clocks_of(config)
         self._held: dict[str, OpenLease] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
-        self._builds: dict[str, str] = {}  # that scored last, by environment
         self._beats_at = 0.0  # when it is time for a heartbeat, whatever happens
         self._changed = asyncio.Event()
 
@@ -301,8 +300,6 @@ class EpisodeRunner:
             ending = await episode.end()
             _observe(env_name, episode, ending)
         seconds = time.monotonic() - began
-        if score is not None and score.build:
-            self._builds[env_name] = score.build
         trained = sum(call.trained for call in ending.calls)
         ended = Outcome(score, hung, ending.limit, ending.refused, trained, ending.paths)
         agents, graded = self._config.agents, self._config.env[env_name].grader is not None
@@ -384,12 +381,11 @@ class EpisodeRunner:
         return Score("FAILED", message=message, environment=lease.group.env_name).storable()
 
     def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
-        """The score with what the runner knows: its environment and build, what the program asked for and did not get, its time."""
+        """The score with what the runner knows: its environment, what the program asked for and did not get, its time."""
         metadata = dict(score.metadata)
         if episode.imposed:
             metadata["headrace_asked"] = episode.imposed
         name = episode.lease.group.env_name
-        known = self._builds.get(name, "") if score.status == "SCORED" else ""
         completed = Score(
             score.status,
             score.reward,
@@ -397,7 +393,7 @@ class EpisodeRunner:
             metadata,
             score.message,
             score.environment or name,
-            score.build or known,
+            score.build,
             {**score.timings, "environment": seconds},
         )
         return completed.storable()

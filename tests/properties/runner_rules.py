@@ -19,7 +19,8 @@ ends = st.sampled_from(
     ["SCORED"] * 6 + ["graded"] + ["FAILED", "FAILED", "TIMED_OUT", "NOT_STARTED", "INTERRUPTED", "INVALID"]
 )
 BEGINNINGS: tuple[Status | None, ...] = (None, "FAILED", None, "INTERRUPTED", "TIMED_OUT")
-endings = st.lists(st.tuples(ends, rewards, builds), min_size=1, max_size=8)
+builds_or_none = st.one_of(builds, st.just(""))  # of a score that a limit of the run gave
+endings = st.lists(st.tuples(ends, rewards, builds_or_none), min_size=1, max_size=8)
 # Bytes of a call's text: three of the last kind are more than an episode may have.
 sizes = st.sampled_from([0, 0, 100, 15_000])
 
@@ -127,7 +128,7 @@ class RunnerRules(RolloutRules):
         index=some,
         end=ends,
         reward=rewards,
-        build=builds,
+        build=builds_or_none,
         large=st.sampled_from([False, False, False, True]),
         how=deliveries,
     )

@@ -14,7 +14,8 @@
 -- the group at once.
 --
 -- Law 3: an episode can't be scored again. If another build scores one of a group that has scores, the group is generated again; one to which
--- that happens more than MOST_RESCORED times has builds that take turns, and fails.
+-- that happens more than MOST_RESCORED times has builds that take turns, and fails. A score of build '' is no environment's (a limit of the
+-- run gave it): it goes with any build.
 -- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
@@ -119,11 +120,11 @@ local function finish(run, call, entry)
   if call.length == 0 then return free(run, group, entry) end
   if entry.status then
     local number, build = build_of(group)
-    if build and build ~= entry.build then
+    if build and build ~= '' and entry.build ~= '' and build ~= entry.build then
       generate_again(run, group, build, entry.build)
       return 0
     end
-    entry.numbered = string.format('%d %s', number, entry.build)
+    entry.numbered = string.format('%d %s', number, entry.build ~= '' and entry.build or build or '')
   end
   code, message = keep_payload(entry)
   if code then return nil, code, message end

@@ -448,6 +448,36 @@ async def test_a_limit_ends_an_episode_as_it_is_configured(
     assert {each.reward for each in batch.trajectories} == rewards
 
 
+@pytest.mark.parametrize("graded", [False, True])
+async def test_what_on_limit_earns_goes_with_the_scores_of_the_siblings(stage: Stage, graded: bool) -> None:
+    """Also of a program that hung before any other was scored, so that no build is known."""
+    refused = asyncio.Event()
+
+    async def play(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 1:
+            await refused.wait()
+            return await two_turns(episode)
+        with contextlib.suppress(Exception):
+            while True:
+                await episode.chat(episode.messages)
+        stage.now[0] += stage.config.agents.finish_s
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    env = stage.config.env["talk"].model_copy(update={"grader": "judge" if graded else None})
+    stage.config = stage.config.model_copy(update={"env": {"talk": env}})
+    await stage.enqueue(0)
+    async with stage.runner(Played(play), on_limit=0.25, max_rollout_turns=3) as (runner, _, _):
+        await eventually(lambda: _true(runner.status.outcomes["scored"] == 1))
+        refused.set()
+        if graded:
+            await stage.until(scoring=1)
+            (job,) = await stage.replay.take_scoring({"talk": N})
+            await stage.replay.score(job, Score("SCORED", 1.0, build="the judge's"))
+        await stage.until(ready=1)
+    assert (await stage.replay.group("e0-train-0"))["attempt"] == 1
+
+
 async def test_an_error_of_one_episode_ends_no_other(stage: Stage) -> None:
     async def odd(episode: Episode) -> EpisodeOutcome:
         if episode.index == 0 and episode.attempt == 0:
