@@ -171,7 +171,8 @@ class RunnerRules(RolloutRules):
             lease = newest[held.token]
             tries = {index: tries for index, (tries, _) in held.tries.items()}
             for index in [index for index in self.model.missing(held) if held.state == "open"]:
-                score = Score("SCORED", float(index + (not differ)), build=held.build[1] if held.scored else "")
+                build = "" if index % 2 else (held.scored and held.build[1]) or "first"
+                score = Score("SCORED", float(index + (not differ)), build=build)
                 graded = held.group.order % 3 == 1
                 known = msgspec.structs.replace(lease, tries=tries)
                 self.call("finish", known, index, self.episode(lease, index), None if graded else score)
