@@ -1,6 +1,6 @@
-"""One episode that runs: carries its calls out, each in a task of its own, so that a call outlives the connection of its client.
+"""One running episode. Each call runs in its own task, so it outlives the connection of its client.
 
-What is decided, `session.Session` decides.
+`session.Session` makes all decisions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace_services.agents.session import Clocks, Refused, Session, SessionCa
 
 log = logging.getLogger(__name__)
 
-# Values that are kept of an option that the run's value replaced.
+# Different values that are kept of an option that the run's value replaced.
 _MOST_IMPOSED = 16
-# Keeps a call under its number and a nonce of its own; returns once the buffer has it.
+# Keeps a call under its number and its nonce, and returns once the buffer has it.
 Keep = Callable[[int, str, Call], Awaitable[None]]
 
 
 class OpenEpisode:
-    """An episode that runs. `keep` keeps a finished call; its answer leaves after that. `over` is set when the program has to end: the
-    name of the clock that has run out, or why no further answer can leave (the lease is lost, or a call could not be kept)."""
+    """A running episode. `keep` stores a finished call; its answer leaves afterwards. `over` is set when the program has to end: to the
+    clock that has run out, or to the error that stops all further answers (the lease is lost, or a call could not be kept)."""
 
     def __init__(
         self,
@@ -53,13 +53,14 @@ class OpenEpisode:
         self.imposed: dict[str, list[object]] = {}
         self._fleet = fleet
         self._keep = keep
-        self._keeping = asyncio.Lock()  # in the order of their numbers
+        self._keeping = asyncio.Lock()  # keeps calls in the order of their numbers
         self._tasks: dict[SessionCall, asyncio.Task[None]] = {}
-        self._hopeless: dict[bytes, str] = {}  # by the bodies of requests: why another try would fail, too
-        self._given_up: dict[SessionCall, str] = {}  # by a clock, and by which
+        self._hopeless: dict[bytes, str] = {}  # why another try would fail too, by the body of the request
+        self._given_up: dict[SessionCall, str] = {}  # the clock that ended each call
 
     def ask(self, request: ChatRequest) -> SessionCall:
-        """The call that answers the request, under way. Raises `Refused`, and `CallFailed` for a request whose call failed for good."""
+        """Return the call that answers the request, and start it if it is new. Raises `Refused`, and `CallFailed` for a request whose call
+        failed for good."""
         if (why := self._hopeless.get(request.asked.body)) is not None:
             raise CallFailed(why, again=False)
         call, is_new = self.session.ask(request.asked, self._fleet.clock())
@@ -75,8 +76,8 @@ class OpenEpisode:
         return call
 
     async def wait(self, call: SessionCall) -> None:
-        """Return when the call has its answer, which is kept. Raises `Refused`, `BadRequest`, `CallFailed`. To stop waiting does not stop
-        the call."""
+        """Wait until the call's answer is kept. Cancelling the wait does not cancel the call. Raises `Refused`, `BadRequest`,
+        `CallFailed`."""
         task = self._tasks[call]
         await asyncio.wait([task])
         if task.cancelled():
@@ -91,7 +92,7 @@ class OpenEpisode:
         self._forget(call)
 
     def look(self) -> None:
-        """Look at the clocks: give up the calls that are overdue, end the episode if it is."""
+        """Check the clocks: give up overdue calls, and end the episode if its time is up."""
         now = self._fleet.clock()
         for call, why in list(self.session.overdue(now)):
             self._given_up[call] = why
@@ -100,7 +101,7 @@ class OpenEpisode:
             self._end_for(hung)
 
     async def end(self) -> SessionSummary:
-        """End the session: calls that are under way are given up, and the key is dead."""
+        """End the session and give up the calls that are still running."""
         ending = self.session.end()
         for task in self._tasks.values():
             task.cancel()
@@ -109,7 +110,7 @@ class OpenEpisode:
 
     async def _carry_out(self, call: SessionCall, *, parses_tools: bool) -> None:
         """Raises `Refused`, `BadRequest`, `CallFailed`."""
-        asks_again = True  # what clients do after an error that is not their fault
+        asks_again = True  # clients retry after an error that is not their fault
         try:
             await self._sample(call, parses_tools=parses_tools)
         except Refused:
@@ -131,18 +132,18 @@ class OpenEpisode:
             raise
         except HeadraceError as error:
             self._end_for(error)
-            raise CallFailed("the episode has ended: what was sampled could not be kept") from error
+            raise CallFailed("the episode has ended: the sampled answer could not be kept") from error
         finally:
             if call.running:
                 self.session.failed(call, self._fleet.clock(), again=asks_again)
 
     def _done(self, call: SessionCall, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it any more
+            task.exception()  # marks it as retrieved, as nobody may be waiting
         self._forget(call)
 
     def _forget(self, call: SessionCall) -> None:
-        """Let go of the task of a call that failed, once nobody waits for it: its error holds the whole request."""
+        """Drop the task of a failed call once nobody waits for it. Its error holds the whole request."""
         if call.failed and call.readers == 0:
             self._tasks.pop(call, None)
             self._given_up.pop(call, None)
@@ -160,7 +161,7 @@ class OpenEpisode:
                 answered = await fleet.render(earlier.history, call.asked.tools, answered=True, near=near)
                 session.note_rendering(earlier, answered)
         placed = session.place(call, rendered, fleet.clock())
-        # from here on `call.asked` has only the messages that the call adds; nothing keeps the others while it is sampled
+        # `call.asked` now holds only the messages that the call adds; nothing keeps the others while it is sampled
         asked = call.asked
         del rendered
         with self._timed(call, "sample"):
@@ -183,7 +184,7 @@ class OpenEpisode:
             sampled = await fleet.sample(wanted, None if continued is None else continued.replica)
         session.sampled(call, sampled)
         session.answered(call, sampled.message, fleet.clock())
-        # from here on it is not given up: it has its number
+        # the call has its number now, and is no longer given up
         with self._timed(call, "keep"):
             async with self._keeping:
                 await self._keep(call.number, secrets.token_hex(8), call.record(lambda each: each.number))

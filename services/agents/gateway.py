@@ -1,17 +1,16 @@
-"""The gateway: an endpoint for each open episode, which speaks OpenAI's chat completions.
+"""The gateway: an endpoint for each open episode, with OpenAI's chat completions API.
 
     POST /s/KEY/v1/chat/completions      KEY in the path, or as the API key:      POST /v1/chat/completions
     GET  /s/KEY/v1/models, /s/KEY/v1/models/MODEL                                 GET  /v1/models, /v1/models/MODEL
 
-Programs are somebody else's, and what they send is hostile: bodies, requests under way and requests a second are bounded, the key is all
-that is known of a caller, and it opens one episode.
+Programs are not trusted. Bodies, parallel requests and requests a second are bounded. A caller is known by its key alone, which opens one
+episode.
 
-A key begins with the name of its gateway. Behind one address for all (`agents.advertised_url`) any gateway takes a request, and forwards
-what is another's: it reads nothing that comes with a key until that one has said that there is such a key, and bounds its requests then as
-those of its own.
+A key begins with the name of its gateway. Behind a common address (`agents.advertised_url`), any gateway accepts a request and forwards it
+to the gateway of its key. It reads no body until that gateway has confirmed the key, and then applies the same bounds as to its own keys.
 
-An answer is delivered if its connection was still open when all but its last part had been written. No client has an answer without that
-part, and one that has it may close the connection at once.
+An answer counts as delivered if the connection was still open when all but the last part had been written. A client has no answer without
+the last part, and may close the connection as soon as it has it.
 """
 
 from __future__ import annotations
@@ -43,25 +42,25 @@ from headrace_services.agents.session import Refused, SessionCall
 
 log = logging.getLogger(__name__)
 
-# While a stream has nothing to say, it says so this often; until then an error has a status of its own.
+# A waiting stream sends a comment this often. Until the first one, an error still has its own HTTP status.
 _KEEP_ALIVE_S = 5.0
-# For a body to come in.
+# The time for a body to arrive.
 _BODY_S = 60.0
-# For another gateway to say that there is a key.
+# The time for another gateway to confirm a key.
 _VOUCH_S = 10.0
-# Keys of other gateways that are looked up at a time, and that may wait for it besides.
+# Keys of other gateways that are looked up at a time, and that are looked up or wait for it.
 _LOOKUPS_AT_ONCE, _MOST_LOOKUPS = 8, 256
-# Of the event loop, until a connection that was closed is seen to be.
+# Turns of the event loop until a closed connection is noticed.
 _TURNS = 5
-# Large bodies of one key that are in memory at a time.
+# How many large bodies of one key are in memory at a time.
 _LARGE_AT_ONCE = 4
-# For how long, and for how many requests of one key, a gateway remembers that they became no call.
+# How long, and how many, requests of one key that became no call are remembered.
 _RETRY_WITHIN_S, _MOST_TURNED_AWAY = 120.0, 1000
-# Over which requests a second are counted.
+# The window in which requests a second are counted.
 _RATE_S = 10.0
 # Marks a request that another gateway sent on.
 _FORWARDED = "x-headrace-forwarded"
-# Headers of a request and of its answer that mean something to whoever gets them.
+# The headers to forward: of a request, and of its answer.
 _PASSED_ON = (
     b"content-type",
     b"idempotency-key",
@@ -73,27 +72,27 @@ _HANDED_ON = (b"content-type", b"cache-control", b"retry-after", b"x-should-retr
 
 
 class KeyAdmission:
-    """The requests of one key: how many are under way, when the last ones came, and room for large bodies."""
+    """Admits the requests of one key: counts parallel and recent requests, and limits large bodies."""
 
     def __init__(self) -> None:
         self.under_way = 0
         self.times: deque[float] = deque()
-        # requests that became no call: when, and how often they had been tried before
+        # requests that became no call: the time, and how often they had been tried before
         self._turned_away: deque[tuple[float, int]] = deque(maxlen=_MOST_TURNED_AWAY)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     def is_idle(self, now: float) -> bool:
-        """Whether nothing of its key is under way or expected."""
+        """Return whether no request of the key is under way or expected."""
         times = [at + _RATE_S for at in self.times] + [at + _RETRY_WITHIN_S for at, _ in self._turned_away]
         return not self.under_way and all(now >= until for until in times)
 
     def note_turned_away(self, tries: int | None, now: float) -> None:
-        """A request that had been tried so often before became no call. Its client may try again."""
+        """Remember a request that became no call. `tries` is how often it had been tried before."""
         if tries is not None:
             self._turned_away.append((now, tries))
 
     def was_turned_away(self, tries: int | None, now: float) -> bool:
-        """Whether an earlier try of this request became no call, as far as that is known without its body. Each such try counts once."""
+        """Return whether an earlier try of this request became no call, judged without its body. Each remembered try is used once."""
         while self._turned_away and now - self._turned_away[0][0] >= _RETRY_WITHIN_S:
             self._turned_away.popleft()
         for place, (_, before) in enumerate(self._turned_away):
@@ -104,8 +103,8 @@ class KeyAdmission:
 
     @contextlib.asynccontextmanager
     async def body_of(self, request: Request, most: int) -> AsyncIterator[bytes]:
-        """The body of the request, which is in memory within the context alone. A large body waits until few of this key are. Raises
-        `RequestRejected`."""
+        """Read the body of the request, for use within the context only. A large body waits while others of this key fill the room for
+        them. Raises `RequestRejected`."""
         length = request.headers.get("content-length", "")
         is_small = length.isdecimal() and int(length[:19]) <= dialect.LARGE_BODY
         async with contextlib.nullcontext() if is_small else self._large:
@@ -113,8 +112,8 @@ class KeyAdmission:
 
 
 class Gateway:
-    """The endpoints of the episodes that this runner has open. `model` is the policy's name. `peers` are the addresses of the gateways
-    behind the same address, by their names, which are heard of every `peers_every_s`; None: there are no others."""
+    """The endpoints of the open episodes of this runner. `model` is the policy's name. `peers` maps the names of the gateways behind the
+    common address to their own addresses, and is updated every `peers_every_s` (None: there are no other gateways)."""
 
     def __init__(
         self,
@@ -134,24 +133,24 @@ class Gateway:
         self._clock = clock
         self._decoding = asyncio.Lock()
         self._episodes: dict[str, OpenEpisode] = {}
-        self._admissions: dict[str, KeyAdmission] = {}  # of the keys of other gateways too, while they are used
+        self._admissions: dict[str, KeyAdmission] = {}  # also for keys of other gateways, while in use
         self.name = secrets.token_hex(4)
         self.peers: Mapping[str, str] = {}
 
     def open(self, episode: OpenEpisode) -> str:
-        """Returns the key that opens the episode."""
+        """Create and return the key that opens the episode."""
         key = f"{self.name}-{secrets.token_hex(16)}"
         self._episodes[key], self._admissions[key] = episode, KeyAdmission()
         return key
 
     def close(self, key: str) -> None:
-        """The key is dead from here on."""
+        """Invalidate the key."""
         self._episodes.pop(key, None)
         self._admissions.pop(key, None)
 
     def peer(self, key: str) -> str | None:
-        """The address of the gateway that made this key; None if it is this one. Raises `RequestRejected` for a key that no gateway
-        made, or that an unknown one did."""
+        """Return the address of the gateway that made this key, or None if it is this one. Raises `RequestRejected` for a key of no gateway
+        or of an unknown one."""
         made = KEY.fullmatch(key)
         if made is None:
             raise RequestRejected(dialect.no_such_key())
@@ -163,17 +162,17 @@ class Gateway:
         return self.peers[made[1]]
 
     def episode(self, key: str) -> OpenEpisode:
-        """Raises `RequestRejected` if the key opens none."""
+        """Return the episode of the key. Raises `RequestRejected` if it has none."""
         if key not in self._episodes:
             raise RequestRejected(dialect.no_such_key())
         return self._episodes[key]
 
     def is_admitted(self, key: str) -> bool:
-        """Whether there is such a key, as far as has been heard."""
+        """Return whether the key is known to exist."""
         return key in self._admissions
 
     def admit_foreign(self, key: str) -> None:
-        """For a key of another gateway, which has said that there is such a key."""
+        """Admit a key that another gateway has confirmed. Forgets idle ones."""
         now = self._clock()
         foreign = [(each, admission) for each, admission in self._admissions.items() if each not in self._episodes]
         for each, admission in foreign:
@@ -182,7 +181,7 @@ class Gateway:
         self._admissions.setdefault(key, KeyAdmission())
 
     async def decode(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body. Large bodies are decoded in a thread, one at a time. Raises `BadRequest`."""
+        """Decode a body. Large bodies are decoded in a thread, one at a time. Raises `BadRequest`."""
         if len(body) <= dialect.LARGE_BODY:
             return dialect.parse(body, headers, self.model)
         async with self._decoding:
@@ -190,8 +189,8 @@ class Gateway:
 
     @contextlib.contextmanager
     def admitted(self, key: str, headers: Mapping[str, str]) -> Iterator[tuple[KeyAdmission, bool]]:
-        """Let in one request of a key that `is_admitted`. Yields what admits it, and whether an earlier try of it became no call. Raises
-        `RequestRejected`."""
+        """Admit one request of a key that `is_admitted`. Yields the key's admission, and whether an earlier try of the request became no
+        call. Raises `RequestRejected`."""
         admission, tries = self._admissions[key], dialect.retry_count(headers)
         turned_away = headers.get(dialect.TURNED_AWAY_HEADER) == "1" or admission.was_turned_away(tries, self._clock())
         try:
@@ -200,7 +199,7 @@ class Gateway:
                 yield admission, turned_away
             finally:
                 admission.under_way -= 1
-        except (BadRequest, Refused, CallFailed):  # another try would be answered the same
+        except (BadRequest, Refused, CallFailed):  # a retry would get the same answer
             raise
         except Exception:
             admission.note_turned_away(tries, self._clock())
@@ -227,7 +226,7 @@ class Gateway:
 
 
 class RequestRejected(Exception):
-    """A request that is turned away at the admission."""
+    """Raised for a request that becomes no call."""
 
     def __init__(self, problem: ApiProblem) -> None:
         super().__init__(problem.message)
@@ -235,7 +234,7 @@ class RequestRejected(Exception):
 
 
 def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
-    """`forward` asks the other gateways."""
+    """Build the gateway's HTTP application. `forward` is the client for other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     lookups = KeyLookups(forward)
 
@@ -279,12 +278,12 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
 
 
 def _peer_of(gateway: Gateway, request: Request) -> str | None:
-    """Where the request is to be forwarded; what was, is not again."""
+    """Return the address to forward the request to, or None. A forwarded request is not forwarded again."""
     return None if _FORWARDED in request.headers else gateway.peer(_key_of(request))
 
 
 def _key_of(request: Request) -> str:
-    """The path's, else the API key."""
+    """Return the key in the path, else the API key."""
     if "key" in request.path_params:
         return str(request.path_params["key"])
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -292,8 +291,8 @@ def _key_of(request: Request) -> str:
 
 
 class KeyLookups:
-    """Asks other gateways whether they have a key, each key once at a time. Keys that anybody makes up cost no more than a few requests at
-    a time."""
+    """Asks other gateways whether they have a key. Parallel questions about one key are merged, and only a few run at a time, so that
+    made-up keys cost little."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -301,11 +300,13 @@ class KeyLookups:
         self._under_way: dict[str, asyncio.Task[ApiProblem | None]] = {}
 
     async def check(self, peer: str, key: str) -> None:
-        """Return if the gateway at `peer` has the key. Raises `RequestRejected`."""
+        """Check that the gateway at `peer` has the key. Raises `RequestRejected` if not."""
         lookup = self._under_way.get(key)
         if lookup is None:
             if len(self._under_way) >= _MOST_LOOKUPS:
-                raise RequestRejected(dialect.too_many(f"{_MOST_LOOKUPS} keys of other runners are being looked up"))
+                raise RequestRejected(
+                    dialect.too_many(f"{_MOST_LOOKUPS} keys of other runners are being looked up; retry")
+                )
             lookup = self._under_way[key] = asyncio.create_task(self._ask(peer, key))
             lookup.add_done_callback(lambda _: self._under_way.pop(key))
         if (problem := await asyncio.shield(lookup)) is not None:
@@ -327,11 +328,11 @@ class KeyLookups:
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiProblem:
-    return dialect.failed(f"the runner of this episode can't be reached: {error or type(error).__name__}", late=False)
+    return dialect.failed(f"can't reach the runner of this episode: {error or type(error).__name__}", late=False)
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body. Raises `RequestRejected` as soon as it is too large, or too slow."""
+    """Read the body. Raises `RequestRejected` as soon as it is too large or too slow."""
     try:
         async with asyncio.timeout(_BODY_S):
             body = await body_of(request, most)
@@ -348,7 +349,7 @@ def _refuse(problem: ApiProblem) -> JSONResponse:
 
 
 class _ChatAnswer(Response):
-    """Asks the episode of `key`, and sends its answer to a client that is still there."""
+    """Makes the call in the episode of `key`, and sends the answer if the client is still connected."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         super().__init__()
@@ -374,14 +375,14 @@ class _ChatAnswer(Response):
             problem = error.problem
         except (BadRequest, Refused, CallFailed) as error:
             problem = _problem_of(episode, error)
-        except ClientDisconnect:  # in the middle of its request
+        except ClientDisconnect:  # while it sent its request
             return
         if problem is not None:
             await _refuse(problem)(scope, receive, send)
 
 
 class _Forwarded(Response):
-    """Asks another gateway, and hands its answer on as it comes. A client that goes is gone there too."""
+    """Forwards the request to another gateway and streams the answer back. If the client disconnects, so does the forwarded request."""
 
     def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient, lookups: KeyLookups) -> None:
         super().__init__()
@@ -406,7 +407,7 @@ class _Forwarded(Response):
     async def _ask(
         self, asked: Request, body: list[bytes], in_hand: contextlib.AsyncExitStack, send: Any, *, turned_away: bool
     ) -> None:
-        """Forward the request. The `body` leaves its list, and memory, once it is sent. Raises `RequestRejected`."""
+        """Forward the request. The `body` is freed once it is sent. Raises `RequestRejected`."""
 
         async def sent() -> AsyncIterator[bytes]:
             yield body.pop()
@@ -431,12 +432,12 @@ class _Forwarded(Response):
             handing.cancel()
 
     async def _hand_on(self, request: httpx.Request, send: Any) -> None:
-        """Hand the other gateway's answer on. Raises `RequestRejected` as long as nothing has been sent."""
+        """Stream the other gateway's answer back. Raises `RequestRejected` if there is none."""
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise RequestRejected(_unreachable(error)) from None
-        if answer.status_code == 401:  # the key has died there
+        if answer.status_code == 401:  # the key is no longer valid there
             self._gateway.close(self._key)
         async with contextlib.aclosing(answer):
             kept = [(name, value) for name, value in answer.headers.raw if name.lower() in _HANDED_ON]
@@ -449,7 +450,7 @@ class _Forwarded(Response):
 async def _answer(
     episode: OpenEpisode, call: SessionCall, request: ChatRequest, gone: asyncio.Task[None], send: Any
 ) -> ApiProblem | None:
-    """Send the call's answer, or return why there is none, as long as nothing has been sent."""
+    """Send the call's answer. Returns the error instead if there is no answer and nothing has been sent."""
     waiting = asyncio.create_task(episode.wait(call))
     delivered = started = False
     try:
@@ -474,7 +475,7 @@ async def _answer(
             return None
         most, last = _parts_of(call, request, episode.created)
         await _part(send, most)
-        await _part(send, b"")  # waits until the connection takes more
+        await _part(send, b"")  # waits until the connection accepts more
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if not gone.done():
@@ -489,7 +490,7 @@ async def _answer(
 
 
 def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:
-    """The answer in two parts: a client that lacks the second has no answer, whoever has it may leave at once."""
+    """Return the answer in two parts. A client without the second part has no answer; one that has it may disconnect at once."""
     answer = dialect.answer_of(call, request, created)
     if not request.stream:
         whole = json.dumps(dialect.response(answer, request), ensure_ascii=False, separators=(",", ":")).encode()
@@ -508,11 +509,11 @@ def _problem_of(episode: OpenEpisode, error: BaseException | None) -> ApiProblem
         case CallFailed():
             return dialect.failed(str(error), late=error.late, again=error.again)
     log.error("%s: a call failed", episode.name, exc_info=error)
-    return dialect.failed("the runner failed; its log says why", late=False)
+    return dialect.failed("the runner failed; see its log", late=False)
 
 
 async def _gone(receive: Any) -> None:
-    """Return when the client has."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -246,7 +246,7 @@ async def test_no_trajectory_comes_of_a_program_that_never_asked(stage: Stage) -
     async with stage.runner(Played(silent)):
         await stage.until(failed=1)
     (failed,) = await stage.replay.failures()
-    assert "no answer of the policy" in str(failed)
+    assert "no trained answer of the policy" in str(failed)
 
 
 async def test_a_runner_that_is_stopped_returns_its_leases_without_a_charge(stage: Stage) -> None:

@@ -216,7 +216,7 @@ async def test_a_gateway_that_was_not_heard_of_yet_is_waited_for_where_there_may
         url = f"{other.address}/s/{mine.key}/v1"
         async with mine.client(base_url=url) as client:
             for turned in (client.models.list, partial(ask, client)):
-                with pytest.raises(openai.InternalServerError, match="not heard of") as error:
+                with pytest.raises(openai.InternalServerError, match="does not know yet") as error:
                     await turned()
                 assert (error.value.status_code, error.value.response.headers["retry-after"]) == (503, "1")
         refused = metrics.REFUSED.labels("503", "server_error")._value
@@ -361,7 +361,7 @@ async def test_a_gateway_that_is_away_is_an_error_that_clients_retry_and_nothing
         unknown = f"{'0' * 8}-{'0' * 32}"
         mine.gateway.peers = {"0" * 8: "http://127.0.0.1:1"}
         async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
-            with pytest.raises(openai.InternalServerError, match="can't be reached"):
+            with pytest.raises(openai.InternalServerError, match="can't reach the runner"):
                 await ask(client)
         # two that take each other for its gateway
         mine.gateway.peers, other.gateway.peers = {"0" * 8: other.address}, {"0" * 8: mine.address}
@@ -531,7 +531,7 @@ def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixtur
 async def test_the_policy_is_a_model() -> None:
     async with open_episode() as opened, opened.client() as client:
         assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(openai.NotFoundError, match='no model "gpt/4" here; the policy is "policy"') as error:
+        with pytest.raises(openai.NotFoundError, match='model "gpt/4" does not exist; the policy is "policy"') as error:
             await client.models.retrieve("gpt/4")
         assert error.value.code == "model_not_found"
         opened.gateway.close(opened.key)
@@ -565,7 +565,7 @@ async def test_what_is_not_spoken_here_is_refused_as_openai_does(
         assert error["code"] in ("unknown_url", "model_not_found")
         assert opened.key not in error["message"]
         if path != "/models/":
-            assert f'{method} "/v1{path}" is not answered here' in error["message"]
+            assert f'{method} "/v1{path}" is not supported' in error["message"]
             assert "POST /v1/chat/completions" in error["message"]
         if status == 405:
             assert answer.headers["allow"] in ("GET", "POST")
@@ -583,7 +583,7 @@ async def test_a_gateway_that_fails_says_so_as_openai_does(monkeypatch: pytest.M
 
     async with open_episode() as opened, opened.client() as client:
         monkeypatch.setattr(opened.gateway, "episode", fail)
-        with pytest.raises(openai.InternalServerError, match="the runner's log says why") as error:
+        with pytest.raises(openai.InternalServerError, match="see the runner's log") as error:
             await client.models.list()
         assert error.value.type == "server_error"
         assert "a bug" not in str(error.value)

@@ -441,7 +441,7 @@ def test_calls_are_limited(program: Program) -> None:
     assert program.session.limit is None
     program.begin([user("b")])
     for _ in range(2):
-        with pytest.raises(Refused, match="had its 2 calls") as refused:
+        with pytest.raises(Refused, match="used its 2 calls") as refused:
             program.ask([user("c")])
         assert refused.value.kind == "limit"
     ending = program.session.end()
