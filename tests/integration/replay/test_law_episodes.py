@@ -422,7 +422,7 @@ async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_the_others(r
         await replay.finish(lease, index, make_trajectory(lease, index), None)
     for job in await replay.take_scoring({"game": LONG}):
         assert job.trajectory.index != first
-        assert await replay.score(job, Score("SCORED", 1.0, build="b")) is None
+        await replay.score(job, Score("SCORED", 1.0, build="b"))
     assert (await group_of(replay, lease))["state"] == "ready"
     _, kept = await replay.trajectory("e0-train-0", first)
     assert kept.reward == 7.0
