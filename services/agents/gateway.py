@@ -38,6 +38,7 @@ from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
 from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import CallFailed
+from headrace_services.agents.json_values import may_have_many_values
 from headrace_services.agents.session import Refused, SessionCall
 
 log = logging.getLogger(__name__)
@@ -181,8 +182,8 @@ class Gateway:
         self._admissions.setdefault(key, KeyAdmission())
 
     async def decode(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-        """Decode a body. Large bodies are decoded in a thread, one at a time. Raises `BadRequest`."""
-        if len(body) <= dialect.LARGE_BODY:
+        """Decode a body. Large bodies, and those with many values, are decoded in a thread, one at a time. Raises `BadRequest`."""
+        if len(body) <= dialect.LARGE_BODY and not may_have_many_values(body):
             return dialect.parse(body, headers, self.model)
         async with self._decoding:
             return await asyncio.to_thread(dialect.parse, body, headers, self.model)

@@ -104,8 +104,19 @@ def test_an_idempotency_key_is_short() -> None:
         parse(body(), {"idempotency-key": "x" * 257})
 
 
-@pytest.mark.parametrize("is_large", [False, True])
-async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+@pytest.mark.parametrize(
+    ("message", "is_large"),
+    [
+        (user("x"), False),
+        (user("x" * dialect.LARGE_BODY), True),
+        ({**user("x"), "more": [[]] * 1_000}, False),
+        ({**user("x"), "more": [[]] * 10_000}, True),
+    ],
+    ids=["small", "large", "some values", "many values"],
+)
+async def test_a_large_body_is_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, message: Any, is_large: bool
+) -> None:
     readers: list[threading.Thread] = []
 
     def read(*args: Any) -> ChatRequest:
@@ -114,10 +125,9 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
 
     original = dialect.parse
     monkeypatch.setattr(dialect, "parse", read)
-    text = "x" * dialect.LARGE_BODY if is_large else "x"
     limits = dataclasses.replace(LIMITS, context=10**6)
     async with open_episode(limits=limits, max_request_bytes=10**6) as opened, opened.client() as client:
-        answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        answer = await client.chat.completions.create(model="policy", messages=[message])
     assert answer.choices
     assert [reader is threading.main_thread() for reader in readers] == [not is_large]
 
