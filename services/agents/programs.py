@@ -46,12 +46,12 @@ class HubPrograms:
         try:
             response = await next(self._stubs).RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
         except grpc.aio.AioRpcError as error:
-            said = f"the reward hub: {error.code().name}: {error.details()}"
+            message = f"the reward hub: {error.code().name}: {error.details()}"
             if error.code() in _OURS:
                 raise ServiceError(
-                    f"{said}; check that `headrace reward` has the same version and that security.credentials has the line `agents`"
+                    f"{message}; check that `headrace reward` has the same version and that security.credentials has the line `agents`"
                 ) from error
-            return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=said))
+            return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=message))
         return outcome_from_wire(response.outcome)
 
 
