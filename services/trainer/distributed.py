@@ -315,7 +315,11 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         if config.trainer.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(config.trainer.gpu_memory_fraction)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Ranks()
+        try:
+            yield Ranks()
+        finally:
+            if dist.is_initialized():  # by a model that is sharded over this rank alone
+                dist.destroy_process_group()
         return
     if problem := gloo_problem(os.environ, *_own_name()):
         raise ServiceError(problem)
@@ -341,6 +345,15 @@ def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def shards_alone(device: torch.device, *, bfloat16: bool) -> bool:
+    """Return whether a single rank shards its models, over itself alone.
+
+    It does so in bfloat16 on a GPU, so that FSDP2 computes whole layers in bfloat16, as with several ranks. Autocast would keep a bfloat16
+    copy of every matrix, and would compute experts in float32.
+    """
+    return bfloat16 and device.type == "cuda"
+
+
 def shard(
     root: nn.Module,
     layers: Sequence[nn.Module],
@@ -350,7 +363,7 @@ def shard(
     bfloat16: bool,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """Move `root` to `device`; with several ranks shard it by FSDP2.
+    """Move `root` to `device`. With several ranks, or if a rank `shards_alone`, shard it by FSDP2.
 
     There is one unit per layer, one for each module that is computed `in_float32`, and one for the rest, so that a tied embedding and head
     stay together. `within_host` (`trainer.shard_within_host`): each host holds a copy, sharded over its ranks (HSDP); else all ranks hold
@@ -360,10 +373,14 @@ def shard(
     A model on the meta device stays there, and each rank has its part of it. The rest stays gathered from the forward pass to the backward
     pass, which begins with it. After a pass without gradients call `end_pass`.
     """
-    if not several_ranks():
+    if several_ranks():
+        mesh = _mesh(device.type, within_host)
+    elif shards_alone(device, bfloat16=bfloat16):
+        mesh = _own_mesh(device.type)
+    else:
         root.to(device)
         return
-    shard_over(_mesh(device.type, within_host), root, layers, bfloat16=bfloat16, in_float32=in_float32)
+    shard_over(mesh, root, layers, bfloat16=bfloat16, in_float32=in_float32)
 
 
 def shard_over(
@@ -398,6 +415,14 @@ def reduce_gradients(root: nn.Module, when: Literal["never", "within_host", "eve
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(when != "never", recurse=False)
             module.set_requires_all_reduce(when == "everywhere", recurse=False)
+
+
+def _own_mesh(device: str) -> DeviceMesh:
+    """Make a mesh of this rank alone. FSDP2 needs a process group for it, but sends nothing."""
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device, (1,))
 
 
 @functools.cache
@@ -436,21 +461,73 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def host_copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> dict[str, Tensor]:
-    """Copies of `tensors` in host memory, complete once this has returned; with `keep` false none, but all of `tensors` is gone through.
+class HostCopier:
+    """Copies tensors of a GPU to pageable host memory, through two pieces of pinned memory: while the GPU fills one, the CPU empties the
+    other.
 
-    Those from a GPU go to pinned memory, all of them before the first is waited for. torch keeps that memory for the next copies.
+    Pinned memory is slow to allocate, and torch rounds each allocation up to a power of two and keeps it. So its amount is bounded here.
     """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        """`nbytes` is the size of each piece. Without `pin`, the same code runs for tensors on the CPU."""
+        self._pieces = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._pin = pin
+        self._parts: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each piece: what it holds, and where that goes
+        self._filled: list[torch.cuda.Event | None] = [None, None]
+        self._current, self._used = 0, 0
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy `source` to the contiguous `target`. It is complete after `finish`."""
+        left, to = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (source, target))
+        while left.numel():
+            room = self._pieces[self._current][self._used :]
+            if not room.numel():
+                self._turn()
+                continue
+            count = min(left.numel(), room.numel())
+            room[:count].copy_(left[:count], non_blocking=True)
+            self._parts[self._current].append((room[:count], to[:count]))
+            self._used += count
+            left, to = left[count:], to[count:]
+
+    def finish(self) -> None:
+        """Wait until all copies are complete."""
+        self._turn()
+        self._turn()
+
+    def _turn(self) -> None:
+        """End the current piece, and empty the other one to be filled next."""
+        if self._pin:
+            self._filled[self._current] = event = torch.cuda.Event()
+            event.record()
+        self._current, self._used = 1 - self._current, 0
+        if (filled := self._filled[self._current]) is not None:
+            filled.synchronize()
+        for staged, target in self._parts[self._current]:
+            target.copy_(staged)
+        self._parts[self._current].clear()
+
+
+# The size of each of the two pinned pieces.
+PINNED_BYTES = 512 * 2**20
+
+
+def host_copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> dict[str, Tensor]:
+    """Return copies of `tensors` in host memory. Without `keep`, go through all of `tensors` and return nothing: producing them may be a
+    collective."""
     copies: dict[str, Tensor] = {}
-    device: torch.device | None = None
+    copier: HostCopier | None = None
     for name, tensor in tensors:
-        if keep:
-            on_gpu = tensor.is_cuda and tensor.numel() > 0
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-            device = tensor.device if on_gpu else device
-    if device is not None:
-        torch.cuda.current_stream(device).synchronize()
+        if not keep:
+            continue
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_cuda:
+            copier = copier or HostCopier(PINNED_BYTES, pin=True)
+            copier.copy(tensor, copies[name])
+        else:
+            copies[name].copy_(tensor.detach())
+    if copier is not None:
+        copier.finish()
     return copies
 
 
@@ -458,6 +535,8 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the unsharded tensor. This is a collective if `tensor` is sharded. It is gathered in `dtype` if one is given."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if tensor.device_mesh.size() == 1:  # this rank has it all
+        return tensor.to_local()
     cast: DTensor = tensor.to(dtype or tensor.dtype)  # type: ignore[assignment]
     return cast.full_tensor()
 

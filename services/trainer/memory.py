@@ -8,8 +8,8 @@ keeps its input in float32), a hidden size h, queries, keys and MLP of widths q,
     2 (4 h + 2 b h) + b (2 q + 2 k) + 4 b f + 4 H      bytes per layer
 
 With checkpointing it keeps b h per layer, and the sum above for the layer that is computed again. In a mixture of experts, f is that of all
-experts that the token passes through, and each of them keeps 4 b h more. (Autocast, in bfloat16 on one GPU, keeps about a third more: both
-what it cast and the original.) None of these numbers includes what torch, CUDA and NCCL take for themselves (a gigabyte or two).
+experts that the token passes through, and each of them keeps 4 b h more. None of these numbers includes what torch, CUDA and NCCL take for
+themselves (a gigabyte or two).
 """
 
 from __future__ import annotations
@@ -237,11 +237,9 @@ def trainer_memory(
         shapes, trained = model.size.shapes, model.size.trained if model.trained else []
         parts[f"{name}: parameters, float32"] = 4 * held([*shapes, *model.size.adapter], shards)
         gathered = 0
-        if ranks > 1:
+        if ranks > 1 or model.bytes == 2:  # one rank shards over itself in bfloat16 (`distributed.shards_alone`)
             units = sorted((sum(map(math.prod, layer)) for layer in model.size.layers), reverse=True)
             gathered = model.bytes * (sum(map(math.prod, model.size.rest)) + sum(units[:2]))
-        elif model.bytes == 2:  # autocast keeps its casts to the end of a pass
-            gathered = 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
         if not model.trained:
             peaks.append(gathered)
             continue

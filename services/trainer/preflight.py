@@ -92,14 +92,14 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     lengths: list[int] = []
     unknown_tokens, characters = 0, Counter[str]()
-    told = time.monotonic()
+    reported = time.monotonic()
     for problem, ids in prompts.encoded():
         lengths.append(len(ids))
         for message in problem.messages:
             characters.update(message["content"])
         unknown_tokens += ids.count(unknown_id) if unknown_id is not None else 0
-        if time.monotonic() - told >= _SAY_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() - reported >= _SAY_EVERY_S:
+            reported = time.monotonic()
             say(f"tokenized {len(lengths)} of {total} prompts")
     context, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     limit, key = context - 1, f"policy.max_total_sequence_length {context}"

@@ -1,1 +1,1 @@
-"""How a run goes on: what the trainer does next, its batches, checkpoints, validation, ranks and refits."""
+"""Controls a run: what the trainer does next, its batches, checkpoints, validation, ranks and refits."""

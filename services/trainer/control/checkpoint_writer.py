@@ -1,4 +1,4 @@
-"""Writes checkpoints while training goes on.
+"""Writes checkpoints while training continues.
 
 Before a snapshot the loop waits until the previous checkpoint is written. So there is one snapshot in memory at a time, and all work on the
 checkpoints' folder is done in order. A thread of each rank writes its part. Rank 0 then publishes the whole, commits it to the buffer, and

@@ -162,7 +162,7 @@ class Loop:
                 case Action.STOP:
                     await self._writer.finish()
                     log.info(
-                        "stopped at version %d; the next start goes on from checkpoint %s%s",
+                        "stopped at version %d; the next start continues from checkpoint %s%s",
                         self._version, "of the initial model" if self._saved is None else self._saved,
                         "" if self._version == (self._saved or 0) else " and trains what came after it again",
                     )  # fmt: skip

@@ -57,7 +57,7 @@ def restore_reason(checkpoint: CheckpointState | None, run: RunState, before: in
 async def differing_step(replay: ReplayClient, retry: BufferRetry, steps: Mapping[int, Sequence[str]]) -> int | None:
     """Return the first of `steps` for which the buffer holds another batch than the groups that it was trained on, or None.
 
-    The buffer's server lost such a step, and a late copy of `reserve` took it again. Steps that are no longer held, or whose payloads are
+    The buffer's server lost such a step, and a late copy of `reserve` took it again. Steps that it no longer holds, or whose payloads are
     gone, are not checked.
     """
     for step, groups in steps.items():

@@ -1,4 +1,4 @@
-"""Evaluates a version of the weights on held-out prompts, through the buffer's validation lane, while training goes on."""
+"""Evaluates a version of the weights on held-out prompts, through the buffer's validation lane, while training continues."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ An error names a row by its place in the file or data set.
 
 A data set or processor of the user's own is a function or class, named by its file, `FILE.py:NAME`, or by its path, `package.module.NAME`.
 It runs in the trainer, and wherever the prompts are read: `headrace config check`, `headrace data show`. Other processors know rows of a
-given shape: data sets of the hub without fields for question and answer, and NeMo RL's multiple-choice questions.
+given shape: data sets of the Hugging Face Hub without fields for question and answer, and NeMo RL's multiple-choice questions.
 """
 
 from __future__ import annotations

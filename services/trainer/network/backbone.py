@@ -5,9 +5,9 @@ FSDP2's outermost unit. So one forward gathers embedding and head once, however 
 rows enter the same collectives.
 
 Weights are always float32, because a step at a usual learning rate is smaller than bfloat16 can resolve. With `policy.precision: bfloat16`
-one rank multiplies matrices in bfloat16 (autocast). Several ranks gather each layer in bfloat16 and compute all of it in bfloat16, because
-autocast would keep a bfloat16 copy of every gathered layer. Models stay in evaluation mode: with dropout two passes over the same weights
-would disagree, and the loss compares exactly those.
+FSDP2 gathers each layer in bfloat16 and computes all of it in bfloat16, on several ranks and on a single GPU. A single rank on CPUs
+multiplies matrices in bfloat16 instead (autocast); that keeps a bfloat16 copy of every matrix, and leaves experts in float32. Models stay
+in evaluation mode: with dropout two passes over the same weights would disagree, and the loss compares exactly those.
 
 With several ranks no rank ever holds a whole model. It is made on the meta device and sharded there, and each rank reads its own part of
 the safetensors files. transformers converts what it reads as it does in `from_pretrained` (prefixes, experts that one tensor holds and
@@ -53,6 +53,7 @@ from headrace_services.trainer.distributed import (
     reduce_gradients,
     several_ranks,
     shard,
+    shards_alone,
 )
 from headrace_services.trainer.network.adapter import Adapter
 from headrace_services.trainer.network.attention import attention_arguments
@@ -142,7 +143,7 @@ def freeze_routers(model: nn.Module) -> None:
 
 
 class PlacedModel:
-    """A root on this rank's device, sharded with several ranks, and the precision in which it is computed."""
+    """A root on this rank's device, sharded as `distributed.shard` does, and the precision in which it is computed."""
 
     def __init__(
         self,
@@ -192,9 +193,9 @@ class PlacedModel:
             with adapter.taken_off() if adapter else contextlib.nullcontext():
                 fill(model, device)
         self._root, self._device = root, device
-        self._autocast = bfloat16 and not several_ranks()
+        self._autocast = bfloat16 and not several_ranks() and not shards_alone(device, bfloat16=bfloat16)
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        self._once_a_step = reduces_once(
+        self._once_a_step = several_ranks() and reduces_once(
             config.trainer.reduce_gradients, sum(parameter.numel() for parameter in trained), memory
         )
 

@@ -202,7 +202,7 @@ def pack(paths: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRow
                 cursor = place.stop
             end = cursor
             spans_of_row.append(TreeSpan(start, prompt.size, tuple(paths[i].completion_token_ids.size for i in tree)))
-        positions[r, end:] = np.arange(shape[1] - end)  # padding is a sequence of its own
+        positions[r, end:] = np.arange(shape[1] - end)  # padding is a separate sequence
         spans.append(tuple(spans_of_row))
     return PackedRows(
         input_ids=torch.from_numpy(ids),

@@ -1,6 +1,6 @@
 """The registry of metrics: name, unit, meaning and healthy values of each. `docs/metrics.md` is generated from it.
 
-Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands for a name of the run's own (a task, a GPU's number).
+Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands for a name from the run (a task, a GPU's number).
 """
 
 from __future__ import annotations
@@ -28,53 +28,54 @@ class MetricSection:
 
 
 METRIC_SECTIONS = (
-    MetricSection("Rewards and lengths", "Of the batch that a step trained on.", (
+    MetricSection("Rewards and lengths", "For the batch that a step trained on.", (
         Metric("reward", "", "mean reward after scaling and shaping", "rises"),
-        Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
+        Metric("unshaped_total_reward", "", "the same before shaping; only with reward shaping"),
         Metric("reward_std", "", "standard deviation of the same over the batch", "above 0"),
         Metric("groups_without_spread", "share",
-               "groups whose rewards (gdpo: components with a weight) are all equal, whatever their value: they teach nothing",
+               "groups whose rewards (gdpo: components with a weight) are all equal, whatever their value: they give no signal",
                "well below 1"),
         Metric("equal_rewards_alarm", "0 or 1",
-               "1 from the fifth step in a row in which no reward differs from those that it is compared with: of its group, or of the "
-               "batch where the estimator has no baseline of the group", "0"),
-        Metric("reward/<component>", "", f"mean of a reward component, over the trajectories that have it (of at most {MOST_COMPONENTS})"),
+               "1 from the fifth step in a row in which no reward differs from those that it is compared with: those of its group, or "
+               "of the batch if the estimator has no group baseline", "0"),
+        Metric("reward/<component>", "",
+               f"mean of a reward component, over the trajectories that have it (at most {MOST_COMPONENTS} components)"),
         Metric("reward_std/<component>", "", "standard deviation of the same"),
-        Metric("environment_reward", "", "mean reward as the environments gave it", "rises"),
-        Metric("environment_reward/<task>", "", "the same of one task, where a batch mixes several"),
-        Metric("mean_prompt_length", "tokens", "of a prompt, each trajectory counting; of an episode, what its first call began with"),
+        Metric("environment_reward", "", "mean reward as the environments returned it", "rises"),
+        Metric("environment_reward/<task>", "", "the same for one task, if a batch mixes several"),
+        Metric("mean_prompt_length", "tokens", "mean prompt length over trajectories; in an episode, of its first call's context"),
         Metric("mean_gen_tokens_per_sample", "tokens",
-               "that the policy wrote in a trajectory", "neither collapses nor grows to the limit"),
-        Metric("min_gen_tokens_per_sample", "tokens", "of the trajectory with the fewest"),
-        Metric("max_gen_tokens_per_sample", "tokens", "of the trajectory with the most"),
+               "mean tokens that the policy wrote in a trajectory", "neither collapses nor grows to the limit"),
+        Metric("min_gen_tokens_per_sample", "tokens", "the fewest in a trajectory"),
+        Metric("max_gen_tokens_per_sample", "tokens", "the most in a trajectory"),
         Metric("mean_total_tokens_per_sample", "tokens",
-               "of prompt and completion; of an episode, of all its paths, what these share in each of them"),
-        Metric("total_num_tokens", "tokens", "the same, of all trajectories"),
+               "mean of prompt and completion; for an episode, of all its paths, with shared tokens counted in each"),
+        Metric("total_num_tokens", "tokens", "the same, summed over all trajectories"),
         Metric("truncation_rate", "share",
                "completions that were cut off at the length limit", "small; a rise means that answers outgrow max_new_tokens"),
         Metric("failed_prompts", "prompts",
-               "that ended as failed since the step before, and were replaced by later ones; the trainer's log says why", "0"),
-        Metric("masked_tokens", "tokens", "of the policy, over age and out of the loss (staleness_policy: mask)"),
-        Metric("num_valid_samples", "trajectories", "N: sum of the multipliers of those with a token of the policy"),
+               "prompts that failed since the step before, and were replaced by later ones; the trainer's log has the reasons", "0"),
+        Metric("masked_tokens", "tokens", "policy tokens over age, which are left out of the loss (staleness_policy: mask)"),
+        Metric("num_valid_samples", "trajectories", "N: sum of the multipliers of trajectories with a policy token"),
         Metric("global_valid_toks", "tokens", "T: tokens that count, by their weight, over the step's optimizer steps"),
         Metric("global_valid_seqs", "trajectories", "N, over the step's optimizer steps"),
     )),
     MetricSection("Episodes",
-            "Means over the trajectories of the batch, by environment whose programs call the policy themselves ([agents](agents.md)).", (
-        Metric("episode_calls/<environment>", "calls", "of an episode that are trained"),
-        Metric("episode_tokens/<environment>", "tokens", "that the policy wrote in an episode and that are trained"),
-        Metric("episode_roots/<environment>", "roots", "of an episode: calls that continue no other",
-               "1, or what the program means to; more where histories change on the way"),
+            "Means over the batch's trajectories, by environment, for programs that call the policy themselves ([agents](agents.md)).", (
+        Metric("episode_calls/<environment>", "calls", "calls of an episode that are trained"),
+        Metric("episode_tokens/<environment>", "tokens", "tokens of an episode that the policy wrote and that are trained"),
+        Metric("episode_roots/<environment>", "roots", "calls of an episode that continue no other call",
+               "1, or what the program intends; more if histories change on the way"),
         Metric("episode_rendered_again/<environment>", "tokens",
-               "of the contexts of such calls behind the first: they are computed from their beginning", "as `episode_roots`, from 0"),
+               "tokens in the contexts of roots after the first, which are computed from their beginning", "as `episode_roots`, from 0"),
     )),
     MetricSection("Age", "Steps between the weights that wrote a trajectory's oldest token and those that train on it.", (
         Metric("avg_trajectory_age", "steps", "mean over the batch", "at most `max_trajectory_age_steps`"),
-        Metric("max_trajectory_age", "steps", "of the oldest trajectory (law 2)", "at most `max_trajectory_age_steps`, but for `mask`"),
+        Metric("max_trajectory_age", "steps", "of the oldest trajectory (law 2)", "at most `max_trajectory_age_steps`, except with `mask`"),
     )),
     MetricSection("Do training and inference agree?",
             "`rollout` is a token's log-probability as the inference engine sampled it, `old` the trainer's at the start of the step. "
-            "Means are over tokens that count, M their weight. With data of older weights the two differ by what the weights have "
+            "Means are over tokens that count, and M is their weight. With data from older weights the two differ by what the weights have "
             "learnt since; on-policy, only by numerics. k1, k2, k3 of d: -d, d²/2, exp(d) - 1 - d.", (
         Metric("token_mult_prob_error", "", "mean of exp(|rollout - old| M)", "< 1.05; on-policy 1.000"),
         Metric("gen_kl_error", "nats",
@@ -83,16 +84,16 @@ METRIC_SECTIONS = (
         Metric("js_divergence_error", "nats",
                "mean of ½k3(old - m) + ½k3(rollout - m), m = log(½exp(old) + ½exp(rollout))", "about 1e-3 and less"),
         Metric("on_policy_token_mult_prob_error", "",
-               "token_mult_prob_error of the trajectories that the step's own weights sampled, where there are any: numerics alone",
+               "token_mult_prob_error of the trajectories that the step's own weights sampled, if any: only numerics",
                "< 1.05; 1.000 in float32"),
         Metric("on_policy_gen_kl_error", "nats", "gen_kl_error of the same", "about 1e-3 and less"),
         Metric("off_policy_tokens", "share",
-               "tokens whose probability is further from that which they were sampled with than the clip of the ratio, or 0.2", "< 0.1"),
+               "tokens whose probability differs from that at sampling by more than the clip of the ratio, or 0.2", "< 0.1"),
         Metric("train_inference_alarm", "0 or 1",
-               "1 where trainer and inference disagree on data of the current weights, or most tokens have been off-policy for three steps",
+               "1 if trainer and inference disagree on data from the current weights, or most tokens have been off-policy for three steps",
                "0"),
         Metric("max_seq_mult_prob_error", "", "largest mean of exp(|rollout - old|) of a trajectory"),
-        Metric("mean_seq_mult_prob_error", "", "mean over trajectories of the same"),
+        Metric("mean_seq_mult_prob_error", "", "mean of the same over trajectories"),
         Metric("min_seq_mult_prob_error", "", "smallest of the same"),
         Metric("max_seq_mult_prob_error_after_mask", "", "largest among the trajectories that `seq_logprob_error_threshold` left"),
         Metric("mean_seq_mult_prob_error_after_mask", "", "mean over the same"),
@@ -104,8 +105,8 @@ METRIC_SECTIONS = (
     MetricSection("Loss, ratio and update",
             "r is the ratio exp(logprobs - old_logprobs), r_c the clipped one, w the importance weight. Averages over the optimizer steps "
             "of a step; minima and maxima are those of all of them, -1 where no token counts.", (
-        Metric("loss", "", "what was minimised"),
-        Metric("grad_norm", "", "2-norm of the gradient before it was clipped", "finite, without sudden growth"),
+        Metric("loss", "", "the minimized loss"),
+        Metric("grad_norm", "", "2-norm of the gradient before clipping", "finite, without sudden growth"),
         Metric("lr", "", "learning rate"),
         Metric("kl_penalty", "nats", "KL(policy ‖ reference), before beta", "grows slowly"),
         Metric("probs_ratio", "", "mean r", "about 1"),
@@ -123,12 +124,12 @@ METRIC_SECTIONS = (
                "mean over tokens that count of -Σ p log p, p over the whole vocabulary as sampled from: after "
                "temperature, top-k and top-p; exact", "falls slowly; at 0 nothing is explored"),
         Metric("approx_entropy", "nats",
-               "-mean of exp(logprobs - rollout_logprobs) logprobs: NeMo RL's estimate of the same, from the sampled tokens alone; "
-               "noisier, and the more so the older the data", "near entropy"),
+               "-mean of exp(logprobs - rollout_logprobs) logprobs: NeMo RL's estimate of the same, from only the sampled tokens; "
+               "noisier, more so for older data", "near entropy"),
         Metric("positive_nll_loss", "nats", "negative log-likelihood of trajectories with a positive reward"),
         Metric("probability_difference_masked", "share", "tokens that `probability_difference_mask` drops"),
     )),
-    MetricSection("Advantages", "Over all tokens of the policy.", (
+    MetricSection("Advantages", "Over all policy tokens.", (
         Metric("advantages/mean", "", "mean advantage", "about 0"),
         Metric("advantages/std", "", "standard deviation, unbiased"),
         Metric("advantages/min", "", "smallest"),
@@ -137,13 +138,13 @@ METRIC_SECTIONS = (
         Metric("baseline_reward/pct_1", "%",
                "trajectories whose baseline is 1: their whole group succeeds", "rises; at 100 nothing is left to learn"),
         Metric("baseline_reward/pct_mixed", "%",
-               "the others: where rewards are 0 or 1, those with something to learn from (else see groups_without_spread)", "well above 0"),
+               "the others: if rewards are 0 or 1, those with a signal (otherwise see groups_without_spread)", "well above 0"),
         Metric("on_policy_distillation/teacher_student_logprob_gap_mean", "nats", "mean of teacher - student (opd)", "rises to 0"),
     )),
     MetricSection("The value model", "PPO. R is the return, v the value before a token.", (
         Metric("critic/loss", "", "value loss"),
-        Metric("critic/explained_var", "", "1 - Var(R - v) / Var(R)", "rises towards 1; below 0 it is worse than a constant"),
-        Metric("critic/grad_norm", "", "2-norm of its gradient before it was clipped", "finite"),
+        Metric("critic/explained_var", "", "1 - Var(R - v) / Var(R)", "rises towards 1; below 0 is worse than a constant"),
+        Metric("critic/grad_norm", "", "2-norm of its gradient before clipping", "finite"),
         Metric("critic/lr", "", "its learning rate"),
         Metric("critic/vf_clipfrac", "share", "tokens whose clipped error is the larger", "small"),
         Metric("critic/returns_mean", "", "mean R"),
@@ -160,12 +161,12 @@ METRIC_SECTIONS = (
         Metric("dynamic_sampling_filtered_groups", "groups", "of those, filtered because all rewards were equal"),
     )),
     MetricSection("Counters", "They continue across restarts.", (
-        Metric("current_step", "steps", "trained so far"),
-        Metric("consumed_samples", "trajectories", "trained on so far"),
-        Metric("failed_prompts_total", "prompts", "that ended as failed so far, without those that were retried", "0"),
-        Metric("total_valid_tokens", "tokens", "that counted in the loss so far"),
-        Metric("trackers/failures", "attempts", "to write to a tracker that failed, since the trainer started", "0"),
-        Metric("trackers/lines_behind", "lines", "of metrics.jsonl that the slowest tracker has not received yet", "0 or 1"),
+        Metric("current_step", "steps", "steps trained so far"),
+        Metric("consumed_samples", "trajectories", "trajectories trained on so far"),
+        Metric("failed_prompts_total", "prompts", "prompts that have failed so far, without those that were retried", "0"),
+        Metric("total_valid_tokens", "tokens", "tokens that counted in the loss so far"),
+        Metric("trackers/failures", "attempts", "failed attempts to write to a tracker, since the trainer started", "0"),
+        Metric("trackers/lines_behind", "lines", "lines of metrics.jsonl that the slowest tracker has not received yet", "0 or 1"),
     )),
     MetricSection("Time", "Seconds of the step, by the loop's own clock.", (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
@@ -179,33 +180,33 @@ METRIC_SECTIONS = (
         Metric("timing/train/value_training", "s", "optimizer steps of the value model"),
         Metric("timing/train/weight_sync", "s", "weights were sent to the fleet"),
         Metric("timing/train/validation", "s", "a refit waited for a validation"),
-        Metric("timing/train/checkpointing", "s", "the loop waited for a checkpoint: for its snapshot, and for the one before it"),
+        Metric("timing/train/checkpointing", "s", "the loop waited for a checkpoint: for its snapshot, and for the previous checkpoint"),
         Metric("timing/train/checkpoint_write", "s",
-               "from the snapshot of a checkpoint to its publication, training going on; with the step in which it was published",
+               "from the snapshot of a checkpoint to its publication, during training; reported with the step in which it was published",
                "below the time between two checkpoints; else `timing/train/checkpointing` grows"),
-        Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, training going on"),
+        Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, during training"),
     )),
     MetricSection("Scoring",
-            "Means over the trajectories of the batch, or of the validation, by environment. Their sum is the time from push to score.", (
-        Metric("scoring_wait/<environment>", "s", "a trajectory waited: for a place in the environment, and on the way",
+            "Means over the trajectories of the batch or the validation, by environment. The two add up to the time from push to score.", (
+        Metric("scoring_wait/<environment>", "s", "a trajectory waited for a place in the environment, and was in transit",
                "far below the time of a step; else more reward.workers or more concurrency"),
         Metric("scoring_time/<environment>", "s", "the environment was at work on a trajectory"),
     )),
     MetricSection("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
-        Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready; `timing/train/wait_for_…` say for what"),
-        Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, of the step"),
+        Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready; `timing/train/wait_for_…` tell for what"),
+        Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
-        Metric("efficiency/idle/refit_bubble_pct", "%", "the same, of the step"),
+        Metric("efficiency/idle/refit_bubble_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation"),
-        Metric("efficiency/idle/validation_pct", "%", "the same, of the step"),
+        Metric("efficiency/idle/validation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/overhead/checkpoint_s", "s", "the loop waited for a checkpoint"),
-        Metric("efficiency/overhead/checkpoint_pct", "%", "the same, of the step"),
+        Metric("efficiency/overhead/checkpoint_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/overhead/upkeep_s", "s", "the rest: deciding what to do, and writing metrics and samples"),
-        Metric("efficiency/overhead/upkeep_pct", "%", "the same, of the step"),
+        Metric("efficiency/overhead/upkeep_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/init/total_s", "s",
-               "of the first step after each start: loading models, waiting for the buffer, resuming the run; not part of the step"),
+               "before the first step after each start: loading models, waiting for the buffer, resuming the run; not part of the step"),
         Metric("efficiency/productive_time_s", "s", "from the batch to its new weights"),
-        Metric("efficiency/efficiency_pct", "%", "the same, of the step", "near 100"),
+        Metric("efficiency/efficiency_pct", "%", "the same, as a share of the step", "near 100"),
     )),
     MetricSection("Throughput",
             "Tokens are those of whole sequences, prompts included, as in NeMo RL. A GPU is a rank of the trainer, or one of a replica's "
@@ -225,39 +226,39 @@ METRIC_SECTIONS = (
         Metric("performance/training_worker_idle_time_ratio", "share",
                "exposed_generation / (the same + the training group's time + weight_sync)", "near 0"),
         Metric("performance/train_flops_per_gpu", "TFLOP/s",
-               "FLOPs that training the policy computed (padding and recomputation too) / policy_training / training GPUs; only for an "
-               "architecture with a formula"),
+               "FLOPs that training the policy computed (with padding and recomputation) / policy_training / training GPUs; only for an "
+               "architecture with a known formula"),
         Metric("performance/train_fp_utilization", "share",
-               "train_flops_per_gpu / the device's peak (from its data sheet, else a measured matrix product)", "0.3-0.5 on one node"),
-        Metric("gpu/<number>/util", "%", "mean use of a GPU of the trainer's machine since the step before"),
+               "train_flops_per_gpu / the device's peak (from its data sheet, or else a measured matrix product)", "0.3-0.5 on one node"),
+        Metric("gpu/<number>/util", "%", "mean utilization of a GPU of the trainer's machine since the step before"),
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
     )),
-    MetricSection("Validation", "Of the weights of a version, on the held-out prompts.", (
-        Metric("accuracy", "", "mean reward; called so where some reward is neither 0 nor 1", "rises"),
-        Metric("accuracy/<task>", "", "the same of one task, where there are several"),
+    MetricSection("Validation", "For the weights of a version, on the held-out prompts.", (
+        Metric("accuracy", "", "mean reward; shown as \"mean reward\" if some reward is neither 0 nor 1", "rises"),
+        Metric("accuracy/<task>", "", "the same for one task, if there are several"),
         Metric("partial_credit", "share", "completions whose reward is neither 0 nor 1"),
-        Metric("pass_k", "share", "prompts of which a completion has a reward above 0, with `val_num_generations_per_prompt` of 2 or more",
+        Metric("pass_k", "share", "prompts with a completion whose reward is above 0; with `val_num_generations_per_prompt` of 2 or more",
             "rises"),
-        Metric("mean_length", "tokens", "of a completion"),
-        Metric("evaluated", "prompts", "that have a result"),
-        Metric("failed", "prompts", "that ended without a reward; they enter no mean", "0"),
-        Metric("pending", "prompts", "that had no result when the validation was given up", "0"),
-        Metric("version_min", "version", "of the oldest weights that wrote a token"),
-        Metric("version_max", "version", "of the newest"),
+        Metric("mean_length", "tokens", "mean length of a completion"),
+        Metric("evaluated", "prompts", "prompts with a result"),
+        Metric("failed", "prompts", "prompts that ended without a reward; they enter no mean", "0"),
+        Metric("pending", "prompts", "prompts without a result when the validation was abandoned", "0"),
+        Metric("version_min", "version", "version of the oldest weights that wrote a token"),
+        Metric("version_max", "version", "version of the newest"),
     )),
 )  # fmt: skip
 
-# Trackers know these by the same names; the others get `train/` or `validation/` before theirs.
+# Trackers get these under the same names. Others get the prefix `train/` or `validation/`.
 OWN_PREFIX = ("timing/", "efficiency/", "performance/", "gpu/", "trackers/")
 
 
 def tracked_name(kind: str, name: str) -> str:
-    """The name in a tracker of a metric of a `train` or `validation` line."""
+    """Return a metric's name in trackers, for a `train` or `validation` line."""
     return name if name.startswith(OWN_PREFIX) else f"{kind}/{name}"
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """The names that no section has."""
+    """Return the names that no section has."""
     return sorted(name for name in names if not _KNOWN.fullmatch(name))
 
 

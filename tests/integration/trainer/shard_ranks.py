@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace_services.trainer import distributed
 from headrace_services.trainer.distributed import full_tensor, local_part
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from headrace_services.trainer.network.value_model import ValueModel
@@ -165,6 +167,43 @@ def two(models: dict[str, Path], folder: Path) -> None:
         if rank == 0:
             torch.save(grads, folder / f"{how}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def passed(chosen: Config) -> tuple[list[str], dict[str, Tensor]]:
+    """A pass forward and backward: the dtypes of the experts' weights and inputs in it, and the gradients."""
+    policy, seen = PolicyModel(chosen), list[str]()
+
+    def look(experts: Any, given: Any) -> None:
+        seen.extend(str(tensor.dtype) for tensor in (experts.gate_up_proj, given[0]))
+
+    policy.model.model.layers[0].mlp.experts.register_forward_pre_hook(look)
+    policy.placed.expect_backward(last=True)
+    policy.forward(PackedRows.of_tokens(IDS), LogitsWarper()).logprobs.sum().backward()
+    return seen, {name: full_tensor(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
+    """One rank, without a process group, that shards its models over itself as it does on a GPU."""
+    experts = settings(models["experts"], precision="bfloat16")
+    seen, exact = passed(experts)
+    distributed.shards_alone = backbone.shards_alone = lambda device, *, bfloat16: bfloat16
+    now, gradients = passed(experts)
+    apart = {name: float((gradients[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
+    found: dict[str, Any] = {"autocast": seen, "sharded": now, "apart": apart, "ranks": dist.get_world_size()}
+    for kind, lora in (("whole", {}), ("adapter", {"lora_cfg": {"enabled": True, "dim": 3}})):
+        chosen = config(tiny_model, grpo=GRPO, policy={"precision": "bfloat16", "train_micro_batch_size": 3, **lora})
+        learner, saved = Learner(chosen), folder / kind
+        train_step(learner, random_batch(COUNT, 0, prompts=2))
+        learner.probe(IDS)
+        saved.mkdir()
+        learner.snapshot()(saved)
+        batches = [random_batch(COUNT, 1, prompts=2) for _ in range(2)]
+        on, again = train_step(learner, batches[0]), train_step(Learner(chosen, saved), batches[1])
+        shards = any(isinstance(parameter, DTensor) for parameter in learner.policy.model.parameters())
+        names = [name for name, _, _ in learner.weight_metadata()] == [name for name, _ in learner.iter_weights()]
+        found[kind] = {"on": on, "again": again, "shards": shards, "names": names}
+    (folder / "0.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -60,7 +60,7 @@ def test_rewards_are_scaled_then_shaped_and_what_was_cut_off_leaves_the_loss(tin
 
 def test_gdpo_trains_on_reward_components_and_says_which_environment_has_none(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, grpo={**GROUPS, "adv_estimator": {"name": "gdpo"}}))
-    with pytest.raises(ServiceError, match="environment 'math' scored with reward components none: gdpo"):
+    with pytest.raises(ServiceError, match="environment 'math' scored with reward components none, and gdpo"):
         train_step(learner, two_groups())
     components = [{"format": float(i % 2), "correct": float(i // 2 % 2)} for i in range(8)]
     given = two_groups(components=components)

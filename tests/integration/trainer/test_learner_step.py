@@ -331,7 +331,7 @@ def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
     """They are of no version: neither a checkpoint nor the fleet may get them."""
     policy = {"train_global_batch_size": 2}
     learner = Learner(config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy=policy))
-    says = r"because of trajectory 'g'\[3\].*1 optimizer steps of this step were taken before it"
+    says = r"because of trajectory 'g'\[3\].*1 optimizer steps of this step were taken before"
     with pytest.raises(ServiceError, match=says):
         train_step(learner, overflowing(4, 3))
     assert learner.version == 0

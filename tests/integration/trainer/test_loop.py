@@ -354,7 +354,7 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
         process.terminate()
         assert await ended(process) == EXIT_STOPPED, trainer.said()
         stopped = re.search(
-            r"stopped at version (\d+); the next start goes on from checkpoint (\d+)$", trainer.said(), re.MULTILINE
+            r"stopped at version (\d+); the next start continues from checkpoint (\d+)$", trainer.said(), re.MULTILINE
         )
         assert stopped, trainer.said()
         assert stopped[1] == stopped[2], "what was trained is saved"

@@ -44,7 +44,7 @@ async def test_a_retained_step_is_recomputed_and_compared_with_what_was_logged(
         await replay_step.main(config, replay, 3)
     with pytest.raises(ServiceError, match=r"no longer holds the trajectories of step 0 .*: 2$"):
         await replay_step.main(config, replay, 0)
-    with pytest.raises(ServiceError, match=f"step {STEPS} is not among the steps"):
+    with pytest.raises(ServiceError, match=f"step {STEPS} is not one of the steps"):
         await replay_step.main(config, replay, STEPS)
 
     done = await replay_step.main(config, replay, 2)

@@ -25,7 +25,7 @@ from headrace_services.trainer.network.backbone import fill, on_meta, reduces_on
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import config, random_batch
-from tests.integration.trainer.shard_ranks import COUNT, GRPO, IDS, STEPS, copies, measured, sized, two
+from tests.integration.trainer.shard_ranks import COUNT, GRPO, IDS, STEPS, alone, copies, measured, sized, two
 from tests.support.forks import fork_ranks
 
 SMALL: dict[str, Any] = {
@@ -169,6 +169,23 @@ def test_the_planned_memory_is_what_is_taken(
     autocast = (ranks, precision) == (1, "bfloat16")
     share = {(True, "deep"): 1 / 3, (True, "experts"): 1 / 2}.get((autocast, name), 1 / 6)
     assert trainer["policy: activations"] == pytest.approx(found["activations"], rel=share)
+
+
+def test_one_rank_that_shards_alone_computes_experts_in_bfloat16_and_trains_on(
+    models: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    """As on a GPU: the gradients are autocast's, up to the rounding of bfloat16, and a checkpoint is continued to the bit."""
+    (found,) = run(1, alone, models, tiny_model, folder=tmp_path)
+    assert found["ranks"] == 1
+    assert found["autocast"][0] == "torch.float32", "what sharding is for"
+    assert found["sharded"] == ["torch.bfloat16"] * 2
+    assert all(apart < 0.05 for apart in found["apart"].values()), found["apart"]
+    for kind in ("whole", "adapter"):
+        assert found[kind]["shards"]
+        assert found[kind]["names"]
+        assert found[kind]["again"] == found[kind]["on"]
+        (state,) = (tmp_path / kind / "training").glob("*.safetensors")
+        assert state.name == "rank_0_of_1.safetensors"
 
 
 def test_copies_on_two_hosts_take_the_steps_of_one_rank(
