@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ class EngineDied(Exception):
 
 
 class Engine:
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=3))
+
     def __init__(self, *, errored: bool) -> None:
         self.errored = errored
         self.dead_error = EngineDied("the engine died")
