@@ -1,7 +1,8 @@
 """Whole refits: a trainer's weights, the real buffer, and real vLLM replicas in processes of their own.
 
-An engine takes 13 CPU seconds to start. So the tests share two by day and a third at night, each test in a run of its own: every run begins
-with a refit, which makes nothing of what an engine computed with before. Where a second replica only has to be there, it is a small one.
+An engine takes 13 CPU seconds to start, and one of two workers 31. So the tests share three by day and a fourth at night, each test in a
+run of its own: every run begins with a refit, which makes nothing of what an engine computed with before. Where a second replica only has
+to be there, it is a small one.
 """
 
 from __future__ import annotations
@@ -318,7 +319,6 @@ async def test_one_stale_tensor_or_copy_is_refused_though_no_log_probability_sho
     assert (await run.refit(len(FAULTS) + 1)).verified == ("a",)
 
 
-@pytest.mark.nightly  # an engine of two processes, which no other test needs
 @pytest.mark.parametrize("workers", [2])
 async def test_a_tensor_parallel_replica_takes_the_epoch_after_one_that_a_worker_or_the_transfer_failed(
     run: Run,
