@@ -96,7 +96,7 @@ async def _in_flight(stage: Stage, config: Config, running: AsyncLLM, redis_url:
     sender, receiver = WeightSender(config, replay), WeightReceiver(config, running, replay, "replica")
     await replay.register("replica", {"device": "cpu"})
     followed = asyncio.create_task(follow(replay, receiver))
-    ids = choose_token_ids(source.model.config.vocab_size)  # type: ignore[arg-type]
+    ids = choose_token_ids(stage.size.policy_config.vocab_size)
 
     async def refit(version: int, probe: np.ndarray) -> None:
         report = await sender.refit(version, TIMELINE, source, ids, probe)

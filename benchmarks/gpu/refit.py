@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -82,7 +83,7 @@ def _copies(stage: Stage) -> dict[str, float]:
     if stage.device == "cuda":
         for what, pinned in ((TO_PAGEABLE, False), (TO_BUCKET, True)):
             host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-            rates["gloo"] = nbytes / seconds(device, lambda host=host: host.copy_(here))
+            rates["gloo"] = nbytes / seconds(device, functools.partial(host.copy_, here))
             stage.rows.add(what, f"{rates['gloo'] / 1e9:.1f} GB/s")
     else:
         stage.rows.add(TO_PAGEABLE, NEEDS_CUDA)

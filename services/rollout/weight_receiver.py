@@ -54,7 +54,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     """The `AsyncEngineArgs` that the weight channel needs.
 
     The prefix cache is on: a conversation is not computed anew at each turn. See `WeightReceiver.cache_salt` for what keeps entries of
-    older weights from new requests. Priority scheduling lets the probe overtake waiting requests.
+    older weights from new requests. Priority scheduling lets the probe overtake waiting requests, and `SequenceSlots` leaves it a slot.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform

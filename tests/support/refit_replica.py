@@ -8,8 +8,10 @@ Argument: config, redis_url, arguments (merged into vLLM's), and whether it sche
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from headrace.config import Config
@@ -103,8 +105,9 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         member.cancel()
 
 
-def allow_async_scheduling() -> None:
-    """Have vLLM leave it on where it was asked for on a CPU. To be called once the service has set what vLLM reads as it is imported."""
+def start_asynchronous(start: Callable[..., Any], *given: Any) -> Any:
+    """`start` with the scheduling asked for, which vLLM turns off on a CPU. Not earlier: the service sets what vLLM reads when it is
+    imported."""
     from vllm.platforms.cpu import CpuPlatform
 
     own = CpuPlatform.check_and_update_config
@@ -115,12 +118,12 @@ def allow_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = asked
 
     CpuPlatform.check_and_update_config = staticmethod(check)  # type: ignore[method-assign, assignment]
+    return start(*given)
 
 
 def main(spec: dict[str, Any]) -> None:
     config = Config.model_validate(spec["config"])
     if spec["asynchronous"]:
-        start = engine._start
-        engine._start = lambda *given: (allow_async_scheduling(), start(*given))[1]
+        engine._start = functools.partial(start_asynchronous, engine._start)
     with engine.running_engine(config, spec["arguments"]) as running:
         asyncio.run(serve(spec, config, running))
