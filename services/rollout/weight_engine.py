@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
@@ -104,7 +105,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
             secret=bytes.fromhex(init_info.secret),
         )
-        with _mark_interrupted():
+        # with VLLM_BATCH_INVARIANT, vLLM sets variables of NCCL that hold for its own groups alone: all ranks of a group must have the same
+        with unpinned_nccl_env(), _mark_interrupted():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:
