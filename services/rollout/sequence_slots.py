@@ -1,8 +1,8 @@
 """Limits how many sequences the replica has in its engine, so that a slot stays free for the probe of a refit.
 
-vLLM admits no request while `max_num_seqs` sequences run, whatever its priority. A probe would wait until one of them ends, which can take
-longer than `weight_channel.timeout_s`. So vLLM has one slot more than `policy.generation.vllm_cfg.max_num_seqs`, and everything but the
-probe takes its slots here first.
+vLLM admits no request while `max_num_seqs` sequences are running, whatever the request's priority. The probe would wait until one of them
+ends, possibly longer than `weight_channel.timeout_s`. So vLLM gets one slot more than `policy.generation.vllm_cfg.max_num_seqs`, and
+everything except the probe takes slots here first.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# Slots of the engine beyond those that are given out here: one probe at a time.
+# The engine's slots beyond those that are given out here. Only one probe runs at a time.
 PROBE_SLOTS = 1
 
 
 class SequenceSlots:
-    """`count` slots. The lowest `priority` gets a slot first; equal ones get them in the order in which they asked."""
+    """Gives out `count` slots: the lowest `priority` first, and in the order of the requests among equal ones."""
 
     def __init__(self, count: int) -> None:
         self.count = self._free = count
         self._order: Iterator[int] = itertools.count()
-        self._queue: list[tuple[int, int, int, asyncio.Future[None]]] = []  # with the number of slots before the future
+        # priority, order, number of slots, and the future that is done once they are given
+        self._queue: list[tuple[int, int, int, asyncio.Future[None]]] = []
 
     @classmethod
     def of(cls, engine: AsyncLLM) -> SequenceSlots:
-        """The slots of an engine that `engine_arguments` configured."""
+        """Return the slots of an engine that `engine_arguments` configured."""
         return cls(engine.vllm_config.scheduler_config.max_num_seqs - PROBE_SLOTS)
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that wait for a slot."""
+        """The number of sequences that are waiting for a slot."""
         return sum(wanted for _, _, wanted, future in self._queue if not future.done())
 
     def check(self, wanted: int) -> None:
@@ -58,7 +59,7 @@ class SequenceSlots:
             await given
             yield
         finally:
-            if given.cancelled():  # while it waited; what is behind it may fit now
+            if given.cancelled():  # while waiting; the next in the queue may fit now
                 self._give()
             else:
                 self._free += wanted

@@ -22,7 +22,9 @@ def test_what_vllm_sets_for_its_own_groups_of_nccl_does_not_hold_for_one_with_th
     from headrace_services.rollout.weight_engine import JoinGroup, WeightChannelEngine
 
     monkeypatch.setenv("NCCL_PROTO", "Simple")
-    monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_PROTO": None})  # as `pin_nccl_env` leaves it where NCCL reads it again
+    monkeypatch.setattr(
+        nccl, "_unpinned_env", {"NCCL_PROTO": None}
+    )  # as `pin_nccl_env` leaves it where NCCL reads it again
     found = []
 
     def follow(*_: Any) -> SimpleNamespace:
