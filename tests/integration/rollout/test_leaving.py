@@ -96,7 +96,7 @@ async def test_a_trajectory_that_waits_for_a_slot_when_the_replica_leaves_is_not
     await leasing.register(worker.replica, {})
     async with worker.slots.take(worker.slots.count):
         waiting = asyncio.create_task(worker._generate_one(leasing.leases[0], 0))
-        while not worker.slots.waiting:
+        while not worker.slots.waiting:  # noqa: ASYNC110 - it sets no event
             await asyncio.sleep(0)
         worker._leaving = True
     await waiting  # the engine here can't generate
