@@ -162,7 +162,7 @@ class VLLMConfig(Section):
 
     def resolved(self, *, on_cpu: bool, device_memory: int = 0) -> VLLMConfig:
         """Return a copy with null replaced by Headrace's own defaults on this device. `device_memory`: the bytes of a GPU, if known."""
-        # vLLM's own defaults for GPUs, by their memory
+        # vLLM's own defaults, except that it has 256 for an A100 of 80 GB
         sequences = self.max_num_seqs or (1024 if device_memory >= 70 * 1024**3 else 256)
         if self.max_num_seqs is None and self.max_num_batched_tokens is not None:
             sequences = min(sequences, self.max_num_batched_tokens - 1)
