@@ -33,6 +33,11 @@ class Device:
     name: str
     memory: int  # bytes
 
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is an instance of a divided GPU (MIG)."""
+        return self.uuid.startswith("MIG-")
+
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.memory / _GIB:.0f} GiB)"
 
@@ -66,6 +71,19 @@ class DevicePlan:
     @property
     def is_shared(self) -> bool:
         return any(device in self.trainer for slice_ in self.replicas for device in slice_)
+
+
+def check_for_engine(devices: Iterable[Device]) -> None:
+    """Raise `ServiceError` if a replica's engine can't use one of its devices.
+
+    vLLM 0.32 asks NVML for a UUID's index, and then for the device with that index. For a MIG instance that is a different device.
+    """
+    if instances := [device for device in devices if device.is_instance]:
+        raise ServiceError(
+            f"{', '.join(map(str, instances))} is an instance of a divided GPU (MIG), which vLLM 0.32 would mistake for another device: a "
+            f"replica needs whole GPUs. Choose them by {VISIBLE} (the trainer takes the first ones, and may have instances), or end the "
+            f"division (`nvidia-smi -i {instances[0].index.partition(':')[0]} -mig 0`)"
+        )
 
 
 class TooFewDevices(ServiceError):

@@ -1,4 +1,4 @@
-"""The weight channel on one device: two ranks there, a peer that never comes, one that stands still."""
+"""The weight channel: two ranks on one device, a peer that never comes, one that stands still."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ START_S = 90.0  # for a peer to import torch and to join
 
 
 class Pair:
-    """A group of two, of which this process leads and `peer` follows; both on `device`."""
+    """A group of two, of which this process leads on `device` and `peer` follows on `peer_device`, by default the same."""
 
-    def __init__(self, backend: Backend, device: torch.device) -> None:
+    def __init__(self, backend: Backend, device: torch.device, peer_device: torch.device | None = None) -> None:
+        self.peer_device = peer_device or device
         self.store = RendezvousStore(HOST, 0)
         self.place = GroupRank(
             secrets.token_hex(4), backend, HOST, self.store.port, 0, 2, device, secrets.token_bytes(32)
@@ -57,7 +58,7 @@ class Pair:
             "group_id": self.place.group_id,
             "backend": self.place.backend,
             "port": self.place.port,
-            "device": str(self.place.device),
+            "device": str(self.peer_device),
             "secret": self.place.secret.hex(),
             "timeout_s": timeout_s,
         }
@@ -79,11 +80,20 @@ class Pair:
         self.channel = channel
 
 
-def pairs(stage: Stage) -> Iterator[tuple[Backend, Pair]]:
-    """A pair for each backend that there is here. gloo's tensors go through the host's memory."""
+def pairs(stage: Stage, *, apart: bool = True) -> Iterator[tuple[Backend, Pair]]:
+    """A pair for each backend that there is here. gloo's tensors go through the host's memory. The peer of nccl has the second device, if
+    there is one and they may be `apart`."""
     yield "gloo", Pair("gloo", torch.device("cpu"))
     if stage.device == "cuda":
-        yield "nccl", Pair("nccl", stage.torch_device)
+        second = torch.device("cuda", 1) if apart and torch.cuda.device_count() > 1 else stage.torch_device
+        yield "nccl", Pair("nccl", stage.torch_device, second)
+
+
+def say_where(stage: Stage, pair: Pair) -> None:
+    """A row with the devices of the pair, if it is one of nccl."""
+    if pair.place.backend == "nccl":
+        only = ", the only device" if torch.cuda.device_count() == 1 else ""
+        stage.rows.add("the ranks of nccl are on", f"{pair.place.device} and {pair.peer_device}{only}")
 
 
 def refused(backend: Backend, error: WeightChannelError) -> str:
@@ -96,7 +106,7 @@ def world_of_two(stage: Stage) -> None:
     what = f"two ranks of nccl on one device, {MULTI_RANK}={os.environ.get(MULTI_RANK, '0')}"
     if stage.device != "cuda":
         stage.rows.add(what, NEEDS_CUDA)
-    for backend, pair in pairs(stage):
+    for backend, pair in pairs(stage, apart=False):
         named = what if backend == "nccl" else "two ranks of gloo on one host"
         stage.rows.add(named, _two(stage, backend, pair))
 
@@ -128,6 +138,7 @@ def missing_peer(stage: Stage) -> None:
 def stopped_peer(stage: Stage) -> None:
     """Rank 1 is stopped (SIGSTOP) before it has taken a broadcast."""
     for backend, pair in pairs(stage):
+        say_where(stage, pair)
         # more than sockets hold
         tensor = torch.ones(max(2**26, stage.size.bandwidth_bytes), dtype=torch.uint8, device=pair.place.device)
         with pair.peer(2 * START_S, broadcasts=1, nbytes=tensor.numel()) as peer:

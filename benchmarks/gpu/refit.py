@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu.channel import Pair, pairs, refused
+from benchmarks.gpu.channel import Pair, pairs, refused, say_where
 from benchmarks.gpu.rows import NEEDS_CUDA
 from benchmarks.gpu.stage import Stage, seconds
 from headrace.config import Config
@@ -21,7 +22,7 @@ SENT = "all tensors in bfloat16 over"
 PATIENCE_S = 240.0
 BROADCASTS = 3
 WITHIN, CHECKSUM = "copy within the device's memory", "checksum of a bucket"
-TO_BUCKET, TO_PINNED = "copy to the host's memory, as gloo's bucket takes it", "copy to the host's memory, pinned"
+TO_BUCKET, TO_PAGEABLE = "copy to the host's memory, pinned as gloo's bucket", "copy to the host's memory, pageable"
 
 
 def refit(stage: Stage) -> None:
@@ -35,6 +36,7 @@ def refit(stage: Stage) -> None:
         Config().weight_channel.bucket_size(stage.device),
     )
     for backend, pair in pairs(stage):
+        say_where(stage, pair)
         try:
             stage.rows.add(f"{SENT} {backend}", *_sent(pair, manifest, weights, copies[backend]))
         except WeightChannelError as error:
@@ -79,13 +81,11 @@ def _copies(stage: Stage) -> dict[str, float]:
     stage.rows.add(CHECKSUM, f"{nbytes / seconds(device, lambda: checksum(here)) / 1e9:.1f} GB/s")
     rates["gloo"] = rates["nccl"]
     if stage.device == "cuda":
-        host = torch.empty(nbytes, dtype=torch.uint8)
-        rates["gloo"] = nbytes / seconds(device, lambda: host.copy_(here))
-        stage.rows.add(TO_BUCKET, f"{rates['gloo'] / 1e9:.1f} GB/s")
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        rate = nbytes / seconds(device, lambda: pinned.copy_(here))
-        stage.rows.add(TO_PINNED, f"{rate / 1e9:.1f} GB/s")
+        for what, pinned in ((TO_PAGEABLE, False), (TO_BUCKET, True)):
+            host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            rates["gloo"] = nbytes / seconds(device, functools.partial(host.copy_, here))
+            stage.rows.add(what, f"{rates['gloo'] / 1e9:.1f} GB/s")
     else:
+        stage.rows.add(TO_PAGEABLE, NEEDS_CUDA)
         stage.rows.add(TO_BUCKET, NEEDS_CUDA)
-        stage.rows.add(TO_PINNED, NEEDS_CUDA)
     return rates

@@ -35,7 +35,7 @@ _TINY = {
 class Size:
     """`policy` is the model that is trained and generates, `refit` the one whose tensors are sent, each a name in `KNOWN` with `changes`.
     A batch is `groups` of `generations`, with `prompt` tokens and at most `completion`; a micro-batch `micro_batch` of them. The engine
-    answers `requests` of `decode` tokens."""
+    answers `requests` of `decode` tokens, and takes a refit during completions of `in_flight` tokens."""
 
     policy: str
     refit: str
@@ -47,6 +47,7 @@ class Size:
     micro_batch: int
     requests: int
     decode: int
+    in_flight: int
     bandwidth_bytes: int
     deadline_s: float
 
@@ -131,6 +132,7 @@ SIZES = {
         micro_batch=4,
         requests=256,
         decode=512,
+        in_flight=512,
         bandwidth_bytes=2**30,
         deadline_s=20.0,
     ),
@@ -145,6 +147,7 @@ SIZES = {
         micro_batch=4,
         requests=8,
         decode=16,
+        in_flight=1500,
         bandwidth_bytes=2**20,
         deadline_s=2.0,
     ),

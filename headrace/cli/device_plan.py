@@ -41,7 +41,7 @@ def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -
     inventory.check_driver()
     slice_size = config.policy.generation.vllm_cfg.tensor_parallel_size
     try:
-        return devices.plan(inventory.devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
+        found = devices.plan(inventory.devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
     except TooFewDevices as error:
         wanted = [f"trainer.num_processes {ranks}"] if ranks else []
         if replicas:
@@ -51,6 +51,8 @@ def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -
             f"({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to cpu. The plan so far:\n"
             + "\n".join(lines(error.partial))
         ) from error
+    devices.check_for_engine(device for slice_ in found.replicas for device in slice_)
+    return found
 
 
 def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:

@@ -131,7 +131,7 @@ def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
         "tensor-parallel-size": vllm_cfg.tensor_parallel_size,
         "gpu-memory-utilization": vllm_cfg.gpu_memory_utilization,
         "kv-cache-memory-bytes": vllm_cfg.kv_cache_memory_bytes,
-        "max-num-seqs": vllm_cfg.max_num_seqs,
+        "max-num-seqs": policy.generation.vllm_cfg.max_num_seqs,  # null is vLLM's choice: a server has no refits
         "max-num-batched-tokens": vllm_cfg.max_num_batched_tokens,
         "tokenizer": policy.tokenizer.name if found.run.step == 0 else None,
         "hf-overrides": json.dumps(policy.hf_config_overrides) if policy.hf_config_overrides else None,

@@ -125,11 +125,20 @@ class VLLMConfig(Section):
     enforce_eager: bool | None = Field(
         None, description="no CUDA graphs, no compilation; null: true on a CPU, false on a GPU"
     )
-    max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
-    max_num_batched_tokens: int | None = Field(
+    max_num_seqs: int | None = Field(
         None,
         ge=1,
-        description="tokens in a batch of the engine; null: 8192 on a GPU (max_num_seqs, if that is more), vLLM's own choice on a CPU",
+        description="sequences that the engine computes at once, besides a refit's probe; null: 1024 on a GPU of 70 GiB or more, else 256",
+    )
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="tokens in a batch of the engine, more than max_num_seqs; null: 8192 on a GPU (max_num_seqs + 1, if that is more), "
+        "vLLM's own choice on a CPU",
+    )
+    async_scheduling: bool | None = Field(
+        None,
+        description="vLLM prepares a step while the GPU computes the previous one; null: vLLM's choice, on for a GPU; always off on a CPU",
     )
     tool_parser: str | None = Field(
         None,
@@ -141,16 +150,31 @@ class VLLMConfig(Section):
         description="vLLM's parser for this model's reasoning (qwen3, deepseek_r1, …); null leaves it in the content",
     )
 
-    def resolved(self, *, on_cpu: bool) -> VLLMConfig:
-        """Return a copy with null replaced by Headrace's own defaults on this device."""
+    @model_validator(mode="after")
+    def _a_token_for_each_sequence(self) -> VLLMConfig:
+        sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if sequences is not None and tokens is not None and tokens <= sequences:
+            raise ValueError(
+                f"max_num_batched_tokens {tokens} is not more than max_num_seqs {sequences}: a batch has a token of each sequence, "
+                "and one of a refit's probe; raise the first or lower the second"
+            )
+        return self
+
+    def resolved(self, *, on_cpu: bool, device_memory: int = 0) -> VLLMConfig:
+        """Return a copy with null replaced by Headrace's own defaults on this device. `device_memory`: the bytes of a GPU, if known."""
+        # vLLM's own defaults, except that it has 256 for an A100 of 80 GB
+        sequences = self.max_num_seqs or (1024 if device_memory >= 70 * 1024**3 else 256)
+        if self.max_num_seqs is None and self.max_num_batched_tokens is not None:
+            sequences = min(sequences, self.max_num_batched_tokens - 1)
+        ours: dict[str, Any] = {"max_num_seqs": sequences}
         if on_cpu:
             cache = 256 * 1024**2 if self.gpu_memory_utilization is None else None
-            ours: dict[str, Any] = {"kv_cache_memory_bytes": cache, "enforce_eager": True}
+            ours |= {"kv_cache_memory_bytes": cache, "enforce_eager": True}
         else:
-            ours = {
+            ours |= {
                 "gpu_memory_utilization": 0.9,
                 "enforce_eager": False,
-                "max_num_batched_tokens": max(8192, self.max_num_seqs),
+                "max_num_batched_tokens": max(8192, sequences + 1),
             }
         return self.model_copy(update={key: value for key, value in ours.items() if getattr(self, key) is None})
 

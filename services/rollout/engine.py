@@ -28,6 +28,7 @@ from headrace.weights import nccl
 from headrace.weights.probe import rollout_dtype
 from headrace_services.rollout import child, weight_receiver
 from headrace_services.rollout.chat_format import check_parser_names
+from headrace_services.rollout.sequence_slots import PROBE_SLOTS
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -104,9 +105,11 @@ def _hook_into_children() -> None:
         os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), child.PLUGIN]))
 
 
-def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's `AsyncEngineArgs`, without those of the weight channel. vLLM chooses the value of any that is None."""
-    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
+def engine_arguments(config: Config, *, on_cpu: bool, device_memory: int = 0) -> dict[str, Any]:
+    """Return vLLM's `AsyncEngineArgs`, without those of the weight channel. vLLM chooses the value of any that is None. `device_memory` is
+    as in `VLLMConfig.resolved`."""
+    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu, device_memory=device_memory)
+    assert vllm_cfg.max_num_seqs is not None
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
         "runner": "generate",
@@ -116,7 +119,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
         "enforce_eager": vllm_cfg.enforce_eager,
-        "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_seqs": vllm_cfg.max_num_seqs + PROBE_SLOTS,
+        "async_scheduling": vllm_cfg.async_scheduling,
         "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
         # the run's own requests have the highest priority, before those of the HTTP API
         "scheduling_policy": "priority",
@@ -126,6 +130,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
+    if not on_cpu and not vllm_cfg.enforce_eager:
+        arguments["max_cudagraph_capture_size"] = _largest_cuda_graph(vllm_cfg.max_num_seqs)
     if vllm_cfg.attention_backend is not None:
         arguments["attention_backend"] = vllm_cfg.attention_backend
     if vllm_cfg.gpu_memory_utilization is not None:
@@ -143,6 +149,15 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu and vllm_cfg.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = _ONE_PROCESS
     return arguments
+
+
+def _largest_cuda_graph(sequences: int) -> int | None:
+    """Return the largest CUDA graph that vLLM would capture for `sequences`, in tokens; None leaves it to vLLM.
+
+    vLLM captures graphs of up to twice as many tokens as it has sequences, at most 512 (more on Blackwell), in steps of 8 or 16. Unless the
+    largest is given, it adds one of exactly as many tokens as sequences. With the probe's slot that graph would be an extra one.
+    """
+    return 2 * sequences if sequences <= 256 and sequences % 8 == 0 else None
 
 
 def _use_adapter(engine: Any) -> None:
@@ -171,7 +186,12 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
     if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
         raise ServiceError(problem)
     check_parser_names(config)
-    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
+    own = (
+        () if on_cpu else devices.visible(os.environ).devices[: config.policy.generation.vllm_cfg.tensor_parallel_size]
+    )
+    devices.check_for_engine(own)
+    memory = min((device.memory for device in own), default=0)
+    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
@@ -181,7 +201,8 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
 
         torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
     try:
-        arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
+        arguments = engine_arguments(config, on_cpu=on_cpu, device_memory=memory)
+        arguments |= weight_receiver.engine_arguments(config) | dict(overrides)
         with importing():
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if problem := weight_receiver.refit_problem(vllm_config):
@@ -209,7 +230,8 @@ async def described(engine: AsyncLLM) -> str:
         f"the engine's weights are in {str(vllm.model_config.dtype).removeprefix('torch.')}, its KV cache in "
         f"{vllm.cache_config.cache_dtype} (policy.generation.vllm_cfg.kv_cache_dtype), {vllm.cache_config.num_gpu_blocks} blocks of it; "
         f"attention by {', '.join(sorted(backends)) or 'no backend'}; vLLM's model runner is V{2 if vllm.use_v2_model_runner else 1} "
-        f"({_MODEL_RUNNER})"
+        f"({_MODEL_RUNNER}); async scheduling is {'on' if vllm.scheduler_config.async_scheduling else 'off'} "
+        "(policy.generation.vllm_cfg.async_scheduling)"
     )
 
 

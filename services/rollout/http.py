@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -32,6 +32,7 @@ from headrace.service import body_of, create_app, problems
 from headrace.weights.probe import tolerance
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
+from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
-    after = BehindTraining(engine, lambda: worker.receiver.cache_salt)
+    after = BehindTraining(engine, worker.slots, lambda: worker.receiver.cache_salt)
     app.state.openai_serving_completion = OpenAIServingCompletion(after, served, **shared)
     app.state.openai_serving_chat = OpenAIServingChat(
         after, served, "assistant", **shared, **chat_format.template, **chat_format.parsers
@@ -237,18 +238,32 @@ class BehindTraining:
     Each combination of a salt that they ask for and of `cache_salt` (`WeightReceiver.cache_salt`) has its own part of the prefix cache.
     """
 
-    def __init__(self, engine: AsyncLLM, cache_salt: Callable[[], str | None]) -> None:
+    def __init__(self, engine: AsyncLLM, slots: SequenceSlots, cache_salt: Callable[[], str | None]) -> None:
         self._engine = engine
+        self._slots = slots
         self._cache_salt = cache_salt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompt: Any, *arguments: Any, priority: int = 0, **named: Any) -> Any:
-        salt = self._cache_salt()
-        if salt is not None:
-            prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt', '')}"}
-        return self._engine.generate(prompt, *arguments, priority=max(1, priority), **named)
+    def generate(
+        self, prompt: Any, params: Any, *arguments: Any, priority: int = 0, **named: Any
+    ) -> AsyncIterator[Any]:
+        """Like the engine's `generate`. Raises `ValueError` at once, before a stream begins, for more sequences than there are slots."""
+        self._slots.check(params.n)
+        return self._outputs(prompt, params, *arguments, priority=max(1, priority), **named)
+
+    async def _outputs(
+        self, prompt: Any, params: Any, *arguments: Any, priority: int, **named: Any
+    ) -> AsyncIterator[Any]:
+        async with self._slots.take(params.n, priority):
+            salt = self._cache_salt()
+            if salt is not None:
+                prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt', '')}"}
+            outputs = self._engine.generate(prompt, params, *arguments, priority=priority, **named)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
 
 
 class RolloutMetrics(Collector):
@@ -263,7 +278,7 @@ class RolloutMetrics(Collector):
         gauges = {
             "requests_running": (
                 "Sequences in the engine, waiting or running",
-                self.engine.get_num_unfinished_requests(),
+                self.engine.get_num_unfinished_requests() + self.worker.slots.waiting,
             ),
             "leases_held": ("Groups being generated", len(self.worker.held)),
             "weight_version": ("Weight version verified last; -1 before the first", status.version),

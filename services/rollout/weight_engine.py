@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
@@ -111,7 +112,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
             secret=bytes.fromhex(init_info.secret),
         )
-        with _interrupting():
+        # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
+        with unpinned_nccl_env(), _interrupting():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:

@@ -64,7 +64,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     """Return the `AsyncEngineArgs` that the weight channel needs.
 
     The prefix cache is on, so that a conversation is not recomputed at each turn. `WeightReceiver.cache_salt` keeps entries of older
-    weights from new requests. Priority scheduling lets the probe overtake waiting requests.
+    weights from new requests. Priority scheduling lets the probe overtake waiting requests, and `SequenceSlots` keeps a slot free for it.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform

@@ -42,6 +42,7 @@ from headrace_services.rollout.generate import (
     request_id,
 )
 from headrace_services.rollout.pushes import Pushes
+from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class RolloutWorker:
         self.status = ReplicaStatus()
         self.replica = _new_id()
         self.receiver = WeightReceiver(config, engine, replay, self.replica)
+        self.slots = SequenceSlots.of(engine)
         self._config = config
         self._engine = engine
         self._replay = replay
@@ -370,11 +372,14 @@ class RolloutWorker:
         return weights is not None and weights[1] > (await self._retry(self._replay.state)).next_step
 
     async def _generate_one(self, lease: Lease, index: int) -> None:
-        if self._leaving:
-            return
         saver = Saver(self._config.rollout.save_partial_tokens, partial(self._save, lease))
         try:
-            trajectory = await generate(self._engine, lease, index, self.replica, saver, self.receiver.cache_salt)
+            async with self.slots.take():
+                if self._leaving:
+                    return
+                # the salt of the weights that the engine has now: this may have waited across a refit
+                salt = self.receiver.cache_salt
+                trajectory = await generate(self._engine, lease, index, self.replica, saver, salt)
         except GenerationError as error:
             if self._leaving and isinstance(error, RequestAborted):
                 return
@@ -447,8 +452,10 @@ class RolloutWorker:
         return call.result()
 
     async def _sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
-        name, salt = f"call-{secrets.token_hex(8)}", self.receiver.cache_salt
-        it = await complete(self._engine, request, name, special_tokens=special_tokens, cache_salt=salt)
+        name = f"call-{secrets.token_hex(8)}"
+        async with self.slots.take():
+            salt = self.receiver.cache_salt
+            it = await complete(self._engine, request, name, special_tokens=special_tokens, cache_salt=salt)
         await self._verified.wait()
         weights = self.receiver.weights
         if weights is None or weights[0] != request.timeline:

@@ -160,6 +160,7 @@ class Channel:
         self._not_aborted: str | None = None  # why torch could not abort the group
         self._starting = threading.Lock()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._pinned = False  # whether the buffers are the host's memory, and a GPU copies from or to them
         self._stream = torch.cuda.Stream(membership.device) if membership.device.type == "cuda" else None
         self._closed = threading.Event()
 
@@ -216,6 +217,8 @@ class Channel:
             options.rootRank = 0
             options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
             # the broadcast waits for what this thread's stream still does with the memory
+            if self._pinned:
+                torch.cuda.current_stream().synchronize()
             before = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
             arrived = self._begin(lambda: self._broadcast(tensor.view(-1), options, before), deadline)
             yield
@@ -228,11 +231,14 @@ class Channel:
 
     def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return memory on this rank's device for buckets of these sizes. Every second bucket shares the same memory, in this transfer and
-        in the next, because touching fresh memory costs as much as sending it."""
+        in the next, because touching fresh memory costs as much as sending it. Host memory is pinned if this process computes on a GPU,
+        which makes the GPU's copies several times faster."""
+        device = self.membership.device
+        self._pinned = device.type == "cpu" and torch.cuda.is_initialized()
         for which in range(2):
             largest = max(sizes[which::2], default=0)
             if self._buffers[which].numel() < largest:
-                self._buffers[which] = torch.empty(largest, dtype=torch.uint8, device=self.membership.device)
+                self._buffers[which] = torch.empty(largest, dtype=torch.uint8, device=device, pin_memory=self._pinned)
         return [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
 
     def close(self) -> None:

@@ -1,20 +1,22 @@
 """A replica as a process: a real vLLM engine, the buffer's client and the receiver. Does what the lines of its standard input ask for.
 
-Argument: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
-leaves the run it was in, `{"generate": {"ids": …, "max_tokens": …}}`, or `{"inject": …}`, a fault of the worker extension. Writes one
-JSON line for each event.
+Argument: config, redis_url, arguments (merged into vLLM's), and whether it schedules asynchronously. A line is
+`{"join": {"run_id": …, "replica": …}}`, which leaves the run it was in, `{"generate": {"ids": …, "max_tokens": …}}`, `{"look": …}`, or
+`{"inject": …}`, a fault of the worker extension. Writes one JSON line for each event.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
-from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout import engine
 from headrace_services.rollout.weight_receiver import WeightReceiver
 
 
@@ -88,6 +90,9 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         if "generate" in asked:
             tasks.append(asyncio.create_task(generate(engine, **asked["generate"], salt=receivers[-1].cache_salt)))
             continue
+        if "look" in asked:
+            say(event="looked", asynchronous=engine.vllm_config.scheduler_config.async_scheduling)
+            continue
         if "inject" in asked:
             await engine.collective_rpc("inject", args=(asked["inject"],))
             say(event="injected")
@@ -100,7 +105,25 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         member.cancel()
 
 
+def start_asynchronous(start: Callable[..., Any], *given: Any) -> Any:
+    """`start` with the scheduling asked for, which vLLM turns off on a CPU. Not earlier: the service sets what vLLM reads when it is
+    imported."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = CpuPlatform.check_and_update_config
+
+    def check(vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        own(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(check)  # type: ignore[method-assign, assignment]
+    return start(*given)
+
+
 def main(spec: dict[str, Any]) -> None:
     config = Config.model_validate(spec["config"])
-    with running_engine(config, spec["arguments"]) as engine:
-        asyncio.run(serve(spec, config, engine))
+    if spec["asynchronous"]:
+        engine._start = functools.partial(start_asynchronous, engine._start)
+    with engine.running_engine(config, spec["arguments"]) as running:
+        asyncio.run(serve(spec, config, running))

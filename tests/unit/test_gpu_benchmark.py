@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import channel, expected, step
 from benchmarks.gpu.__main__ import NEEDED, PLANS, run_part
@@ -124,6 +125,20 @@ def test_a_peer_that_never_comes_is_given_up(models: Path, rows: Rows) -> None:
     assert nccl.measured == NEEDS_CUDA
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_peer_of_nccl_has_a_device_of_its_own_if_there_is_one(
+    gpus: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    stage = Stage("cuda", TINY, tmp_path, rows)
+    _, (_, apart) = channel.pairs(stage)
+    channel.say_where(stage, apart)
+    (row,) = rows.read()
+    assert row.measured == ("cuda:0 and cuda:0, the only device" if gpus == 1 else "cuda:0 and cuda:1")
+    _, (_, together) = channel.pairs(stage, apart=False)  # which is what the part `nccl` asks about
+    assert together.peer_device == together.place.device
+
+
 def test_ways_of_packing_are_measured_against_float32_and_one_that_fails_is_a_row(
     models: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,8 +175,9 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         "a peer that never comes, nccl",
         "a peer that stands still in a broadcast, nccl",
         "all tensors in bfloat16 over nccl",
-        "copy to the host's memory, as gloo's bucket takes it",
-        "copy to the host's memory, pinned",
+        "copy to the host's memory, pinned as gloo's bucket",
+        "copy to the host's memory, pageable",
         "decoding with defaults, model runner V2",
         "a refit, with its proofs, model runner V2",
+        "a refit during completions, model runner V2",
     }

@@ -25,6 +25,7 @@ class Engine:
     """Its completions are there at once. `asked` is what it was last given to complete."""
 
     model_config = SimpleNamespace(get_vocab_size=lambda: 20)
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=3))
     asked: Any = None
 
     async def generate(self, prompt: Any, *_: Any) -> AsyncIterator[Any]:
@@ -135,3 +136,14 @@ async def test_a_caller_that_is_gone_leaves_nothing_behind(worker: RolloutWorker
     assert not worker._calls
     assert worker._changed.is_set()  # a refit may wait for it
     assert worker.status.calls == {"abandoned": 1}
+
+
+async def test_a_call_that_waits_for_a_slot_across_a_refit_finds_nothing_that_older_weights_computed() -> None:
+    worker = worker_of(Config())
+    worker.receiver._clear_cache = False
+    async with worker.slots.take(worker.slots.count):
+        call = await begun(worker)
+        assert not call.done()
+        worker.receiver._cache_salt = "new"
+    await call
+    assert worker._engine.asked["cache_salt"] == "new"

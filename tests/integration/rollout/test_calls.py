@@ -73,7 +73,7 @@ async def fleet(redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFa
             "max_total_sequence_length": CONTEXT,
             "generation": {
                 "max_new_tokens": 64,
-                "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20, "tool_parser": "hermes"},
+                "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20, "tool_parser": "hermes", "max_num_seqs": 1},
             },
         },
         "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
@@ -260,6 +260,14 @@ async def test_what_no_replica_can_render_or_parse_is_refused(client: ReplicaCli
     assert refused.value.reason == "context"
 
 
+async def test_the_openai_api_computes_no_more_sequences_than_the_engine_has_slots(replica: Process) -> None:
+    for stream in (False, True):
+        body = {"prompt": list(PROMPT), "max_tokens": 2, "n": 2, "stream": stream}
+        answer = await replica.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "n: 2 sequences in one request; a replica computes at most 1" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 10**6, b'{"token_ids": [1e999]}'])
 @pytest.mark.parametrize("path", PATHS)
 async def test_what_is_no_request_is_refused(replica: Process, path: str, content: bytes) -> None:
@@ -334,11 +342,16 @@ async def _more(replica: Process, outcome: str, before: float) -> bool:
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
+    """Though it computes one sequence at a time, and another one waits, the replica proves its weights while the first runs on."""
     call = asyncio.create_task(client.sample(long()))
     await sampling(replica, call)
+    other = asyncio.create_task(client.sample(request()))
     fleet.policy.train()
     assert len((await fleet.refit(1)).verified) == 1
+    assert not call.done()
+    assert not other.done()
     it = await call
+    assert [span.version for span in (await other).spans] == [1]
     assert [span.version for span in it.spans] == [0, 1]
     assert (len(it.token_ids), it.version) == (2000, 1)
     assert difference(fleet, long(), it) < 1e-4

@@ -34,6 +34,7 @@ from headrace_services.rollout.generate import (
     sampling_params,
 )
 from headrace_services.rollout.http import BehindTraining
+from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.trainer.network.packing import Packing, pack
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
 
@@ -422,7 +423,8 @@ async def test_seeded_prompts_that_are_more_than_a_step_takes_are_all_completed(
 async def test_requests_find_what_was_computed_under_their_salt(engine: Any) -> None:
     """Those from outside, with a salt of their own or none, calls and trajectories."""
     prompt, now = (3, 7, 8, 15) * 50, ["one"]
-    outside, parameters = BehindTraining(engine, lambda: now[0]), sampling_params(Sampling(1.0, 1), 0)
+    outside = BehindTraining(engine, SequenceSlots.of(engine), lambda: now[0])
+    parameters = sampling_params(Sampling(1.0, 1), 0)
 
     async def cached(**more: str) -> int:
         asked = {"prompt_token_ids": list(prompt), **more}
@@ -445,7 +447,8 @@ async def test_requests_find_what_was_computed_under_their_salt(engine: Any) -> 
 
 async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
     """Six hundred fill the engine, whatever priority they ask for; a request of the run that comes last overtakes those that wait."""
-    outside, parameters = BehindTraining(engine, lambda: None), sampling_params(Sampling(1.0, 40), 0)
+    slots = SequenceSlots.of(engine)
+    outside, parameters = BehindTraining(engine, slots, lambda: None), sampling_params(Sampling(1.0, 40), 0)
     parameters.ignore_eos = True
     waiting = set(range(600))
 
@@ -457,8 +460,9 @@ async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
 
     asking = [asyncio.create_task(ask(number)) for number in range(600)]
     async with asyncio.timeout(120):
-        while engine.get_num_unfinished_requests() < len(asking):  # noqa: ASYNC110 - the engine sets no event
+        while engine.get_num_unfinished_requests() + slots.waiting < len(asking):  # noqa: ASYNC110 - the engine sets no event
             await asyncio.sleep(0)
-    await generate(engine, lease(max_new_tokens=8), 0, "replica")
+    async with slots.take():
+        await generate(engine, lease(max_new_tokens=8), 0, "replica")
     assert len(waiting) > 300  # of three batches, it went into the second
     await asyncio.gather(*asking)

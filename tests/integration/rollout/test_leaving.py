@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ class EngineDied(Exception):
 
 
 class Engine:
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=3))
+
     def __init__(self, *, errored: bool) -> None:
         self.errored = errored
         self.dead_error = EngineDied("the engine died")
@@ -85,3 +88,15 @@ async def test_a_group_whose_own_call_was_refused_before_the_heartbeat_said_so_i
     assert worker.status.groups == {"lost": 2, "complete": 0}
     assert running.cancelled()
     assert not worker.held
+
+
+async def test_a_trajectory_that_waits_for_a_slot_when_the_replica_leaves_is_not_begun(leasing: Leasing) -> None:
+    await enqueue(leasing, range(2))
+    worker = RolloutWorker(Config(), Engine(errored=False), leasing, {})  # type: ignore[arg-type]
+    await leasing.register(worker.replica, {})
+    async with worker.slots.take(worker.slots.count):
+        waiting = asyncio.create_task(worker._generate_one(leasing.leases[0], 0))
+        while not worker.slots.waiting:  # noqa: ASYNC110 - it sets no event
+            await asyncio.sleep(0)
+        worker._leaving = True
+    await waiting  # the engine here can't generate

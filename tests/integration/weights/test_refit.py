@@ -1,7 +1,8 @@
 """Whole refits: a trainer's weights, the real buffer, and real vLLM replicas in processes of their own.
 
-An engine takes 13 CPU seconds to start. So the tests share two by day and a third at night, each test in a run of its own: every run begins
-with a refit, which makes nothing of what an engine computed with before. Where a second replica only has to be there, it is a small one.
+An engine takes 13 CPU seconds to start, and one of two workers 31. So the tests share four by day and a fifth at night, each test in a
+run of its own: every run begins with a refit, which makes nothing of what an engine computed with before. Where a second replica only has
+to be there, it is a small one.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Replica:
         await self._ask(inject=fault)
         await self.expect("injected")
 
+    async def asynchronous(self) -> bool:
+        """Whether its engine schedules asynchronously."""
+        await self._ask(look=True)
+        return bool((await self.expect("looked"))["asynchronous"])
+
     async def ask(self, ids: list[int], max_tokens: int) -> None:
         await self._ask(generate={"ids": ids, "max_tokens": max_tokens})
 
@@ -132,7 +138,7 @@ def settings(model: Path, *, recompute: bool = True, precision: str = "float32",
 
 class Engines:
     """The replicas of this module by name; each is started when a test first asks for it. `faulty` computes in bfloat16, the others in
-    float32; `parallel` has two workers; `adapter` has a policy of its own."""
+    float32; `parallel` has two workers; `adapter` has a policy of its own; `async` schedules asynchronously, as on a GPU."""
 
     def __init__(self, redis_url: str, tied: Path, untied: Path) -> None:
         self._redis_url = redis_url
@@ -150,7 +156,15 @@ class Engines:
             )
             config["policy"] |= policy or {}
             arguments = FAULTY if name in ("faulty", "parallel", "adapter") else {}
-            spec = {"config": config, "redis_url": self._redis_url, "arguments": arguments}
+            if name == "async":
+                arguments = {"worker_extension_cls": "tests.support.async_engine.AsyncExtension"}
+                config["policy"]["generation"]["vllm_cfg"]["async_scheduling"] = True
+            spec = {
+                "config": config,
+                "redis_url": self._redis_url,
+                "arguments": arguments,
+                "asynchronous": name == "async",
+            }
             ours, theirs = socket.socketpair()
             with theirs:
                 process = fork(refit_replica.main, spec, talk=theirs, kind="engine")
@@ -277,9 +291,13 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert np.abs(expected - np.array(again["logprobs"])).max() < TOLERANCE
 
 
-@pytest.mark.nightly  # so does rollout/test_calls.py, with what the service makes of it
-async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
-    replica = await run.join("tied", "a")
+@pytest.mark.parametrize(
+    "engine",
+    ["async", pytest.param("tied", marks=pytest.mark.nightly)],  # rollout/test_calls.py has such a one by day
+)
+async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run, engine: str) -> None:
+    replica = await run.join(engine, "a")
+    assert await replica.asynchronous() == (engine == "async")
     weights = {0: run.source.weights()}
     await run.refit(0)
     prompt = run.source.probe_ids[:10].tolist()
@@ -318,7 +336,6 @@ async def test_one_stale_tensor_or_copy_is_refused_though_no_log_probability_sho
     assert (await run.refit(len(FAULTS) + 1)).verified == ("a",)
 
 
-@pytest.mark.nightly  # an engine of two processes, which no other test needs
 @pytest.mark.parametrize("workers", [2])
 async def test_a_tensor_parallel_replica_takes_the_epoch_after_one_that_a_worker_or_the_transfer_failed(
     run: Run,

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +170,29 @@ def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -
         follower = threads.submit(follow)
         send(fleet.lead(1), manifest, source(), time.monotonic() + PATIENCE_S)
         follower.result(PATIENCE_S)
+
+
+def test_buckets_in_the_hosts_memory_are_pinned_where_a_gpu_copies_them(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none travels, or is filled again, while the GPU still copies: here the GPU is a stand-in."""
+    tensors = weights()
+    manifest = manifest_of(tensors, bucket_bytes=200)
+    fleet.start(manifest, 1)
+    channel, empty, pinned, waited = fleet.lead(1), torch.empty, [], []
+
+    def allocate(*size: int, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*size, **named)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
+    monkeypatch.setattr(torch, "empty", allocate)
+    send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+    assert fleet.peers[0].expect("received")
+    assert pinned[:2] == [True, True]
+    assert not any(pinned[2:])  # what is no bucket
+    assert len(waited) == len(manifest.buckets()) + 1  # and the checksums
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
     ]
     with pytest.raises(ServiceError, match=r"needs 1 GPUs \(trainer.num_processes 1\), and this machine has 0"):
         device_plan.planned(config(trainer={"device": "cuda"}), gpus(0), CUDA)
+
+
+def test_a_replica_gets_whole_gpus_and_the_trainer_may_have_an_instance_of_a_divided_one() -> None:
+    instance, whole = Device("MIG-a", "0:1", "H100 MIG 3g.40gb", 40 * 1024**3), gpus(2).devices[1]
+
+    def planned(*devices: Device) -> Any:
+        return device_plan.planned(config(), dataclasses.replace(gpus(0), devices=devices), CUDA)
+
+    assert planned(instance, whole).replicas == ((whole,),)
+    for devices in ((whole, instance), (instance,)):
+        with pytest.raises(ServiceError, match=r"^GPU 0:1 \(H100 MIG .* is an instance .* whole GPUs\. .*-i 0 -mig 0"):
+            planned(*devices)
 
 
 def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:

@@ -70,7 +70,7 @@ GPU = {
     "gpu_memory_utilization": 0.9,
     "kv_cache_memory_bytes": None,
     "enforce_eager": False,
-    "max_num_seqs": 256,
+    "max_num_seqs": 257,  # with the probe's
     "max_num_batched_tokens": 8192,
 }
 
@@ -80,10 +80,10 @@ def test_the_engines_defaults_follow_the_device() -> None:
         arguments = engine_arguments(config(**vllm_cfg), on_cpu=on_cpu)
         return {key: arguments.get(key) for key in GPU}
 
-    cpu = {**dict.fromkeys(GPU), "kv_cache_memory_bytes": 2**28, "enforce_eager": True, "max_num_seqs": 256}
+    cpu = {**dict.fromkeys(GPU), "kv_cache_memory_bytes": 2**28, "enforce_eager": True, "max_num_seqs": 257}
     assert taken(False) == GPU
     assert taken(True) == cpu
-    assert taken(False, max_num_seqs=9000) == {**GPU, "max_num_seqs": 9000, "max_num_batched_tokens": 9000}
+    assert taken(False, max_num_seqs=9000) == {**GPU, "max_num_seqs": 9001, "max_num_batched_tokens": 9001}
     # what is configured stays, and the cache is sized from a share that is given
     assert taken(True, gpu_memory_utilization=0.3) == {
         **cpu,
@@ -91,7 +91,62 @@ def test_the_engines_defaults_follow_the_device() -> None:
         "kv_cache_memory_bytes": None,
     }
     given = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 2**24, "enforce_eager": True, "max_num_seqs": 2}
-    assert taken(False, **given, max_num_batched_tokens=64) == {**given, "max_num_batched_tokens": 64}
+    assert taken(False, **given, max_num_batched_tokens=64) == {
+        **given,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+    }
+
+
+def test_a_large_gpu_computes_more_sequences_at_once() -> None:
+    def sequences(gib: int, **vllm_cfg: Any) -> int:
+        arguments = engine_arguments(config(**vllm_cfg), on_cpu=False, device_memory=gib * 2**30)
+        return int(arguments["max_num_seqs"]) - 1
+
+    assert [sequences(gib) for gib in (0, 40, 69, 79, 141)] == [256, 256, 256, 1024, 1024]
+    assert sequences(79, max_num_seqs=300) == 300
+    assert sequences(79, max_num_batched_tokens=512) == 511
+
+
+def test_a_batch_has_a_token_of_each_sequence_and_of_the_probe() -> None:
+    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 64 is not more than max_num_seqs 64: .* raise"):
+        config(max_num_seqs=64, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4, 8, 30, 64, 136, 255, 256, 1024])
+def test_the_slot_of_the_probe_costs_no_cuda_graph(sequences: int) -> None:
+    """By vLLM's own rule for what it captures on an H100."""
+    from vllm.config import VllmConfig
+
+    def captured(max_num_seqs: int, largest: int | None) -> list[int]:
+        compilation = SimpleNamespace(
+            max_cudagraph_capture_size=largest,
+            cudagraph_capture_sizes=None,
+            cudagraph_mode="full and piecewise",
+            compile_sizes=None,
+            pass_config=SimpleNamespace(enable_sp=False),
+            post_init_cudagraph_sizes=lambda: None,
+        )
+        rule = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+            compilation_config=compilation,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            uniform_decode_query_len=1,
+            performance_mode="balanced",
+            speculative_config=None,
+        )
+        VllmConfig._set_cudagraph_sizes(rule)  # type: ignore[arg-type]
+        return compilation.cudagraph_capture_sizes or []
+
+    arguments = engine_arguments(config(max_num_seqs=sequences), on_cpu=False)
+    ours = captured(arguments["max_num_seqs"], arguments["max_cudagraph_capture_size"])
+    assert len(ours) <= len(captured(sequences, None)) + (sequences < 8)
+
+
+def test_the_scheduling_of_the_engine_is_passed_on() -> None:
+    assert engine_arguments(config(), on_cpu=False)["async_scheduling"] is None
+    assert engine_arguments(config(async_scheduling=False), on_cpu=False)["async_scheduling"] is False
 
 
 def test_the_engines_sizes_are_said_in_one_line() -> None:

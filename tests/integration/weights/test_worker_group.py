@@ -1,0 +1,40 @@
+"""The group that a worker of vLLM joins."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_services.weight_channel.transport import Channel
+
+pytestmark = pytest.mark.slow
+
+
+def test_what_vllm_sets_for_its_own_groups_of_nccl_does_not_hold_for_one_with_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with VLLM_BATCH_INVARIANT: ranks that differ in it would wait for each other for ever."""
+    from vllm.utils import nccl
+
+    from headrace_services.rollout.weight_engine import JoinGroup, WeightChannelEngine
+
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setattr(
+        nccl, "_unpinned_env", {"NCCL_PROTO": None}
+    )  # as `pin_nccl_env` leaves it where NCCL reads it again
+    found = []
+
+    def follow(*_: Any) -> SimpleNamespace:
+        found.append(os.environ.get("NCCL_PROTO"))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(Channel, "follow", follow)
+    engine = WeightChannelEngine.__new__(WeightChannelEngine)
+    engine._channel, engine._closed = None, SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    engine.parallel_config, engine.device = SimpleNamespace(rank=0), "cpu"  # type: ignore[assignment]
+    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0))
+    assert found == [None]
+    assert os.environ["NCCL_PROTO"] == "Simple"
