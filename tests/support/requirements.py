@@ -5,7 +5,13 @@ from __future__ import annotations
 import shutil
 
 # program -> Debian's package
-PROGRAMS = {"redis-server": "redis-server", "ip": "iproute2", "unshare": "util-linux", "jq": "jq"}
+PROGRAMS = {
+    "redis-server": "redis-server",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "setpriv": "util-linux",
+    "jq": "jq",
+}
 
 
 def missing() -> str | None:
