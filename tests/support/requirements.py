@@ -11,6 +11,7 @@ PROGRAMS = {
     "unshare": "util-linux",
     "setpriv": "util-linux",
     "jq": "jq",
+    "perl": "perl-base",
 }
 
 

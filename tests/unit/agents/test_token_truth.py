@@ -4,16 +4,17 @@ and what it wrote, the number of roots is as predicted, and what is trained are 
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.replica_client import SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Message
-from headrace_services.agents.session import Ending, Refused, Session, SessionCall, SessionLimits
-from tests.support.toy_policy import END, ToyPolicy
+from headrace.replica_client import Sampled, SampleRequest
+from headrace.trajectory import EpisodeTrajectory, Message, Span
+from headrace_services.agents.session import Refused, Session, SessionCall, SessionLimits, SessionSummary
+from tests.support.toy_policy import END, THINK, THOUGHT, ToyPolicy, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 
 EPISODE_TOKENS, CONTEXT = 1500, 200
@@ -49,23 +50,21 @@ class Prediction:
             and each.meant == meant[: len(each.meant)]
             and not isinstance(each.call.completion.stop_reason, str)
         ]
-        if known:
-            # the longest; of equal ones one that the program was given, and of those the newest
-            earlier = max(known, key=lambda each: (len(each.meant), each.call in given, each.call.number))
-            told = tuple(self.policy.render(earlier.messages, tools, answered=True))
-            if _begins(asked, earlier.path):
-                return earlier.call, asked
-            if _begins(asked, told):
-                # what a template puts behind an answer: its end, unless the policy has written that, and a line break
-                ending = ((END, 10) if earlier.path[-1] != END else (10,)) if self.policy.ends_answers else ()
-                return earlier.call, (*earlier.path, *ending, *asked[len(told) :])
+        longest = max((len(each.meant) for each in known), default=0)
+        known = [each for each in known if len(each.meant) == longest]
+        # of equal ones those first that the program was given, the newest first; recorded tokens before what a template makes of them
+        for group in ([each for each in known if (each.call in given) is had] for had in (True, False)):
+            group.sort(key=lambda each: -each.call.number)
+            for each in group:
+                if _begins(asked, each.path):
+                    return each.call, asked
+            for each in group:
+                told = tuple(self.policy.render(each.messages, tools, answered=True))
+                if _begins(asked, told):
+                    # what a template puts behind an answer: its end, unless the policy has written that, and a line break
+                    ending = ((END, 10) if each.path[-1] != END else (10,)) if self.policy.ends_answers else ()
+                    return each.call, (*each.path, *ending, *asked[len(told) :])
         return None, asked
-
-    def is_alone(self, call: SessionCall) -> bool:
-        """Whether no other answer says the same in the same conversation. The session may take that for this one, and its reasoning may
-        be another."""
-        mine = next(each for each in self.answered if each.call is call)
-        return sum(each.meant == mine.meant and each.tools == mine.tools for each in self.answered) == 1
 
 
 def _begins(asked: tuple[int, ...], earlier: tuple[int, ...]) -> bool:
@@ -92,15 +91,41 @@ class Conversation:
         self.messages, self.tools, self.last, self.kept = messages, tools, last, kept
 
 
+class FewWords(ToyPolicy):
+    """Says so little that parallel answers are often equal, or differ in their reasoning alone."""
+
+    def sample(self, request: SampleRequest) -> Sampled:
+        chance = random.Random(f"{request.token_ids} {request.seed}")
+        tokens = [THINK, *encode(chance.choice("ab")), THOUGHT] if chance.random() < 0.7 else []
+        tokens += [*encode("c" * chance.randint(0, 1)), END]
+        stop_reason: int | str | None = END
+        if "c" in request.stop and ord("c") in tokens:
+            tokens, stop_reason = tokens[:-1], "c"
+        if len(tokens) > request.max_new_tokens:
+            tokens, stop_reason = tokens[: request.max_new_tokens], None
+        self.asked.append((tuple(request.token_ids), tuple(tokens)))
+        return Sampled(
+            token_ids=tokens,
+            logprobs=[-0.5] * len(tokens),
+            spans=(Span(self.version, 0, len(tokens)),),
+            finish_reason="length" if stop_reason is None else "stop",
+            stop_reason=stop_reason,
+            timeline=self.timeline,
+            version=self.version,
+            replica=self.replica,
+        )
+
+
 class Episode(RuleBasedStateMachine):
     @initialize(
         reasoning=st.sampled_from(["kept", "of the last answer", "stripped"]),
         ends_answers=st.booleans(),
         tight=st.booleans(),
+        few_words=st.booleans(),
     )
-    def start(self, reasoning: Any, ends_answers: bool, tight: bool) -> None:
+    def start(self, reasoning: Any, ends_answers: bool, tight: bool, few_words: bool) -> None:
         limits = SessionLimits(30, EPISODE_TOKENS, 60_000, CONTEXT, 64) if tight else LIMITS
-        self.policy = ToyPolicy(reasoning, ends_answers)
+        self.policy = (FewWords if few_words else ToyPolicy)(reasoning, ends_answers)
         self.program = Program(Session(limits, CLOCKS, [END], "42 g 0", 0.0), self.policy)
         self.limits = limits
         self.conversations: list[Conversation] = []
@@ -129,10 +154,12 @@ class Episode(RuleBasedStateMachine):
         conversation = data.draw(st.sampled_from(self.conversations))
         options = {"max_tokens": max_tokens, "stop": stop, "train": train, "tools": conversation.tools}
         parent, prompt = self.predicted.of(conversation.messages, conversation.tools, self.given)
+        given = {name: value for name, value in options.items() if value not in (None, ())}
         try:
-            call = self.program.begin(
-                conversation.messages, **{k: v for k, v in options.items() if v not in (None, ())}
-            )
+            call, is_new = self.program.session.ask(self.program.asked(conversation.messages, **given), 0.0)
+            if not is_new:  # the answer of an equal request, whose client had gone
+                self.hand_over(conversation, call)
+                return
             self.program.place(call)
         except Refused:
             assert self.program.session.limit is not None
@@ -152,10 +179,25 @@ class Episode(RuleBasedStateMachine):
         continues = last is not None and conversation.kept and not stopped
         if continues and last.answer.get("reasoning") and self.policy.reasoning == "of the last answer":
             continues = False  # it is no longer the last, and its reasoning goes
-        if continues and self.predicted.is_alone(last):
-            assert call.parent is last
+        if continues:
+            # an equal answer to an equal conversation may be taken for it, and is as good
+            assert call.parent is not None
+            assert self.shown(call.parent) == self.shown(last)
         elif not conversation.kept:
-            assert call.parent is None
+            assert call.parent is None or self.shown(call.parent) == self.shown_of(conversation)
+
+    def shown(self, call: SessionCall) -> list[Any]:
+        """What the template shows of a call's conversation with its answer."""
+        return self.shown_of(Conversation([*call.history], call.asked.tools))
+
+    def shown_of(self, conversation: Conversation) -> list[Any]:
+        messages = conversation.messages
+        answered = max((at for at, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+        shows = self.policy.reasoning == "kept"
+        return [
+            [each["role"], _text(each), each.get("tool_calls"), (shows and each.get("reasoning")) or None]
+            for each in messages[: answered + 1]
+        ]
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), arrives=st.sampled_from([True, True, True, False]))
@@ -249,7 +291,7 @@ class Episode(RuleBasedStateMachine):
             return
         self.check_ending(self.program.session.end())
 
-    def check_ending(self, ending: Ending) -> None:
+    def check_ending(self, ending: SessionSummary) -> None:
         assert sum(ending.dropped.values()) + len(ending.calls) == len(self.program.session.calls)
         given = sorted(call.number for call in self.given)
         kept = sorted(call.number for call in self.program.session.calls if call.answer and call.delivered)
@@ -279,6 +321,11 @@ def _path(calls: Any, number: int) -> list[int]:
         tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
         number = call.parent
     return tokens
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _echo(message: Message) -> Message:
