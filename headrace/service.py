@@ -229,3 +229,14 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signum)
+
+
+def hide_from_user() -> None:
+    """Deny other processes of this user this process's memory and its files in /proc, such as `environ` (Linux). Root still reads them.
+
+    For a service that holds secrets and starts programs that are not trusted. Programs it starts afterwards are not hidden. The kernel
+    writes no core dump of a hidden process.
+    """
+    if sys.platform == "linux":
+        pr_set_dumpable = 4
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_dumpable, 0, 0, 0, 0)

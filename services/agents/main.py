@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess, names_in
 from headrace.replay import ReplayClient
 from headrace.replica_client import ROLE, ReplicaClient
-from headrace.service import bind, create_app, serve_http, serve_openly, stop_on_signals
+from headrace.service import bind, create_app, hide_from_user, serve_http, serve_openly, stop_on_signals
 from headrace.tls import CertificateFiles, client_context
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
@@ -33,6 +33,7 @@ def main(config: Config) -> None:
     user must fix."""
     if not any(env.episodes for env in config.env.values()):
         raise ConfigError("no environment has episodes, so there is nothing to run; set env.<name>.episodes to true")
+    hide_from_user()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every call
     asyncio.run(_serve(config))
 

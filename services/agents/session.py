@@ -333,9 +333,9 @@ class Session:
         candidates = self.candidates(call)
         for delivered in (True, False):
             group = [each for each in candidates if each.delivered is delivered]
-            for each in group:
-                if (context := _behind(each.path, asked)) is not None:
-                    return each, context
+            found = [(each, rest) for each in group if (rest := _behind(each.path, asked)) is not None]
+            if found:  # an answer that was cut off may be the beginning of another
+                return min(found, key=lambda match: match[1].size)
             for each in group:
                 if each.rendered_answer is None:
                     return each

@@ -16,7 +16,7 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
-from headrace.service import bind, serve_http, stop_on_signals
+from headrace.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
@@ -56,6 +56,7 @@ class Running:
 
 def main(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ServiceError` if a port is busy or the workers can't start."""
+    hide_from_user()
     asyncio.run(_serve(config))
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -23,23 +27,30 @@ SMALL = (
 )
 
 
+PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
+STEPS = 20
+
+
+def up(tmp_path: Path, model: Path, *settings: str, within_s: float) -> list[dict[str, Any]]:
+    """Run the example to its end; returns its metrics, line by line."""
+    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+    own = [f"run.dir={tmp_path}", "run.id=game", f"policy.model_name={model}"]
+    run = Up(ROOT / "examples" / "repair_game.yaml", *own, *ports, *settings, output=tmp_path / "up.log", cwd=ROOT)
+    try:
+        assert run.process.wait(timeout=within_s) == 0, run.said()
+    finally:
+        if run.process.poll() is None:
+            run.stop(signal.SIGTERM)
+    lines = [json.loads(line) for line in (tmp_path / "game" / "metrics.jsonl").read_text().splitlines()]
+    assert published(tmp_path / "game" / "checkpoints")[-1] == sum(line["kind"] == "train" for line in lines)
+    return lines
+
+
 @pytest.mark.nightly  # test_agents.py trains two turns on the real services; test_repair_game.py plays the example every day
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_game_of_two_turns_is_trained(tmp_path: Path, tiny_model: Path) -> None:
-    names = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
-    ports = [f"{name}={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
-    small = [f"grpo.{setting}" for setting in SMALL]
-    own = [f"run.dir={tmp_path}", "run.id=game", f"policy.model_name={tiny_model}"]
-    up = Up(ROOT / "examples" / "repair_game.yaml", *own, *ports, *small, output=tmp_path / "up.log", cwd=ROOT)
-    try:
-        assert up.ends() == 0, up.said()
-    finally:
-        if up.process.poll() is None:
-            up.stop(signal.SIGTERM)
-    run = tmp_path / "game"
-    assert published(run / "checkpoints")[-1] == 2
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = up(tmp_path, tiny_model, *(f"grpo.{setting}" for setting in SMALL), within_s=280)
     steps = [line["metrics"] for line in lines if line["kind"] == "train"]
     assert len(steps) == 2
     for metrics in steps:
@@ -50,3 +61,23 @@ def test_the_game_of_two_turns_is_trained(tmp_path: Path, tiny_model: Path) -> N
         wrote, prompts = metrics["mean_gen_tokens_per_sample"], metrics["mean_prompt_length"]
         assert metrics["mean_total_tokens_per_sample"] > wrote + prompts
         assert unknown(metrics) == []
+
+
+@pytest.mark.nightly  # a warm-up and twenty steps; every day training raises a reward in test_looping_policy.py
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_policy_learns_to_answer_rightly_in_either_turn(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    subprocess.run([sys.executable, "-m", "headrace.cli", "model", "tiny-two-turns", str(model)], check=True)
+    lines = up(tmp_path, model, f"grpo.max_num_steps={STEPS}", within_s=3000)
+    steps = [line["metrics"] for line in lines if line["kind"] == "train"]
+    assert len(steps) == STEPS
+    for name, least in (("environment_reward", 0.1), ("reward/first", 0.1), ("reward/second", 0.05)):
+        first, last = (fmean(metrics[name] for metrics in some) for some in (steps[:5], steps[-5:]))
+        assert last - first > least, (name, first, last)
+    calls = [metrics["episode_calls/repair"] for metrics in steps]
+    assert fmean(calls[-5:]) < fmean(calls[:5])
+    held_out = [line["metrics"]["accuracy"] for line in lines if line["kind"] == "validation"]
+    assert held_out[0] < 0.6 < 0.8 < held_out[-1], held_out
+    # one conversation: the second turn continues the first, as it was sampled
+    assert {metrics["episode_roots/repair"] for metrics in steps} == {1}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.replay import Lease, RunnerReply
-from headrace.trajectory import Call, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Call, Score
 from tests.properties.fleet import Fleet, Taker, milliseconds
 from tests.properties.records import Held, Member, Piece
 from tests.properties.scoring import MOST_RESCORED
@@ -147,7 +147,7 @@ class Episodes(Fleet):
         held.calls[index] = [*calls, (nonce, call)]
 
     def finish(
-        self, lease: Lease, index: int, trajectory: Trajectory | None, score: Score | None, seen: object
+        self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None, seen: object
     ) -> dict[int, int] | None:
         """Returns how often each episode was begun before, if this one begins anew."""
         self.expire(fills=True)
@@ -190,7 +190,7 @@ class Episodes(Fleet):
             return True
         return False
 
-    def _take_in(self, held: Held, index: int, trajectory: Trajectory, score: Score | None) -> None:
+    def _take_in(self, held: Held, index: int, trajectory: AnyTrajectory, score: Score | None) -> None:
         if (
             score is not None
             and held.scored

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
 from headrace.replay import HeartbeatReply, Lease, RefitVerdict
-from headrace.trajectory import Trajectory
+from headrace.trajectory import AnyTrajectory, Trajectory
 from tests.properties.records import Announced, Held, Member, Piece
 from tests.properties.scoring import Scoring
 
@@ -439,7 +439,7 @@ class Fleet(Scoring):
         taker.slots[held.lane] -= len(missing)
         held.replica = taker.holder
 
-    def _trainable(self, trajectory: Trajectory) -> bool:
+    def _trainable(self, trajectory: AnyTrajectory) -> bool:
         return self.lawful(trajectory.oldest_version, trajectory.newest_version)
 
     def _check_lease(self, held: Held, taker: Taker, lease: Lease) -> None:

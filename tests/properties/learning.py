@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.errors import EnvironmentBroken, SamplingStarved, WrongStep
 from headrace.replay import End, Ended, Reservation, RunState, Waiting
+from headrace.trajectory import AnyTrajectory, Trajectory
 from tests.properties.episodes import Episodes
 from tests.properties.fleet import milliseconds
 from tests.properties.records import IN_FLIGHT, Held
@@ -338,9 +339,14 @@ def _described(held: Held) -> list[tuple[object, ...]]:
     return [(held.id, index, piece.reward, *shape(piece.trajectory)) for index, piece in places]
 
 
-def shape(trajectory: object) -> tuple[int, int, int]:
+def shape(trajectory: AnyTrajectory) -> tuple[int, int, int]:
+    """Its tokens that are trained, and their oldest and newest version; of an episode counted from its calls."""
     t = trajectory
-    return (t.completion_token_ids.size, t.oldest_version, t.newest_version)  # type: ignore[attr-defined]
+    if isinstance(t, Trajectory):
+        return (t.completion_token_ids.size, t.oldest_version, t.newest_version)
+    spans = [span for call in t.calls if call.trained for span in call.spans]
+    versions = [span.version for span in spans]
+    return (sum(span.end - span.start for span in spans), min(versions), max(versions))
 
 
 def orders(bitmap: bytes) -> set[int]:

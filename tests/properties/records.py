@@ -6,7 +6,7 @@ import collections
 import dataclasses
 
 from headrace.replay import Lease
-from headrace.trajectory import Call, Group, Trajectory
+from headrace.trajectory import AnyTrajectory, Call, Group, Trajectory
 
 # A group takes part in admission (the `O` of the design) in these states.
 IN_FLIGHT = ("open", "scoring", "ready")
@@ -22,7 +22,7 @@ NEVER = 1 << 60
 class Piece:
     """A pushed trajectory. It waits and may be taken from `since` on, is with a scorer until `deadline`, or has its `reward`."""
 
-    trajectory: Trajectory
+    trajectory: AnyTrajectory
     size: int  # bytes
     since: int
     latency: int  # from lease to push
@@ -214,7 +214,7 @@ class Meters:
 
     def add(self, moment: str, piece: Piece, step: int) -> None:
         self.trajectories[moment] += 1
-        self.values[moment, "length"].append(piece.trajectory.completion_token_ids.size)
+        self.values[moment, "length"].append(piece.trajectory.length)
         self.values[moment, "latency"].append(piece.latency / 1000)
         self.values[moment, "age"].append(max(0, step - piece.oldest))
         if piece.reward is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from headrace.replay import Lease
-from headrace.trajectory import Call, Score, Status, Trajectory
+from headrace.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Status
 from tests.properties.caller import deliveries, new_each_time, some
 from tests.properties.rollout_rules import RolloutRules
 from tests.properties.scorer_rules import Said, builds, rewards
@@ -130,15 +130,22 @@ class RunnerRules(RolloutRules):
         reward=rewards,
         build=builds_or_none,
         large=st.sampled_from([False, False, False, True]),
+        calls=st.integers(1, 4),
+        newer=st.sampled_from([0, 0, 0, 1, 2]),
         how=deliveries,
     )
-    def finish(self, which: int, index: int, end: str, reward: float, build: str, large: bool, how: str) -> None:
+    def finish(
+        self, which: int, index: int, end: str, reward: float, build: str, large: bool, calls: int, newer: int, how: str
+    ) -> None:
         lease = self.episodes[-1 - which % len(self.episodes)]
-        self.end_episode(lease, index, (end, reward, build), large=large, how=how)
+        record = self.episode(lease, index, large=large, calls=calls, newer=newer)
+        self.end_episode(lease, index, (end, reward, build), record=record, how=how)
 
-    def end_episode(self, lease: Lease, index: int, said: Said, *, large: bool = False, how: str = "once") -> None:
+    def end_episode(
+        self, lease: Lease, index: int, said: Said, *, record: AnyTrajectory | None = None, how: str = "once"
+    ) -> None:
         end, reward, build = said
-        trajectory = self.episode(lease, index, large=large) if end in ("SCORED", "graded") else None
+        trajectory = (record or self.episode(lease, index)) if end in ("SCORED", "graded") else None
         score = Score("SCORED", reward, build=build) if end == "SCORED" else Score(end, message="no")
         again = self.call("finish", lease, index, trajectory, None if end == "graded" else score, how=how)
         if again:  # the program begins anew under it; who does not know of it is refused
@@ -156,11 +163,25 @@ class RunnerRules(RolloutRules):
         else:
             self.call("release", lease, "why not", why == "failed", how=how)
 
-    def episode(self, lease: Lease, index: int, *, large: bool = False) -> Trajectory:
-        """No two are of the same tokens. `large`: more bytes than an episode may have."""
-        plain = make_trajectory(lease, index, [max(0, lease.version)])
-        tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
-        return msgspec.structs.replace(plain, completion_token_ids=tokens, text="7" * (45_000 if large else 1))
+    def episode(
+        self, lease: Lease, index: int, *, large: bool = False, calls: int = 1, newer: int = 0
+    ) -> AnyTrajectory:
+        """No two are of the same tokens. `large`: more bytes than an episode may have. Of several calls, the second is not trained and of
+        the oldest weights there are; `newer`: by how many versions the last is newer than the lease."""
+        version, tokens = max(0, lease.version), int(self.name(), 16)
+        if calls == 1:
+            plain = make_trajectory(lease, index, [version])
+            completion = np.full_like(plain.completion_token_ids, tokens)
+            return msgspec.structs.replace(plain, completion_token_ids=completion, text="7" * (45_000 if large else 1))
+        made = []
+        for number in range(calls):
+            parent = (
+                number - 1 if number != 2 else -1 + tokens % 2
+            )  # the third is a root, or another answer to the first
+            last, trained = number == calls - 1, number != 1
+            call = self.policy_call(lease, parent, 45_000 if large and last else 0, newer if last and trained else 0)
+            made.append(call if trained else msgspec.structs.replace(call, trained=False, spans=_spans(call, 0)))
+        return EpisodeTrajectory(lease.group.id, lease.attempt, index, tuple(made), False, "runner")
 
     def finish_episodes(self, differ: bool) -> None:
         """Those of every lease that is still held, with a reward or for a grader."""
@@ -175,4 +196,10 @@ class RunnerRules(RolloutRules):
                 score = Score("SCORED", float(index + (not differ)), build=build)
                 graded = held.group.order % 3 == 1
                 known = msgspec.structs.replace(lease, tries=tries)
-                self.call("finish", known, index, self.episode(lease, index), None if graded else score)
+                self.call(
+                    "finish", known, index, self.episode(lease, index, calls=1 + index % 4), None if graded else score
+                )
+
+
+def _spans(call: Call, version: int) -> tuple[Span, ...]:
+    return (Span(version, 0, call.completion_token_ids.size),)

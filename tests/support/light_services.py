@@ -17,6 +17,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from headrace.config import Config
 from headrace.credentials import buffer_url
@@ -74,6 +75,22 @@ def idle_reward(config: Config) -> None:
 
     with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
         server.serve_forever()
+
+
+def looked_up_reward(config: Config) -> None:
+    """The real hub, whose sockets and environment other processes of its user can look up."""
+    from headrace_services.reward import main
+
+    with mock.patch.object(main, "hide_from_user"):
+        main.main(config)
+
+
+def looked_up_agents(config: Config) -> None:
+    """The real runner, as `looked_up_reward`."""
+    from headrace_services.agents import main
+
+    with mock.patch.object(main, "hide_from_user"):
+        main.main(config)
 
 
 def talking_trainer(config: Config) -> None:

@@ -33,12 +33,13 @@ PATHS = (
     *("/v1/events", "/v1/groups", "/v1/groups/x", "/v1/trajectories/x/0", "/v1/groups/x/lineage", "/v1/export"),
     *("/v1/environments", "/weights", "/v1/models", "/v1/completions", "/v1/chat/completions", "/nothing"),
     *("/sample", "/render"),
+    *("/s/x/v1/chat/completions", "/s/x/v1/models", "/s/x/v1/models/policy", "/s/x"),
 )
 _WAIT_S = 10.0
 
 
 def listening(processes: Iterable[int]) -> set[tuple[str, int]]:
-    """Addresses that the processes listen on."""
+    """Addresses that the processes listen on. A service that hides itself can't be looked up without privileges (`looked_up_reward`)."""
     found = set()
     for pid in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -57,7 +58,7 @@ async def told(host: str, port: int) -> dict[str, str]:
 
 
 async def _http(host: str, port: int) -> str | None:
-    """The statuses of all routes, without that of `/healthz`."""
+    """The statuses of all routes, then that of `/healthz`."""
     statuses = set()
     async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=_WAIT_S, trust_env=False) as client:
         try:
@@ -67,8 +68,7 @@ async def _http(host: str, port: int) -> str | None:
             healthy = (await client.get("/healthz")).status_code
         except httpx.HTTPError:
             return None
-    assert healthy == 200
-    return " ".join(map(str, sorted(statuses)))
+    return f"{' '.join(map(str, sorted(statuses)))}, /healthz {healthy}"
 
 
 async def _grpc(host: str, port: int) -> str | None:

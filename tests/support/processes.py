@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# Before a command: it runs as a user without privileges does, though root runs the tests. Root may look into every process.
+UNPRIVILEGED = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether process `pid` ends within this time (a process that is no more has ended)."""

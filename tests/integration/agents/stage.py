@@ -17,7 +17,7 @@ from headrace.episode import Episode, EpisodeOutcome
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_openly
 from headrace.trajectory import Sampling, Score
-from headrace_services.agents.fleet import Fleet, RunClock
+from headrace_services.agents.fleet import Fleet, ReplicaApi, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.programs import ProgramApi
 from headrace_services.agents.runner import EpisodeRunner
@@ -61,19 +61,20 @@ class Played:
 
 @dataclasses.dataclass
 class Stage:
-    """A buffer with a replica, on which runners play."""
+    """A buffer with a replica, on which runners play. `others`: what answers at other addresses than the replica's."""
 
     replay: ReplayClient
     config: Config
     toy: ToyReplica
     now: list[float] = dataclasses.field(default_factory=lambda: [0.0])
+    others: dict[str, ReplicaApi] = dataclasses.field(default_factory=dict)
 
     @contextlib.asynccontextmanager
     async def runner(
         self, programs: ProgramApi, **agents: Any
     ) -> AsyncIterator[tuple[EpisodeRunner, asyncio.Event, asyncio.Task[None]]]:
         config = self.config.model_copy(update={"agents": self.config.agents.model_copy(update=agents)})
-        fleet = Fleet(lambda url: self.toy, RunClock(lambda: self.now[0]))
+        fleet = Fleet(lambda url: self.others.get(url, self.toy), RunClock(lambda: self.now[0]))
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
         with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
             async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from headrace.config.agents import MOST_SLOTS
 from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Waiting
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Call, EpisodeTrajectory, Score, Status
 from tests.support.buffer import (
     contents,
@@ -31,6 +33,7 @@ from tests.support.buffer import (
 
 GAME = {"game": EnvironmentLimits(episodes=True)}
 LONG = 64
+STEPS, INTERLEAVINGS = 4, 20
 
 
 @pytest.fixture
@@ -99,6 +102,96 @@ async def test_law_5_the_order_of_batches_does_not_depend_on_which_kind_is_faste
     await finish_all(replay, slow)
     assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
     assert (await reserve(replay, 1)).groups == ("e0-train-2", "e0-train-3")
+
+
+class Interleaving:
+    """A run of both kinds, whose processes act in an order that `seed` draws, some of them a hundred times as often as others. Each group
+    may be interrupted once: its replica drains, or an episode of it fails."""
+
+    def __init__(self, replay: ReplayClient, seed: int) -> None:
+        self.replay, self.random = replay, random.Random(seed)
+        self.kinds = "".join(self.random.choices("eg", k=2 * STEPS))
+        self.open: dict[str, list[tuple[Lease, int]]] = {"e": [], "g": []}  # trajectories that are being made
+        self.unbroken = {f"e0-train-{order}" for order in range(2 * STEPS)}
+        self.batches: list[tuple[str, ...]] = []
+
+    async def run(self) -> None:
+        await enqueue(self.replay, self.kinds)
+        self.replica, self.runner = await healthy_replica(self.replay), await new_runner(self.replay)
+        actions = [
+            self.lease_groups,
+            self.lease_episodes,
+            self.end_generation,
+            self.end_episode,
+            self.score,
+            self.train,
+        ]
+        speeds = [self.random.choice([1, 10, 100]) for _ in actions]
+        while len(self.batches) < STEPS:
+            (act,) = self.random.choices(actions, speeds)
+            await act()
+            # what has nothing to do must not be drawn a hundred times in vain
+            speeds = [max(1, speed // 2) if each == act else speed for each, speed in zip(actions, speeds, strict=True)]
+
+    async def lease_groups(self) -> None:
+        for lease in await self.replay.lease(self.replica, self.random.randint(1, 4)):
+            self.open["g"] += [(lease, index) for index in lease.missing]
+
+    async def lease_episodes(self) -> None:
+        slots = self.random.randint(2, 8) - len(self.open["e"])
+        for lease in await self.replay.lease_episodes(self.runner, max(0, slots)):
+            self.open["e"] += [(lease, index) for index in lease.missing]
+
+    async def end_generation(self) -> None:
+        if not self.open["g"]:
+            return
+        lease, index = self.random.choice(self.open["g"])
+        if self.breaks(lease):
+            await self.replay.release(lease, "the replica drains", failed=False)
+            self.open["g"] = [each for each in self.open["g"] if each[0].token != lease.token]
+            return
+        self.open["g"].remove((lease, index))
+        await self.replay.push(lease, make_trajectory(lease, index))
+
+    async def end_episode(self) -> None:
+        if not self.open["e"]:
+            return
+        lease, index = self.open["e"].pop(self.random.randrange(len(self.open["e"])))
+        if not self.breaks(lease):
+            assert await score(self.replay, lease, index, reward=float(index)) is None
+        elif (again := await fail(self.replay, lease, index)) is not None:
+            self.open["e"].append((again, index))
+
+    def breaks(self, lease: Lease) -> bool:
+        if lease.group.id not in self.unbroken or self.random.random() < 0.8:
+            return False
+        self.unbroken.remove(lease.group.id)
+        return True
+
+    async def score(self) -> None:
+        await score_all(self.replay)
+
+    async def train(self) -> None:
+        step = len(self.batches)
+        timeline = (await self.replay.state()).timeline
+        batch = await self.replay.reserve(step, timeline)
+        if not isinstance(batch, Waiting):
+            self.batches.append(batch.groups)
+            await self.replay.commit(step + 1, timeline)
+            await refit(self.replay, step + 1, [self.replica])
+
+
+async def test_law_5_the_order_of_batches_is_that_of_the_prompts_in_any_interleaving_of_both_kinds(
+    redis_url: str, run_id: str, limits: Limits, session_seed: int
+) -> None:
+    async with open_redis(redis_url) as redis:
+        for seed in range(session_seed, session_seed + INTERLEAVINGS):
+            replay = ReplayClient(redis, f"{run_id}-{seed}")
+            await replay.open_run(limits)
+            run = Interleaving(replay, seed)
+            await run.run()
+            expected = [(f"e0-train-{2 * step}", f"e0-train-{2 * step + 1}") for step in range(STEPS)]
+            assert run.batches == expected, f"seed {seed}, kinds {run.kinds}"
 
 
 async def test_law_5_what_was_passed_over_waits_in_its_order_again_after_a_rewind(replay: ReplayClient) -> None:

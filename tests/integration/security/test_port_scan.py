@@ -18,6 +18,7 @@ from tests.support.command import headrace
 from tests.support.light_services import instead_of
 from tests.support.port_scan import listening, told
 from tests.support.ports import free_port
+from tests.support.processes import eventually
 from tests.support.up import Up
 
 CONFIG = """
@@ -25,10 +26,20 @@ run: {{id: test, dir: {folder}/runs}}
 policy: {{max_total_sequence_length: 64, generation: {{max_new_tokens: 6}}}}
 grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 2, use_leave_one_out_baseline: false}}
 data: {{train: {{dataset_name: arithmetic, env_name: math}}}}
-env: {{math: {{type: math}}}}
+env:
+  math: {{type: math}}
+  talk: {{type: function, function: "tests.support.hostile_program:play", episodes: true}}
 replay: {{port: 0, redis_port: {redis_port}}}
 reward: {{port: 0, http_port: 0, workers: 1}}
 """
+
+
+SERVICES = {
+    "rollout": "idle_rollout",
+    "trainer": "paged_trainer",
+    "reward": "looked_up_reward",
+    "agents": "looked_up_agents",
+}
 
 
 @pytest.mark.slow
@@ -37,20 +48,25 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
     folder = tmp_path / "runs" / "test"
-    environ = instead_of(tmp_path / "services", rollout="idle_rollout", trainer="paged_trainer")
+    environ = instead_of(tmp_path / "services", **SERVICES)
     run = Up(config, output=tmp_path / "up.out", environ=environ)
     try:
         run.wait_for("trainer: ready")
         saved = yaml.safe_load((folder / "config.yaml").read_text())
-        pages = {saved["replay"]["port"], saved["reward"]["http_port"], saved["trainer"]["port"]}
+        gateway, runner = ports_of_runner(folder / "logs" / "agents-1.log")
+        pages = {saved["replay"]["port"], saved["reward"]["http_port"], saved["trainer"]["port"], runner}
         hub, redis = saved["reward"]["port"], saved["replay"]["redis_port"]
         addresses = listening(run.started())
-        assert {port for _, port in addresses} == {*pages, hub, redis}
+        assert {port for _, port in addresses} == {*pages, hub, redis, gateway}
         assert {host.removeprefix("::ffff:") for host, _ in addresses} == {"127.0.0.1"}
         for _, port in addresses:
-            said = asyncio.run(told("127.0.0.1", port))
-            expected = {"http": "401"} if port in pages else {"grpc": "UNAUTHENTICATED"} if port == hub else {}
-            assert said == (expected or {"redis": "NOAUTH"}), port
+            expected = {
+                hub: {"grpc": "UNAUTHENTICATED"},
+                redis: {"redis": "NOAUTH"},
+                gateway: {"http": "401 404 405, /healthz 404"},  # it answers episodes alone
+            }
+            pages_say = {"http": "401, /healthz 200"}
+            assert asyncio.run(told("127.0.0.1", port)) == expected.get(port, pages_say), port
 
         credentials = Credentials(folder / "credentials")
         private = [folder / "config.yaml", folder / "credentials", folder / "code", folder / "replay" / "users.acl"]
@@ -60,7 +76,8 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
         for port in pages:
             reader = {"Authorization": f"Bearer {credentials.token('reader')}"}
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=reader, trust_env=False) as client:
-                assert client.get("/readyz").status_code == 200
+                # no replica of this run has weights
+                assert client.get("/readyz").status_code == (503 if port == runner else 200)
                 assert client.get("/metrics").text.startswith("# HELP")
         signs_in_once(run)
         assert "next step     0" in headrace("status", "--run", folder).stdout
@@ -69,6 +86,13 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
     finally:
         if run.process.poll() is None:
             run.stop(signal.SIGTERM)
+
+
+def ports_of_runner(log: Path) -> tuple[int, int]:
+    """Of its gateway and its pages, which it chooses itself."""
+    found = eventually(lambda: log.exists() and re.search(r"gateway on \S+:(\d+), HTTP on \S+:(\d+)", log.read_text()))
+    assert isinstance(found, re.Match)
+    return int(found[1]), int(found[2])
 
 
 def not_told(run: Up, folder: Path, tokens: list[str]) -> bool:

@@ -20,6 +20,67 @@ from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 EPISODE_TOKENS, CONTEXT = 1500, 200
 
 
+class Answered:
+    """A call that has an answer, as its program and the engine know it."""
+
+    def __init__(self, call: SessionCall, asked: list[Message], tools: Any, path: tuple[int, ...]) -> None:
+        self.call, self.path = call, path
+        self.messages, self.tools = [*asked, call.answer], tools
+        self.meant = [_meaning(message) for message in self.messages]
+
+
+class Prediction:
+    """What a request becomes, by the rules of docs/agents.md, from its messages, the template, and what the engine was given and wrote.
+    It knows nothing of what the session has decided."""
+
+    def __init__(self, policy: ToyPolicy) -> None:
+        self.policy = policy
+        self.answered: list[Answered] = []
+
+    def of(
+        self, messages: list[Message], tools: Any, given: set[SessionCall]
+    ) -> tuple[SessionCall | None, tuple[int, ...]]:
+        """The call that it continues, or None, and the prompt that the engine has to get."""
+        asked = tuple(self.policy.render(messages, tools, answered=False))
+        meant = [_meaning(message) for message in messages]
+        known = [
+            each
+            for each in self.answered
+            if each.tools == tools
+            and each.meant == meant[: len(each.meant)]
+            and not isinstance(each.call.completion.stop_reason, str)
+        ]
+        longest = max((len(each.meant) for each in known), default=0)
+        known = [each for each in known if len(each.meant) == longest]
+        # of equal ones those first that the program was given: the most recorded tokens, else what a template makes of the newest
+        for group in ([each for each in known if (each.call in given) is had] for had in (True, False)):
+            group.sort(key=lambda each: -each.call.number)
+            if found := [each for each in group if _begins(asked, each.path)]:
+                return max(found, key=lambda each: len(each.path)).call, asked
+            for each in group:
+                told = tuple(self.policy.render(each.messages, tools, answered=True))
+                if _begins(asked, told):
+                    # what a template puts behind an answer: its end, unless the policy has written that, and a line break
+                    ending = ((END, 10) if each.path[-1] != END else (10,)) if self.policy.ends_answers else ()
+                    return each.call, (*each.path, *ending, *asked[len(told) :])
+        return None, asked
+
+
+def _begins(asked: tuple[int, ...], earlier: tuple[int, ...]) -> bool:
+    return len(asked) > len(earlier) and asked[: len(earlier)] == earlier
+
+
+def _meaning(message: Message) -> Any:
+    """What a message says and calls; not how it is written down."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    calls = [
+        (each["id"], each["function"]["name"], json.loads(each["function"]["arguments"]))
+        for each in message.get("tool_calls") or ()
+    ]
+    return message["role"], text, message.get("tool_call_id"), calls
+
+
 class Conversation:
     """A program's own copy of a conversation: its messages, the calls that answered, and whether it is still told as it was."""
 
@@ -69,7 +130,8 @@ class Episode(RuleBasedStateMachine):
         self.conversations: list[Conversation] = []
         self.under_way: list[tuple[Conversation, SessionCall]] = []
         self.given: set[SessionCall] = set()  # whose answer the program has
-        self.roots = 0
+        self.predicted = Prediction(self.policy)
+        self.roots: set[SessionCall] = set()  # as predicted
         self.added = 0
 
     # -- what a program does -----------------------------------------------------------------------------------------------
@@ -90,6 +152,7 @@ class Episode(RuleBasedStateMachine):
         """A request, which goes its own way beside others."""
         conversation = data.draw(st.sampled_from(self.conversations))
         options = {"max_tokens": max_tokens, "stop": stop, "train": train, "tools": conversation.tools}
+        parent, prompt = self.predicted.of(conversation.messages, conversation.tools, self.given)
         given = {name: value for name, value in options.items() if value not in (None, ())}
         try:
             call, is_new = self.program.session.ask(self.program.asked(conversation.messages, **given), 0.0)
@@ -101,21 +164,28 @@ class Episode(RuleBasedStateMachine):
             assert self.program.session.limit is not None
             return
         self.under_way.append((conversation, call))
+        assert call.parent is parent
+        assert tuple(call.reserved.token_ids.tolist()) == prompt
+        if parent is None:
+            self.roots.add(call)
         self.check_parent(conversation, call)
 
     def check_parent(self, conversation: Conversation, call: SessionCall) -> None:
-        """Predicted by what the program did to its messages, not by comparing tokens."""
+        """Predicted by what the program did to its messages alone."""
         last = conversation.last
-        continues = last is not None and conversation.kept and not isinstance(last.completion.stop_reason, str)
+        stopped = last is not None and isinstance(last.completion.stop_reason, str)
+        assert not stopped or call.parent is not last, "the tokens of a stop string are in no message"
+        continues = last is not None and conversation.kept and not stopped
         if continues and last.answer.get("reasoning") and self.policy.reasoning == "of the last answer":
             continues = False  # it is no longer the last, and its reasoning goes
         if continues:
             # an equal answer to an equal conversation may be taken for it, and is as good
             assert call.parent is not None
-            assert self.shown(call.parent) == self.shown(last)
+            # so may one that was cut off, whose tokens are the beginning of this one's
+            cut_off = call.parent.completion.finish_reason == "length"
+            assert cut_off or self.shown(call.parent) == self.shown(last)
         elif not conversation.kept:
             assert call.parent is None or self.shown(call.parent) == self.shown_of(conversation)
-        self.roots += call.parent is None
 
     def shown(self, call: SessionCall) -> list[Any]:
         """What the template shows of a call's conversation with its answer."""
@@ -135,13 +205,13 @@ class Episode(RuleBasedStateMachine):
     def answer(self, data: Any, arrives: bool) -> None:
         """One of the calls under way ends, in any order."""
         conversation, call = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        self.finish(call)
+        self.finish(conversation, call)
         if not arrives:
             self.program.session.left(call, 0.0)
             return
         self.hand_over(conversation, call)
 
-    def finish(self, call: SessionCall) -> None:
+    def finish(self, conversation: Conversation, call: SessionCall) -> None:
         reserved = call.reserved
         session = self.program.session
         sampled = self.policy.sample(
@@ -156,6 +226,8 @@ class Episode(RuleBasedStateMachine):
         )
         session.sampled(call, sampled)
         session.answered(call, self.policy.derender(sampled, call.asked.tools), 0.0)
+        path = (*reserved.token_ids.tolist(), *sampled.token_ids)
+        self.predicted.answered.append(Answered(call, conversation.messages, conversation.tools, path))
 
     def hand_over(self, conversation: Conversation, call: SessionCall) -> None:
         self.program.session.delivered(call)
@@ -225,12 +297,18 @@ class Episode(RuleBasedStateMachine):
         given = sorted(call.number for call in self.given)
         kept = sorted(call.number for call in self.program.session.calls if call.answer and call.delivered)
         assert given == kept, "what is trained are the answers that the program was given"
-        assert len(ending.calls) == len(set(given))
+        had: set[SessionCall] = set()  # who goes on from an answer has had it
+        for call in self.given:
+            each: SessionCall | None = call
+            while each is not None:
+                had.add(each)
+                each = each.parent
+        assert len(ending.calls) == len(had)
         if not ending.calls or not any(call.trained for call in ending.calls):
             return
         trajectory = EpisodeTrajectory("g", 0, 0, ending.calls, ending.limit is not None, "runner-1")
         trajectory.check()
-        assert sum(call.parent < 0 for call in ending.calls) <= self.roots
+        assert sum(call.parent < 0 for call in ending.calls) == len(self.roots & had)
         engine = {prompt + written for prompt, written in self.policy.asked}
         for number in range(len(ending.calls)):
             assert tuple(_path(ending.calls, number)) in engine
