@@ -38,7 +38,7 @@ class Episode:
     `base_url` and `api_key` are for `chat`, or for any client of OpenAI's API; they are this episode's alone, dead with it, and not for
     logs. `messages` is the prompt; `public` has those fields of the problem that the run lets the program see. `deadline` is when it must
     be done, by `time.monotonic()`. `attempt` counts how often the episode was begun before. What the program puts into `artifacts`, JSON
-    types, is handed back with its reward.
+    types, is kept with the episode and shown with it, and a grader gets it (`Sample.artifacts`).
     """
 
     base_url: str = dataclasses.field(repr=False)

@@ -64,7 +64,8 @@ def sample(
 class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A completion, and what it earns: a line of `headrace env check --samples`.
 
-    `status` is what becomes of it. A `reward` that is None may be any, as may components that are not named.
+    `status` is what becomes of it. A `reward` that is None may be any, as may components that are not named. For a grader, `conversation`
+    and `artifacts` are those of an episode.
     """
 
     completion: str
@@ -75,6 +76,8 @@ class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     status: Status = "SCORED"
     reward: float | None = None
     components: dict[str, float] = {}
+    conversation: tuple[Message, ...] = ()
+    artifacts: dict[str, Any] = {}
 
     def sample(self) -> Sample:
         return sample(
@@ -83,6 +86,8 @@ class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             prompt=self.prompt,
             finish_reason=self.finish_reason,
             task_name=self.task_name,
+            conversation=self.conversation,
+            artifacts=self.artifacts,
         )
 
     def difference(self, score: Score) -> str | None:

@@ -68,7 +68,8 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     `reward` and `components` are the environment's; a completion that failed has none, but the `status` and `message` of its last
     scoring, the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. A `step` is that of a trained
     sample, or the version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T];
-    `spans` are (version, start, end). An episode of several `calls` has their completions as its own, one after the other.
+    `spans` are (version, start, end). An episode of several `calls` has their completions as its own, one after the other. `artifacts` is
+    what its program left.
     """
 
     group: str
@@ -93,6 +94,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     time: float | None = None
     calls: tuple[StoredCall, ...] = ()
+    artifacts: dict[str, Any] = {}
 
     @property
     def truncated(self) -> bool:
@@ -112,14 +114,20 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         return [self._call(*pair) for pair in enumerate(self.calls)]
 
     @property
+    def left(self) -> str:
+        """The artifacts, as JSON on one line; empty if there are none."""
+        return json.dumps(self.artifacts, ensure_ascii=False) if self.artifacts else ""
+
+    @property
     def said(self) -> str:
-        """The completion as people read it: its content, or its conversation. What was said is indented, and further lines of a message
-        more: none passes for another message, or for the head of a call."""
+        """The completion as people read it: its content, or its conversation, and then its artifacts. What was said is indented, and further
+        lines of a message more: none passes for another message, for the head of a call, or for artifacts."""
         calls = (
             "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
             for head, parts in self.conversation
         )
-        return "\n\n".join(calls) or self.content
+        left = [f"artifacts: {self.left}"] if self.left else []
+        return "\n\n".join([*(calls if self.calls else [self.content]), *left])
 
     def weights(self, start: int = 0, end: int | None = None) -> str:
         """The versions that sampled the tokens `[start, end)`, by default all of them, as `weights 3 to 5`."""
@@ -277,8 +285,13 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, A
         "prompt_token_ids": flat.prompt_token_ids.tolist(),
         "token_ids": flat.completion_token_ids.tolist(),
         "generation_logprobs": rounded(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
-        **({"calls": list(_calls(trajectory))} if isinstance(trajectory, EpisodeTrajectory) else {}),
+        **(_of_episode(trajectory) if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
+
+
+def _of_episode(episode: EpisodeTrajectory) -> dict[str, Any]:
+    calls = {"calls": list(_calls(episode))}
+    return {**calls, "artifacts": episode.artifacts} if episode.artifacts else calls
 
 
 def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:

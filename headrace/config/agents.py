@@ -55,7 +55,9 @@ class AgentsConfig(Section):
         description="tokens of an episode, of contexts and of completions, each once; null: what its calls come to",
     )
     max_episode_bytes: int = Field(
-        4 * 1024**2, ge=64 * 1024, description="of an episode's record: tokens, log-probabilities and messages"
+        4 * 1024**2,
+        ge=64 * 1024,
+        description="of an episode's record: tokens, log-probabilities, messages and artifacts",
     )
     on_limit: OnLimit = Field(
         "grade",

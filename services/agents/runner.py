@@ -30,7 +30,7 @@ from headrace.errors import (
     Surplus,
 )
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.trajectory import AnyTrajectory, Lane, Score, episode_record
+from headrace.trajectory import AnyTrajectory, Lane, Score, artifacts_bytes, episode_record
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.episode import OpenEpisode
@@ -289,7 +289,7 @@ class EpisodeRunner:
         metrics.OPEN.set(len(self._open))
         began = time.monotonic()
         try:
-            score, hung = await self._play(episode, key)
+            score, hung, artifacts = await self._play(episode, key)
         finally:
             self._open.discard(episode)
             metrics.OPEN.set(len(self._open))
@@ -308,7 +308,13 @@ class EpisodeRunner:
         if not finish.with_trajectory or (said is not None and said.status != "SCORED"):
             return None, said
         truncated, timings = ending.limit is not None, {"episode_s": seconds}
+        most = agents.max_episode_bytes
         try:
+            # before anything walks through them
+            if (size := artifacts_bytes(artifacts)) > most:
+                raise CodecError(
+                    f"artifacts have {size} bytes, and its record may have {most} (agents.max_episode_bytes)"
+                )
             record = episode_record(
                 lease.group.id,
                 lease.attempt,
@@ -317,14 +323,20 @@ class EpisodeRunner:
                 truncated=truncated,
                 runner=self.runner,
                 timings=timings,
+                artifacts=artifacts,
             )
+            # the session has bounded everything else
+            if artifacts and (size := len(record.encode())) > most:
+                raise CodecError(
+                    f"it has {size} bytes with its artifacts, and may have {most} (agents.max_episode_bytes)"
+                )
         except CodecError as error:
             return None, self._failed(lease, f"what it wrote can't be recorded: {error}")
         return record, said
 
-    async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None]:
-        """Run the program. Returns what it came to (None: it said no reward), and the clock that ended it, if one did. Raises what
-        `OpenEpisode.over` holds, `ServiceError`."""
+    async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None, dict[str, Any]]:
+        """Run the program. Returns what it came to (None: it said no reward), the clock that ended it, if one did, and the artifacts that it
+        left. Raises what `OpenEpisode.over` holds, `ServiceError`."""
         running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
         ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:
@@ -332,16 +344,16 @@ class EpisodeRunner:
             if not running.done():
                 why = episode.over.result()
                 if isinstance(why, str):
-                    return None, why
+                    return None, why, {}
                 if isinstance(why, (CodecError, EpisodeTooLarge)):
-                    return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                    return Score("FAILED", message=f"a call could not be kept: {why}"), None, {}
                 if isinstance(why, InvalidCall):
                     # what a program can do wrong is refused before it is sampled: the buffer has forgotten the calls before this one, or
                     # the weights, because its server lost writes
-                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None
+                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None, {}
                 raise why
             outcome: EpisodeOutcome = running.result()
-            return outcome.score, None
+            return outcome.score, None, outcome.artifacts
         finally:
             await _cancel([running])
 

@@ -115,7 +115,8 @@ def _said(sample: StoredSample) -> str:
         f'<div class="note">{_safe(head)}</div>' + "".join(f"<pre>{_safe(part)}</pre>" for part in parts)
         for head, parts in sample.conversation
     )
-    return f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{_safe(sample.content)}</pre>"
+    said = f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{_safe(sample.content)}</pre>"
+    return said + (f"<pre><b>artifacts:</b> {_safe(sample.left)}</pre>" if sample.left else "")
 
 
 def _safe(text: str) -> str:
