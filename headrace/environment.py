@@ -59,12 +59,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not self.conversation:
-            object.__setattr__(self, "conversation", self.single_conversation)
+            object.__setattr__(self, "conversation", single_conversation(self.messages, self.completion))
 
-    @property
-    def single_conversation(self) -> tuple[Message, ...]:
-        """The prompt and the completion."""
-        return (*self.messages, {"role": "assistant", "content": self.completion})
+
+def single_conversation(messages: tuple[Message, ...], completion: str) -> tuple[Message, ...]:
+    """The conversation of a single completion."""
+    return (*messages, {"role": "assistant", "content": completion})
 
 
 Scored = float | Score

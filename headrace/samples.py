@@ -46,6 +46,8 @@ FAILED = "failed_data.jsonl"
 # A file of failed completions that has grown to this is moved to failed_data.1.jsonl, in place of the one there.
 FAILED_BYTES = 32 << 20
 _DECIMALS = 6
+# Characters of the artifacts of one sample that are shown.
+_SHOWN = 10_000
 _STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
 _REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
 
@@ -115,13 +117,14 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left(self) -> str:
-        """The artifacts, as JSON on one line; empty if there are none."""
-        return json.dumps(self.artifacts, ensure_ascii=False) if self.artifacts else ""
+        """The artifacts as people read them: JSON on one line, cut off where it is too long; empty if there are none."""
+        text = json.dumps(self.artifacts, ensure_ascii=False) if self.artifacts else ""
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
 
     @property
     def said(self) -> str:
-        """The completion as people read it: its content, or its conversation, and then its artifacts. What was said is indented, and further
-        lines of a message more: none passes for another message, for the head of a call, or for artifacts."""
+        """The completion as people read it: its content, or its conversation, and then its artifacts. What was said is indented, and
+        further lines of a message more: none passes for another message, for the head of a call, or for artifacts."""
         calls = (
             "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
             for head, parts in self.conversation

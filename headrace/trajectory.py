@@ -525,8 +525,8 @@ def episode_record(
     timings: dict[str, float],
     artifacts: dict[str, Any] | None = None,
 ) -> AnyTrajectory:
-    """What an episode with these calls is recorded as: one call without artifacts as the single completion that it is (schema 1), everything
-    else as a tree. Raises `CodecError` for calls and artifacts that are none.
+    """What an episode with these calls is recorded as: one call without artifacts as the single completion that it is (schema 1),
+    everything else as a tree. Raises `CodecError` for calls and artifacts that are none.
 
     The finish reason of a single completion says whether a limit of the run ended it, as `truncated` does; that of the call, which may be a
     limit of its own, is not kept.

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environment import Sample
+from headrace.environment import Sample, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
 from headrace.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
@@ -63,7 +63,7 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
     """Raises `CodecError` if `extra_env_info`, `artifacts` or a message holds anything but JSON types."""
-    single = sample.conversation == sample.single_conversation
+    is_single = sample.conversation == single_conversation(sample.messages, sample.completion)
     return pb.Trajectory(
         group_id=sample.group_id,
         index=sample.index,
@@ -75,7 +75,7 @@ def sample_to_wire(sample: Sample) -> pb.Trajectory:
         finish_reason=_FINISH[sample.finish_reason],
         extra_env_info_json=_dump(sample.extra_env_info, "extra_env_info"),
         idempotency_key=sample.idempotency_key,
-        conversation=[] if single else [_message_to_wire(message) for message in sample.conversation],
+        conversation=[] if is_single else [_message_to_wire(message) for message in sample.conversation],
         artifacts_json=_dump(sample.artifacts, "artifacts"),
     )
 

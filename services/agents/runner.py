@@ -307,36 +307,41 @@ class EpisodeRunner:
         # a score that can't be kept has become FAILED, which takes no trajectory along
         if not finish.with_trajectory or (said is not None and said.status != "SCORED"):
             return None, said
-        truncated, timings = ending.limit is not None, {"episode_s": seconds}
-        most = agents.max_episode_bytes
+        timings = {"episode_s": seconds}
         try:
-            # before anything walks through them
-            if (size := artifacts_bytes(artifacts)) > most:
-                raise CodecError(
-                    f"artifacts have {size} bytes, and its record may have {most} (agents.max_episode_bytes)"
-                )
-            record = episode_record(
-                lease.group.id,
-                lease.attempt,
-                index,
-                ending.calls,
-                truncated=truncated,
-                runner=self.runner,
-                timings=timings,
-                artifacts=artifacts,
-            )
-            # the session has bounded everything else
-            if artifacts and (size := len(record.encode())) > most:
-                raise CodecError(
-                    f"it has {size} bytes with its artifacts, and may have {most} (agents.max_episode_bytes)"
-                )
+            return self._record(lease, index, ending, artifacts, timings), said
         except CodecError as error:
             return None, self._failed(lease, f"what it wrote can't be recorded: {error}")
-        return record, said
+
+    def _record(
+        self, lease: Lease, index: int, ending: Ending, artifacts: dict[str, Any], timings: dict[str, float]
+    ) -> AnyTrajectory:
+        """Raises `CodecError` for what is no record, or too large for one."""
+        most = self._limits.nbytes
+        if (size := artifacts_bytes(artifacts)) > most:  # before anything walks through them
+            raise CodecError(
+                f"its artifacts have {size} bytes, and its record may have {most} (agents.max_episode_bytes)"
+            )
+        record = episode_record(
+            lease.group.id,
+            lease.attempt,
+            index,
+            ending.calls,
+            truncated=ending.limit is not None,
+            runner=self.runner,
+            timings=timings,
+            artifacts=artifacts,
+        )
+        # the session has bounded everything else
+        if artifacts and (size := len(record.encode())) > most:
+            raise CodecError(
+                f"its record has {size} bytes with its artifacts, and may have {most} (agents.max_episode_bytes)"
+            )
+        return record
 
     async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None, dict[str, Any]]:
-        """Run the program. Returns what it came to (None: it said no reward), the clock that ended it, if one did, and the artifacts that it
-        left. Raises what `OpenEpisode.over` holds, `ServiceError`."""
+        """Run the program. Returns what it came to (None: it said no reward), the clock that ended it, if one did, and its artifacts.
+        Raises what `OpenEpisode.over` holds, `ServiceError`."""
         running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
         ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:

@@ -199,3 +199,7 @@ def test_what_a_program_left_is_kept_and_shown_with_its_conversation(tmp_path: P
     without = record(group, episode([made, made]), Score("SCORED", 0.5))
     assert "artifacts" not in without
     assert sample_of(group, episode([made]), None).left == ""
+    large = msgspec.structs.replace(played, artifacts={"patch": "x" * 100_000})
+    shown = sample_of(group, large, None)
+    assert shown.left == '{"patch": "' + "x" * 9989 + "… (100013 characters)"
+    assert shown.artifacts == large.artifacts

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace.episode import Episode, EpisodeOutcome
-from headrace.errors import ServiceError
+from headrace.errors import ChatError, ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
@@ -140,7 +140,7 @@ async def test_what_a_limit_stopped_is_graded_with_what_it_had_left(stage: Stage
             while True:
                 await episode.chat(episode.messages)
                 episode.artifacts["calls"] += 1
-        except Exception as error:
+        except ChatError as error:
             return EpisodeOutcome(Score("FAILED", message=str(error)), episode.artifacts)
 
     env = stage.config.env["talk"].model_copy(update={"grader": "judge"})

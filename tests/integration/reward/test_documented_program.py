@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from headrace.config import Config
+from headrace.testing import sample, served
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
@@ -21,12 +23,27 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_passes_its_tests(tmp_path: Path) -> None:
-    program, tests = blocks("python")
+    program, _, tests = blocks("python")
     (tmp_path / "guess.py").write_text(program)
     (tmp_path / "test_guess.py").write_text(tests)
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_grader_scores_what_an_episode_said_and_left() -> None:
+    _, grader, _ = blocks("python")
+    defined: dict[str, Any] = {}
+    exec(grader, defined)
+    said = (
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": ""},
+    )
+    with served(defined["Solved"]()) as solved:
+        made = [sample("", {"solution": [2, 1]}, conversation=said, artifacts=left) for left in ({"board": [2, 1]}, {})]
+        right, wrong = solved.score(*made)
+    assert (right.reward, right.components, wrong.reward) == (1.0, {"looks": 1.0}, 0.0)
 
 
 def test_the_configurations_are_configurations() -> None:
