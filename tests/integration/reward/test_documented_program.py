@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from headrace.config import Config
+from headrace.environment_file import load
 from headrace.testing import sample, served
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -31,16 +31,15 @@ def test_the_example_passes_its_tests(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_grader_scores_what_an_episode_said_and_left() -> None:
+def test_the_grader_scores_what_an_episode_said_and_left(tmp_path: Path) -> None:
     _, grader, _ = blocks("python")
-    defined: dict[str, Any] = {}
-    exec(grader, defined)
+    (tmp_path / "solved.py").write_text(grader)
     said = (
         {"role": "assistant", "content": None},
         {"role": "tool", "content": "1"},
         {"role": "assistant", "content": ""},
     )
-    with served(defined["Solved"]()) as solved:
+    with served(load(f"{tmp_path}/solved.py:Solved")) as solved:
         made = [sample("", {"solution": [2, 1]}, conversation=said, artifacts=left) for left in ({"board": [2, 1]}, {})]
         right, wrong = solved.score(*made)
     assert (right.reward, right.components, wrong.reward) == (1.0, {"looks": 1.0}, 0.0)
