@@ -29,7 +29,7 @@ from headrace.replay import ReplayClient
 from headrace.trajectory import ARRAYS, AnyTrajectory, Group, Score, decode_trajectory
 
 # Fields whose values are those of data sets and environments.
-_FREE = frozenset({"messages", "answer", "artifacts", "extra_env_info", "metadata"})
+_FREE = frozenset({"messages", "answer", "extra_env_info", "metadata"})
 _BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
 _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
 

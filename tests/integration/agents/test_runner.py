@@ -114,7 +114,7 @@ async def test_artifacts_that_cant_be_kept_fail_their_episode_alone(stage: Stage
     assert runner.status.outcomes == {"failed": 1, "scored": N}
     reasons = [fields.get("reason", "") for _, fields in await stage.replay.events("0", 0.1)]
     (reason,) = filter(None, reasons)
-    assert reason.startswith("FAILED: ")
+    assert reason.startswith("FAILED: what it wrote can't be recorded: ")
     assert said in reason
 
 
