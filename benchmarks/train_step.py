@@ -159,7 +159,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         for rows in micro_batches:
             packed = pack(trajectories, rows, packing).to(policy.device)
             places += packed.input_ids.numel()
-            factors = torch.from_numpy(np.concatenate([weights[i] for i in packed.order])).float().to(policy.device)
+            factors = torch.from_numpy(np.concatenate([weights[i] for i in packed.indices])).float().to(policy.device)
             (policy.forward(packed, LogitsWarper()).logprobs * factors).sum().backward()
         if policy.device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Headrace's base package: the environment SDK, and the contract, configuration and client that all services share.
+"""Headrace's base package: the environment SDK, and what all services share (contract, configuration and client).
 
-It imports no torch, no vLLM and no transformers; importing `headrace` itself loads only the environment SDK.
+It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def serve(
     tls_key: str | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve `environment` over gRPC on `host:port` until SIGTERM or SIGINT. Port 0 takes a free port and logs it.
+    """Serve `environment` over gRPC on `host:port` until SIGTERM or SIGINT. With port 0 a free port is chosen and logged.
 
-    `token_file` has a line `environment NAME TOKEN`, the same as the hub's credentials: only who presents that token is answered.
-    `tls_cert` and `tls_key` are PEM files. All are read again when they change. A `host` beyond the loopback interface needs the three of
-    them, unless `insecure`.
+    `token_file` has a line `environment NAME TOKEN`, the same as in the hub's credentials. Only callers that present this token are
+    answered. `tls_cert` and `tls_key` are PEM files. All three files are read again when they change. A `host` beyond the loopback
+    interface requires all three, unless `insecure` is true.
 
-    Raises `ServiceError` if the port is busy, `ConfigError` for files that are missing or can't be used.
+    Raises `ServiceError` if the port is busy, `ConfigError` if a file is missing or can't be used.
     """
-    # gRPC is loaded only by a process that serves
+    # only a process that serves loads gRPC
     from pathlib import Path
 
     from headrace import environment_server
@@ -50,7 +50,7 @@ def serve(
     if not (insecure or is_loopback(host)) and (tls_cert is None or token_file is None):
         raise ConfigError(
             f"host {host!r}: an environment doesn't listen beyond the loopback interface without TLS and a token; give tls_cert and "
-            "tls_key (`headrace certs`) and token_file (`headrace credentials`), or insecure=True in a network that you trust"
+            "tls_key (`headrace certs`) and token_file (`headrace credentials`), or insecure=True on a network that you trust"
         )
     credentials = None if token_file is None else Credentials(Path(token_file))
     certificate = None if tls_cert is None or tls_key is None else CertificateFiles(Path(tls_cert), Path(tls_key))
@@ -69,18 +69,19 @@ def attach(
     insecure: bool = False,
     wait: bool = True,
 ) -> Attachment:
-    """Score with `environment` for the run whose reward hub is at `hub` (host:port), under `name` (default: its own), until SIGTERM, SIGINT
-    or, in a notebook, the interruption of the cell. The run declares `env.NAME: {attached: true}`. Nothing listens here.
+    """Score with `environment` for the run whose reward hub is at `hub` (host:port), under `name` (default: the environment's own). Return
+    on SIGTERM, on SIGINT or, in a notebook, when the cell is interrupted. The run declares `env.NAME: {attached: true}`. This process
+    listens on no port.
 
-    It comes back by itself when the hub was away. `capacity` is how many samples, and how many episodes, it may be at work on at a time
-    (default: what the environment says). What this process has attached as `name` before is replaced. With `wait=False` it goes on in the
-    background: the returned object has `stop()` and `wait()`.
+    The connection is restored automatically after the hub was away. `capacity` is the number of samples, and the number of episodes, that
+    the environment works on at a time (default: what the environment states). An earlier attachment of this process as `name` is replaced.
+    With `wait=False` the work continues in the background: the returned object has `stop()` and `wait()`.
 
-    For a hub on this machine the credentials are found. For another give `token`, or a file with a line `environment NAME TOKEN`
-    (`headrace env token NAME` prints it), and `tls_ca`, the PEM file of the authority that signed the hub's certificate (default: the
-    system's); `insecure` goes without TLS, in a network that you trust.
+    For a hub on this machine the credentials are found automatically. For a hub on another machine give `token`, or a file with a line
+    `environment NAME TOKEN` (`headrace env token NAME` prints it), and `tls_ca`, the PEM file of the authority that signed the hub's
+    certificate (default: the system's authorities). `insecure` does without TLS, on a network that you trust.
 
-    Raises `ServiceError` if the hub refuses it, `ConfigError` for arguments that can't be used.
+    Raises `ServiceError` if the hub refuses the environment, `ConfigError` for arguments that can't be used.
     """
     from headrace import attachment
     from headrace.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Hosts and addresses: which are this machine alone, and how they are written."""
+"""Hosts and addresses: how they are written, and which of them stay on this machine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-# Where what is for this machine alone listens.
+# Services for this machine alone listen here.
 LOOPBACK = "127.0.0.1"
 
 
 def reached(host: str) -> str:
-    """The address at which this machine reaches a service that listens on `host`, which may be all interfaces."""
+    """Return the address at which this machine reaches a service that listens on `host`, which may be all interfaces."""
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def with_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine alone. A name other than `localhost` is not: what it means can change."""
+    """Whether `host`, a name or an address, is this machine alone. Of names, only `localhost` is: the address of another can change."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -38,7 +38,7 @@ def target_is_local(target: str) -> bool:
 
 
 def hosts_of(url: str) -> list[str]:
-    """The hosts that the URL of a buffer names: several of sentinel://, none of unix://."""
+    """Return the hosts that the URL of a buffer names: several for sentinel://, none for unix://."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return []
@@ -47,7 +47,8 @@ def hosts_of(url: str) -> list[str]:
 
 
 def own_address(host: str, port: int = 9) -> str:
-    """This machine's address on the way to `host`, which peers on that network can reach. Raises `OSError` if the name has no address."""
+    """Return the address of the interface that leads to `host`; peers on that network can reach it. Raises `OSError` if the name can't be
+    resolved."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as sock:
         sock.connect(address)  # a datagram socket: chooses the interface, sends nothing

@@ -1,4 +1,4 @@
-"""The key of a model that is served beyond the loopback interface (`headrace serve`)."""
+"""The API key of a model that is served beyond the loopback interface (`headrace serve`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _OPEN = ("/health", "/ping")
 
 
 class KeyGuard:
-    """ASGI middleware of vLLM's server: every request presents the key in `VLLM_API_KEY` as `Authorization: Bearer KEY`, but those that ask
-    whether the server is alive. vLLM asks for it under some paths alone."""
+    """ASGI middleware for vLLM's server that requires the key in `VLLM_API_KEY` as `Authorization: Bearer KEY`.
+
+    Only liveness checks need no key. vLLM itself asks for the key under some paths only.
+    """
 
     def __init__(self, app: Any) -> None:
-        """Raises `KeyError` without a key."""
+        """Read the key from the environment. Raises `KeyError` if it is not set."""
         self._app = app
         self._key = os.environ[VARIABLE].encode()
 

@@ -1,4 +1,4 @@
-"""Has samples scored by whoever is not the run: what has no room for them at once is asked again, as the run does."""
+"""Have samples scored outside a run, retrying those that the environment had no room for, as a run does."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from headrace.wire import score_from_wire
 
 _PAUSE_S = 0.05
 
-# One call, with the seconds that it may take.
+# Sends samples in one call. The number is the call's timeout in seconds.
 Send = Callable[[Sequence[Sample], float], Awaitable[Sequence[trajectory_pb2.Result]]]
 
 
 async def ask(send: Send, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-    """Their scores, in order. What was not started on is sent again after a pause, until `timeout_s` have passed; then it is NOT_STARTED.
+    """Return the scores of `samples`, in order. Samples that the environment did not start are sent again after a pause. After `timeout_s`
+    they stay NOT_STARTED.
 
-    Raises `CodecError` for too few or too many results, and what `send` raises.
+    Raises `CodecError` for too few or too many results, and whatever `send` raises.
     """
     until = time.monotonic() + timeout_s
     scores: dict[int, Score] = {}
@@ -34,7 +35,7 @@ async def ask(send: Send, samples: Sequence[Sample], timeout_s: float) -> list[S
             results = await send([samples[place] for place in left], remaining_s)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and len(scores) == len(samples):
-                break  # it has answered before, and little time was left to ask again
+                break  # an earlier call was answered, and too little time was left for this one
             raise
         if len(results) != len(left):
             raise CodecError(f"{len(results)} results for {len(left)} trajectories")

@@ -1,4 +1,4 @@
-"""Attaches one environment to a run's reward hub: dials in, scores what it is sent, and runs episodes. It listens nowhere."""
+"""Attaches one environment to a run's reward hub: dials the hub, scores samples and runs episodes. It listens on no port."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("headrace.environment")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
 _LINE_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Refusals that coming again won't change.
+# Refusals that another try won't change.
 _FINAL = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -52,7 +52,7 @@ _FINAL = {
 
 @dataclasses.dataclass(frozen=True)
 class DialOptions:
-    """How a hub is dialled: TLS or not (`rpc.TlsSettings`), and what gives the token of the caller."""
+    """The options for dialling a hub: with TLS or without (`rpc.TlsSettings`), and a function that returns the caller's token."""
 
     tls: bool = False
     tls_ca: str | None = None
@@ -60,9 +60,9 @@ class DialOptions:
 
 
 class Attachment:
-    """An environment that is attached to a hub, in a thread with an event loop of its own.
+    """An environment that is attached to a hub, in a thread with its own event loop.
 
-    `scored` and `failed` count the samples and episodes that it has answered, and those that failed.
+    `scored` counts the samples and episodes answered with a score, `failed` those that failed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Attachment:
         self._options = options
         self._process_id = secrets.token_hex(16)
         self._began = time.monotonic()
-        self._stream: _Stream | None = None  # while the hub knows it
+        self._stream: _Stream | None = None  # set while attached
         self._trouble = "connecting"
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -87,20 +87,21 @@ class Attachment:
 
     @property
     def line(self) -> str:
-        """How it fares."""
+        """The attachment's state and counts, in one line."""
         busy = self._scorer.busy + (0 if self._programs is None else self._programs.busy)
         counts = f"{busy} at work, {self.scored} scored, {self.failed} failed"
         state = "attached" if self._stream is not None else f"not attached ({self._trouble})"
         return f"environment {self.name}, {state} to {self.hub}: {counts}"
 
     def stop(self) -> None:
-        """Take no more work, finish what is under way within two seconds, and detach."""
+        """Take no more work, finish what is in progress within two seconds, and detach."""
         self._ask_to_stop()
         self._thread.join()
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> bool:
-        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM; or True once `until` is true,
-        while it goes on. Meanwhile a line shows how it fares. Raises `ServiceError` if the hub refuses it for good."""
+        """Wait until the attachment is stopped by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM. Return True as soon
+        as `until` is true, while the attachment continues. A status line is shown meanwhile. Raises `ServiceError` if the hub refuses the
+        environment for good."""
         live = sys.stdout.isatty() or "ipykernel" in sys.modules
         shown, found = "", False
         with self._stopped_by_signals():
@@ -118,7 +119,8 @@ class Attachment:
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """In the main thread, which alone gets them. The handlers of a running event loop would wait for the loop, which waits for us."""
+        """Handle signals directly, in the main thread, which alone receives them. Handlers of a running event loop would wait for the loop,
+        which waits for this call."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -130,16 +132,16 @@ class Attachment:
                 signal.signal(signum, handler)
 
     def _ask_to_stop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._keep_attached())
-        except Exception as error:  # noqa: BLE001  # handed to who waits
+        except Exception as error:  # noqa: BLE001  # `wait` raises it
             self._error = error
-            _log.error("environment %s is not attached any more: %s", self.name, error)
+            _log.error("environment %s is no longer attached: %s", self.name, error)
 
     async def _keep_attached(self) -> None:
         tries = 0
@@ -158,7 +160,7 @@ class Attachment:
             if was_attached or self._trouble != trouble:
                 _log.warning("environment %s is not attached to %s (%s); trying again", self.name, self.hub, trouble)
             self._trouble = trouble
-            # many that lost one hub don't come back at once
+            # random, so that many that lost one hub don't return at once
             tries = 1 if was_attached else tries + 1
             pause = pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
             with contextlib.suppress(TimeoutError):
@@ -166,13 +168,13 @@ class Attachment:
 
     @contextlib.asynccontextmanager
     async def _dialled(self) -> AsyncIterator[tuple[Any, list[tuple[str, str]]]]:
-        """(a stub, the metadata of a call)."""
+        """Yield a stub, and the metadata of its calls."""
         options = await asyncio.to_thread(self._options)
         async with rpc.channel(self.hub, security=options, keep_alive=True) as channel:
             yield pb_grpc.RewardServiceStub(channel), [] if options.token is None else [rpc.bearer(options.token())]
 
     async def _attached(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
-        """Work for the hub until the stream ends, or this is stopped."""
+        """Work for the hub until the stream ends or the attachment is stopped."""
         stream = _Stream(self._scorer, self._programs, self.name, self._count)
         call = stub.Attach(metadata=metadata)
         writing = asyncio.create_task(_write(call, stream.requests(self._process_id, self._began)))
@@ -200,7 +202,7 @@ class Attachment:
                     _log.info("environment %s is attached to %s", self.name, self.hub)
         except CodecError as error:
             raise ServiceError(
-                f"{self.hub} breaks the rules of the stream ({error}); is its release another?"
+                f"{self.hub} breaks the protocol of the stream ({error}); is it of another release?"
             ) from error
 
     def _grant(self) -> None:
@@ -214,9 +216,9 @@ class Attachment:
 
 
 async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
-    # who reads is told why the stream has ended
+    # the reader gets the error that ended the stream
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        # the first says how old the process is: a connection may take as long as the network is away
+        # the first request states the age of the process, and connecting may take as long as the network is away
         await call.wait_for_connection()
         async for request in requests:
             await call.write(request)
@@ -224,7 +226,7 @@ async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
 
 
 class _Stream:
-    """One stream: what came in is being worked on, what goes out waits in a line. Only this side's loop calls it."""
+    """One stream: work in progress, and a queue of outgoing messages. Only its own event loop calls it."""
 
     def __init__(
         self,
@@ -237,20 +239,19 @@ class _Stream:
         self._programs = programs
         self._name = name
         self._count = count
-        # what does each kind of work
         self._workers: dict[pb.WorkKind.ValueType, BatchScorer | Programs] = {}
         if scorer.environment.scores_samples:
             self._workers[pb.WORK_KIND_SCORE] = scorer
         if programs is not None:
             self._workers[pb.WORK_KIND_EPISODE] = programs
         self._flows = {kind: Flow(worker.capacity) for kind, worker in self._workers.items()}
-        self._max_message_bytes = 0  # until the hub has said it
+        self._max_message_bytes = 0  # until the hub has reported it
         self._outgoing: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[pb.Answer]] = {}
         self._closed = False
 
     async def requests(self, process_id: str, began: float) -> AsyncIterator[pb.AttachRequest]:
-        """`began`: when the process first offered its environment, by the monotonic clock."""
+        """Yield the messages to the hub. `began` is when the process first offered its environment, by the monotonic clock."""
         offers = [
             pb.Offer(
                 environment=self._scorer.description,
@@ -267,7 +268,7 @@ class _Stream:
             yield request
 
     def receive(self, event: pb.AttachResponse) -> None:
-        """Raises `CodecError` for work beyond the credit."""
+        """Handle a message of the hub. Raises `CodecError` for work beyond the credit."""
         match event.WhichOneof("event"):
             case "registered":
                 self._max_message_bytes = event.registered.max_message_bytes
@@ -287,7 +288,7 @@ class _Stream:
                     withdrawn.cancel()
 
     def grant(self) -> None:
-        """Tell the hub of what can be begun on."""
+        """Grant the hub credit for the work that can be started now."""
         for kind, flow in self._flows.items():
             amount = flow.room(self._workers[kind].busy)
             if amount and self._max_message_bytes and not self._closed:
@@ -296,16 +297,16 @@ class _Stream:
                 self._outgoing.put_nowait(pb.AttachRequest(credit=credit))
 
     async def drain(self) -> None:
-        """Answer what is held, soon, and end the stream."""
+        """Finish and answer the work in progress, for a limited time, and end the stream."""
         self._outgoing.put_nowait(pb.AttachRequest(drain=pb.Drain()))
         await asyncio.gather(*(worker.drain(GRACE_S) for worker in self._workers.values()))
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-            await asyncio.sleep(0)  # their callbacks come first
+            await asyncio.sleep(0)  # lets their callbacks run
         self._outgoing.put_nowait(None)
 
     def close(self) -> None:
-        """Nobody waits for answers any more."""
+        """Cancel the work in progress: its answers have no receiver any more."""
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
@@ -313,7 +314,7 @@ class _Stream:
     def _begin(
         self, work: pb.Work
     ) -> tuple[pb.WorkKind.ValueType, int, Callable[[pb.Work], Coroutine[Any, Any, pb.Answer]]]:
-        """(its kind, its size, what does it)."""
+        """Return the work's kind, its size, and the method that does it."""
         if work.WhichOneof("batch") == "episode":
             return pb.WORK_KIND_EPISODE, 1, self._play
         return pb.WORK_KIND_SCORE, len(work.score.trajectories), self._score
@@ -340,9 +341,9 @@ class _Stream:
         else:
             outcome = outcome_to_wire(await self._programs.run(episode))
         if (size := outcome.ByteSize()) > 0.9 * self._max_message_bytes:
-            said = f"its outcome has {size} bytes, and a message to the hub {self._max_message_bytes}; leave less in artifacts"
+            said = f"its outcome has {size} bytes; a message to the hub may have {self._max_message_bytes}; leave less in artifacts"
             outcome = outcome_to_wire(EpisodeOutcome(Score("FAILED", message=said)))
-        # one without a result has ended well: a grader scores it
+        # an outcome without a result is a success: a grader scores it
         self._count([outcome.result.status if outcome.HasField("result") else trajectory_pb2.STATUS_SCORED])
         answer = pb.Answer(work_id=work.work_id)
         answer.episode.outcome.CopyFrom(outcome)
@@ -352,7 +353,7 @@ class _Stream:
         del self._tasks[work_id]
         if self._closed:
             return
-        # of what was withdrawn it says nothing but that it has ended
+        # an empty answer: withdrawn work has ended
         answer = pb.Answer(work_id=work_id) if task.cancelled() else task.result()
         self._outgoing.put_nowait(pb.AttachRequest(answer=answer))
         self._flows[kind].answer(work_id)
@@ -360,7 +361,7 @@ class _Stream:
 
 
 def fitted(results: list[trajectory_pb2.Result], most: int) -> list[trajectory_pb2.Result]:
-    """`results`; if a message of `most` bytes can't hold them, those that take more than their share are FAILED."""
+    """Return `results`. If they don't fit in a message of `most` bytes, those larger than their share become FAILED."""
     if sum(result.ByteSize() for result in results) <= 0.9 * most:
         return results
     share = int(0.9 * most) // len(results)
@@ -383,7 +384,7 @@ _current: dict[tuple[str, str], Attachment] = {}
 def attach(
     hub: str, environment: Environment, name: str, capacity: int | None, options: Callable[[], DialOptions]
 ) -> Attachment:
-    """Attach, in the place of what this process has attached to the same hub under the same name."""
+    """Attach `environment`, and replace this process's earlier attachment to the same hub under the same name."""
     if (former := _current.get((hub, name))) is not None:
         former.stop()
     _current[hub, name] = Attachment(hub, environment, name, capacity, options)
@@ -399,9 +400,10 @@ def _stop_all() -> None:
 def dial_options(
     hub: str, name: str, *, token: str | None, token_file: str | None, tls_ca: str | None, insecure: bool
 ) -> Callable[[], DialOptions]:
-    """What gives the options each time that `hub` is dialled: the run behind a port of this machine may be another by then.
+    """Return a function that gives the options. It is called each time `hub` is dialled: another run may be behind a port of this machine
+    by then.
 
-    Raises `ConfigError` for what doesn't go together, or would send a token in plain text to another machine.
+    Raises `ConfigError` for options that don't go together, or that would send a token in plain text to another machine.
     """
     if token is not None and token_file is not None:
         raise ConfigError(f"token and token_file {token_file!r}: give one of them")
@@ -422,14 +424,14 @@ def dial_options(
         return functools.partial(
             DialOptions, secured, tls_ca, functools.partial(Credentials(Path(token_file)).token, role)
         )
-    # as it is in the file, or the token alone
+    # a whole line of the file, or the token alone
     presented = str(token).strip().removeprefix(f"{role} ")
     return functools.partial(DialOptions, secured, tls_ca, lambda: presented)
 
 
 def _local_options(hub: str, name: str, otherwise: DialOptions) -> DialOptions:
-    """With the credentials of the run whose hub has this port."""
-    import yaml  # these two cost time, and are needed here alone
+    """Return the options with the credentials of the run whose hub listens on this port."""
+    import yaml  # slow to import, and needed here alone
 
     from headrace.listeners import listener, saved_config
 
@@ -447,8 +449,8 @@ def _local_options(hub: str, name: str, otherwise: DialOptions) -> DialOptions:
         return otherwise
     if not ((config.get("env") or {}).get(name) or {}).get("attached"):
         raise ConfigError(
-            f"the run at {hub} ({saved.parent}) declares no environment {name!r} that attaches; its configuration needs "
-            f"env.{name}: {{attached: true}}"
+            f"the run at {hub} ({saved.parent}) declares no attached environment {name!r}; add env.{name}: {{attached: true}} to its "
+            "configuration"
         )
     return DialOptions(
         tls=otherwise.tls or any(security.get(key) is not None for key in ("tls_cert", "tls_ca")),

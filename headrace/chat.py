@@ -1,4 +1,4 @@
-"""One call of the policy, by an API that speaks OpenAI's chat completions, for programs that bring no client of their own."""
+"""One call of the policy through OpenAI's chat completions API, for programs without their own client."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from headrace.trajectory import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
 _MOST_TRIES = 8
-# What is worth another try, besides what is the server's fault: it has too much to do, or somebody was faster.
+# Worth another try, besides server errors: the server was too busy or too slow, or another call came first.
 _AGAIN = (408, 409, 429)
 _LONGEST_REASON = 500
-# Of an answer.
+# The largest answer.
 MOST_BYTES = 64 * 1024**2
 
 
 async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: float) -> Message:
-    """The message that `base_url` answers to `request`. Raises `ChatError` if it refuses, `TimeoutError` if it takes longer than
-    `within_s`."""
+    """Send `request` to `base_url` and return the answer's message. Raises `ChatError` if the request is refused, `TimeoutError` if it
+    takes longer than `within_s`."""
     body = json.dumps({"model": "policy", **request}).encode()
-    # all tries are one call: who answers tells a try from a new question by these
+    # all tries are one call: the server recognizes a repeated try by this key
     key = secrets.token_hex(16)
     verify = ssl.create_default_context() if base_url.startswith("https:") else None
     async with (

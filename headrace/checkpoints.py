@@ -1,14 +1,15 @@
-"""Which of the checkpoints in a folder are a run's: the chain of the trainers that wrote them.
+"""Decides which checkpoints in a folder belong to a run, by the chain of the trainers that wrote them.
 
-Each start of a trainer is a *timeline*. Once it has resumed it appends a line to `chain.jsonl`, beside the checkpoints: its timeline and
-the version it went on from. Whatever earlier trainers made beyond that version is abandoned with it. So a trainer that was frozen and
-wakes up after its successor has started can publish nothing that anybody goes on from; the buffer's `timelines` follow the same rule.
+Each start of a trainer is a *timeline*. Once the trainer has resumed, it appends a line to `chain.jsonl`, beside the checkpoints: its
+timeline, and the version that it resumed from. This abandons everything that earlier trainers made beyond that version. So a trainer that
+was frozen, and wakes up after its successor has started, can publish nothing that is ever resumed from. The buffer's `timelines` follow the
+same rule.
 
     {"timeline": "1f0c…", "version": 0}
     {"timeline": "93ab…", "version": 40}     version 41 and later ones are of this timeline
 
-A trainer holds the lock of the folder (`.trainer.lock`) while it lives. It says that somebody is at work, for `headrace rewind` and for
-people; it never keeps a trainer from starting, because the holder may be frozen for good.
+A trainer holds the lock of the folder (`.trainer.lock`) while it lives. The lock shows `headrace rewind` and people that a trainer is at
+work. It never keeps a trainer from starting, because the holder may be frozen for good.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from headrace.files import fsync
 CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
 
 _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
-# version, timeline; builds that knew no chain named no timeline
+# version, timeline; builds from before the chain wrote no timeline
 _UNFINISHED = re.compile(r"\.unfinished-(?:step_|leaving_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer has gone on from `version` on `timeline`."""
+    """The start of a trainer: it resumed from `version`, on `timeline`."""
 
     timeline: str
     version: int
 
 
 class _State(msgspec.Struct):
-    """What is read here of a checkpoint's state. `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`)."""
+    """The part of a checkpoint's state that is read here. The keys of `metrics` are those of `checkpointing.metric_name`
+    (`val:accuracy`)."""
 
     timeline: str
     ancestors: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ class _State(msgspec.Struct):
 
 
 def in_effect(starts: Iterable[Start]) -> list[Start]:
-    """The starts that the newest weights descend from: each ends those before it that began at its version or later."""
+    """Return the starts that the newest weights descend from. Each start ends those before it that began at its version or later."""
     kept: list[Start] = []
     for start in starts:
         while kept and kept[-1].version >= start.version:
@@ -63,21 +65,21 @@ def in_effect(starts: Iterable[Start]) -> list[Start]:
 
 
 def timeline_of(starts: Iterable[Start], version: int) -> str | None:
-    """The timeline that made the weights of `version` > 0; None without a start before it."""
+    """Return the timeline that made the weights of `version` > 0; None if no start precedes it."""
     return next((start.timeline for start in reversed(in_effect(starts)) if start.version < version), None)
 
 
 def on_chain(starts: Sequence[Start], found: Mapping[int, str | None]) -> list[int]:
-    """The versions, ascending, that a trainer may go on from, of the checkpoints `found`, each with its timeline. One whose timeline
-    can't be read stays, so that whoever goes on from it is told."""
+    """Return the versions, ascending, that a trainer may resume from. `found` maps the version of each checkpoint to its timeline. A
+    checkpoint whose timeline can't be read is kept, so that resuming from it reports the problem."""
     return sorted(
         version for version, timeline in found.items() if timeline is None or timeline == timeline_of(starts, version)
     )
 
 
 def removable(starts: Sequence[Start], timeline: str, names: Iterable[str]) -> list[str]:
-    """The unfinished checkpoints among `names` that the trainer on `timeline` removes: its own, those of timelines that have ended,
-    and those of builds that knew no chain. The newest trainer's and an unknown one's may still be written."""
+    """Return the unfinished checkpoints among `names` that the trainer on `timeline` removes: its own, those of timelines that have ended,
+    and those of builds from before the chain. Those of the newest trainer, or of an unknown one, may still be being written."""
     if not starts or starts[-1].timeline != timeline:
         return []
     known = {start.timeline for start in starts} | {None}
@@ -86,7 +88,8 @@ def removable(starts: Sequence[Start], timeline: str, names: Iterable[str]) -> l
 
 
 def first_chain(found: Mapping[int, tuple[str, Sequence[str]]]) -> list[Start]:
-    """The chain of a folder that has none yet: that of its newest checkpoint. `found`: timeline and its ancestors of each version."""
+    """Return the chain of a folder without a `chain.jsonl`: that of its newest checkpoint. `found` maps each version to its timeline and
+    that timeline's ancestors."""
     if not found:
         return []
     newest, ancestors = found[max(found)]
@@ -103,7 +106,7 @@ def first_chain(found: Mapping[int, tuple[str, Sequence[str]]]) -> list[Start]:
 def best_first(
     metrics: Mapping[int, Mapping[str, float]], metric_name: str | None, *, higher_is_better: bool
 ) -> list[int]:
-    """The versions of the checkpoints with these metrics, the best by `metric_name` first.
+    """Return the versions of the checkpoints with these metrics, the best by `metric_name` first.
 
     Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.
     """
@@ -120,12 +123,12 @@ def best_first(
 
 
 def path_of(folder: Path, version: int) -> Path:
-    """The folder of a checkpoint, whether it is there or not."""
+    """Return the folder of a checkpoint, whether it exists or not."""
     return folder / f"step_{version}"
 
 
 def policy_of(folder: Path, version: int) -> Path:
-    """The policy of a checkpoint: a directory that Hugging Face's libraries load."""
+    """Return the policy of a checkpoint: a directory that Hugging Face's libraries load."""
     return path_of(folder, version) / "policy"
 
 
@@ -138,10 +141,10 @@ def leaving_name(version: int, timeline: str) -> str:
 
 
 def read_chain(folder: Path) -> list[Start]:
-    """Every start so far. Raises `ServiceError` for lines that `append_start` did not write."""
+    """Return every start so far. Raises `ServiceError` for lines that `append_start` did not write."""
     path = folder / CHAIN
     try:
-        whole, _, _ = path.read_bytes().rpartition(b"\n")  # a trainer may have died in the middle of the last line
+        whole, _, _ = path.read_bytes().rpartition(b"\n")  # a trainer may have died while writing the last line
         return [msgspec.json.decode(line, type=Start) for line in whole.splitlines()]
     except FileNotFoundError:
         return first_chain(
@@ -149,18 +152,18 @@ def read_chain(folder: Path) -> list[Start]:
         )
     except (OSError, msgspec.MsgspecError) as error:
         raise ServiceError(
-            f"{path} can't be read ({error}); move it away, and a new one is made from the checkpoints there are"
+            f"{path} can't be read ({error}); move it away, and a new one is made from the existing checkpoints"
         ) from error
 
 
 def append_start(folder: Path, start: Start) -> None:
-    """Add a start to the chain; it survives a power cut once this has returned. Raises `OSError`, `ServiceError` as `read_chain`."""
+    """Add a start to the chain. Once this returns, it survives a power cut. Raises `OSError`, and `ServiceError` as `read_chain` does."""
     path = folder / CHAIN
     folder.mkdir(parents=True, exist_ok=True)
     lines = [start] if path.exists() else [*read_chain(folder), start]
     with path.open("ab+") as file:
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # what a trainer left that died in the middle of its line
+        file.truncate(file.read().rfind(b"\n") + 1)  # drops the line that a trainer was writing when it died
         file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
@@ -168,23 +171,24 @@ def append_start(folder: Path, start: Start) -> None:
 
 
 def published(folder: Path) -> list[int]:
-    """The versions that a trainer may go on from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
+    """Return the versions that a trainer may resume from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
     return on_chain(read_chain(folder), _timelines(folder))
 
 
 def metrics_name(timeline: str) -> str:
-    """The file of a checkpoint with the metrics that became known later, to the trainer on `timeline`."""
+    """Return the name of the file for metrics of a checkpoint that the trainer on `timeline` learned after publishing it."""
     return f"metrics-{timeline}.json"
 
 
 def later_metrics(folder: Path, version: int) -> list[str]:
-    """The names of the `metrics_name` files in checkpoint `version`, the newest trainer's last. Raises as `read_chain` does."""
+    """Return the names of the `metrics_name` files in checkpoint `version`, the newest trainer's last. Raises as `read_chain` does."""
     names = [metrics_name(start.timeline) for start in read_chain(folder)]
     return [name for name in dict.fromkeys(names) if (path_of(folder, version) / name).exists()]
 
 
 def read_metrics(folder: Path, version: int) -> dict[str, float]:
-    """All that is known of checkpoint `version`, by the names of `checkpointing.metric_name`. Raises `ServiceError` if it can't be read."""
+    """Return all known metrics of checkpoint `version`, by the names of `checkpointing.metric_name`. Raises `ServiceError` if they can't be
+    read."""
     path = path_of(folder, version) / STATE
     try:
         metrics = msgspec.json.decode(path.read_bytes(), type=_State).metrics
@@ -197,8 +201,8 @@ def read_metrics(folder: Path, version: int) -> dict[str, float]:
 
 
 def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tuple[int, float] | None:
-    """The published checkpoint that `best_first` puts first, and its value of the metric; None if no checkpoint has one. Raises as
-    `read_metrics` does."""
+    """Return the published checkpoint that `best_first` puts first, and its value of the metric; None if no checkpoint has a value. Raises
+    as `read_metrics` does."""
     metrics = {version: read_metrics(folder, version) for version in published(folder)}
     for version in best_first(metrics, metric_name, higher_is_better=higher_is_better):
         if metric_name in metrics[version]:
@@ -207,7 +211,7 @@ def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tu
 
 
 def abandoned(folder: Path) -> dict[int, str]:
-    """Complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
+    """Return the complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
     found = _timelines(folder)
     kept = on_chain(read_chain(folder), found)
     return {version: timeline for version, timeline in found.items() if timeline is not None and version not in kept}
@@ -218,7 +222,7 @@ def _timelines(folder: Path) -> dict[int, str | None]:
 
 
 def _states(folder: Path) -> dict[int, _State | None]:
-    """The state of every complete checkpoint, on the chain or off it; None where it can't be read."""
+    """Return the state of every complete checkpoint, on the chain or off it; None where it can't be read."""
     found: dict[int, _State | None] = {}
     for path in folder.glob("step_*"):
         match = _PUBLISHED.fullmatch(path.name)
@@ -231,7 +235,7 @@ def _states(folder: Path) -> dict[int, _State | None]:
 
 
 def cannot_write_checkpoint(folder: Path, error: BaseException) -> ServiceError:
-    """The error for a checkpoint that could not be written to `folder`."""
+    """Return the error for a checkpoint that could not be written to `folder`."""
     return ServiceError(
         f"can't write a checkpoint to {folder} ({error}); the earlier ones are untouched. Free space there, or set "
         "checkpointing.checkpoint_dir"
@@ -242,13 +246,13 @@ class FolderLock:
     """The lock of a folder of checkpoints, held until the process ends or `release` is called."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `OSError` if the folder can't be written."""
+        """Open the lock file, without taking the lock. Raises `OSError` if the folder can't be written."""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / LOCK).open("a+", encoding="utf-8")
 
     def take(self) -> str | None:
-        """Take the lock. Returns None, or who has it: then it is taken as soon as they let go of it. Raises `OSError` where the file
-        system has no locks."""
+        """Take the lock and return None. If another process holds it, return a description of the holder, and take the lock as soon as it
+        is free. Raises `OSError` where the file system has no locks."""
         if (holder := self.try_take()) is not None:
             threading.Thread(target=self._take_when_free, name="checkpoint lock", daemon=True).start()
             return holder
@@ -256,7 +260,7 @@ class FolderLock:
         return None
 
     def try_take(self) -> str | None:
-        """As `take`, but not later."""
+        """Take the lock if it is free now. Returns as `take` does."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -268,7 +272,7 @@ class FolderLock:
         self._file.close()
 
     def _take_when_free(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+        with contextlib.suppress(OSError, ValueError):  # `release` closed the file meanwhile
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._sign()
 

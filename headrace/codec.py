@@ -1,11 +1,11 @@
 """The versioned msgpack codec of the records that travel through the buffer.
 
-A record is a msgpack map with `schema` first (the tag of its Struct), then the fields of its Struct in their order; the records that it
-holds are maps of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so that an older reader takes a newer writer's
-record of the same schema; a missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never
-gets past the port it came in by. Nothing is ever pickled.
+A record is a msgpack map. It has `schema` first (the tag of its Struct), then the fields of its Struct in order. Records inside it are maps
+of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so that an older reader accepts a newer writer's record of the
+same schema. A missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the
+port where it arrived. Nothing is ever pickled.
 
-Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2. `schema_of` tells them apart.
+Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `schema_of` tells them apart.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 class Codec(Generic[R]):
     """Encodes and decodes the records of one Struct.
 
-    Its fields are declared once, in the Struct; those with an array type travel as bytes, also in the records of a field
-    `tuple[Record, ...]`. Decoding requires every field, including those with a default. The exception are the fields that a Struct with
-    `omit_defaults` leaves out when they are empty.
+    The fields are declared once, in the Struct. Those with an array type travel as bytes, also inside a field `tuple[Record, ...]`.
+    Decoding requires every field, including those with a default, except the fields that a Struct with `omit_defaults` omits when they
+    are empty.
     """
 
     def __init__(self, record: type[R]) -> None:
@@ -65,21 +65,21 @@ class Codec(Generic[R]):
 
     @property
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The dtypes of the array fields, by name, those of the records that it holds included."""
+        """The dtypes of the array fields by name, including those of the records inside."""
         own = {name: dtype for _, name, dtype in self._arrays}
         for _, _, codec in self._records:
             own |= codec.dtypes
         return own
 
     def encode(self, record: R) -> bytes:
-        """The encoded record. Raises `CodecError` on a value that msgpack can't carry."""
+        """Encode a record. Raises `CodecError` on a value that msgpack can't carry."""
         try:
             return self._encode(record)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CodecError(f"a {self._what} can't be packed: {error}") from error
 
     def decode(self, data: bytes) -> R:
-        """The decoded record; its arrays are read-only. Raises `CodecError` naming the field."""
+        """Decode a record; its arrays are read-only. Raises `CodecError` naming the field."""
         try:
             stored = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -100,7 +100,7 @@ class Codec(Generic[R]):
         return self._record(*values)
 
     def _schema_problem(self, data: bytes) -> str | None:
-        """What is wrong with the schema of an encoded map; None if it is right or missing."""
+        """Return what is wrong with the schema of an encoded map; None if it is right or missing."""
         schema = schema_of(data)
         if schema is None or schema == self._schema:
             return None
@@ -115,7 +115,7 @@ _tagged = msgspec.msgpack.Decoder(_Tagged).decode
 
 
 def schema_of(data: bytes) -> Any:
-    """The schema of an encoded record, whatever was written there; None if it has none, or is no record."""
+    """Return the schema of an encoded record, of whatever type it is; None if the data has none, or is not a record."""
     try:
         return _tagged(data).schema
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -128,7 +128,7 @@ def _holds_records(kind: Any) -> bool:
 
 
 def _written(value: Any) -> Any:
-    """The elements of an array in order, little-endian."""
+    """Return the elements of an array in order, little-endian."""
     if type(value) is not np.ndarray:
         raise TypeError(f"a {type(value).__name__}, {value!r:.80}")
     if value.dtype in _WRITTEN:

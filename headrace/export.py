@@ -1,10 +1,10 @@
 """Converts trajectories to JSON lines and back: one object per line, with its group, its score and its lineage.
 
-`group`, `trajectory` and `score` have the fields of the records of `headrace.trajectory` (`score` is null before there is one), with arrays
-as lists, those of an episode's `calls` too; the round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for
+`group`, `trajectory` and `score` have the fields of the records of `headrace.trajectory`, with arrays as lists, also inside an episode's
+`calls`. `score` is null before there is one. The round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for
 readers.
 
-Values of data sets and environments (`extra_env_info`, `messages`, `answer`, `metadata`) may be more than JSON has: bytes are
+Values of data sets and environments (`extra_env_info`, `messages`, `answer`, `metadata`) may be more than JSON has. Bytes are
 `{"__bytes__": BASE64}`, numbers that are not finite `{"__float__": "nan"}`, and a map whose keys are not text (or are one of these names)
 `{"__map__": [[KEY, VALUE], …]}`.
 """
@@ -28,7 +28,7 @@ from headrace.lineage import Origin, origin_of, with_timelines
 from headrace.replay import ReplayClient
 from headrace.trajectory import ARRAYS, AnyTrajectory, Group, Score, decode_trajectory
 
-# Fields whose values are those of data sets and environments.
+# Fields with values of data sets and environments.
 _FREE = frozenset({"messages", "answer", "extra_env_info", "metadata"})
 _BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
 _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
@@ -43,7 +43,8 @@ class Exported:
 
 
 def to_line(exported: Exported, origin: Origin) -> str:
-    """The JSON line, without the newline. Raises `CodecError` for a value of an environment that only msgpack knows (an extension type)."""
+    """Return the JSON line, without the newline. Raises `CodecError` for a value of an environment that only msgpack has (an extension
+    type)."""
     try:
         line = {
             "state": exported.state,
@@ -61,7 +62,7 @@ def to_line(exported: Exported, origin: Origin) -> str:
 
 
 def from_line(text: str) -> Exported:
-    """The trajectory in a line of `to_line`. Raises `CodecError` for anything else."""
+    """Return the trajectory in a line of `to_line`. Raises `CodecError` for any other line."""
     try:
         line: dict[str, Any] = json.loads(text)
         score = line["score"]
@@ -76,11 +77,11 @@ def from_line(text: str) -> Exported:
 
 
 async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[str]:
-    """Yield a line for each trajectory of a group in one of `states` that the buffer holds."""
+    """Yield a line for each trajectory in the buffer whose group is in one of `states`."""
     run = await replay.state()
     async for group_id, _ in replay.groups(states):
         held = await replay.held(group_id)
-        if held is None:  # it has ended since
+        if held is None:  # the group has ended since
             continue
         for trajectory, score in held.trajectories:
             origin = with_timelines(origin_of(trajectory, score), run.timeline_of)
@@ -98,8 +99,8 @@ def read(path: Path) -> Iterator[Exported]:
 
 
 def plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
-    """The record's fields in JSON types, as they are in a line."""
-    kept = (bytes, datetime.datetime, msgspec.msgpack.Ext)  # JSON has none: no text in their place
+    """Return the record's fields in JSON types, as in a line."""
+    kept = (bytes, datetime.datetime, msgspec.msgpack.Ext)  # JSON lacks these: don't convert them to text
     return _with_tags(msgspec.to_builtins(record, builtin_types=kept, enc_hook=np.ndarray.tolist))
 
 

@@ -1,4 +1,4 @@
-"""What a service needs before it listens or connects beyond the loopback interface."""
+"""Checks that a service has TLS and credentials before it listens or connects beyond the loopback interface."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _REMEDY = (
     "give security.tls_cert and security.tls_key (`headrace certs`) and security.credentials (`headrace credentials`), or "
-    "security.insecure: true to go without in a network that you trust"
+    "security.insecure: true to do without on a network that you trust"
 )
 
 
 def check(config: Config, service: str) -> None:
     """Refuse to start `service` if it would listen or connect beyond the loopback interface without TLS and credentials.
 
-    Raises `ConfigError` naming key, value and remedy. The weight channel is not looked at: neither torch nor vLLM encrypts it.
+    Raises `ConfigError` naming key, value and remedy. The weight channel is not checked: neither torch nor vLLM encrypts it.
     """
     if not config.security.insecure:
         for problem in _problems(config, service):
@@ -63,7 +63,7 @@ def _dialled(config: Config, key: str, value: str) -> Iterator[str]:
     if not security.tls or security.credentials is None:
         yield (
             f"{key} {value}: nothing is sent beyond the loopback interface without TLS and credentials; give security.tls_ca "
-            "(`headrace certs`) and security.credentials (`headrace credentials`), or security.insecure: true to go without in a network "
+            "(`headrace certs`) and security.credentials (`headrace credentials`), or security.insecure: true to do without on a network "
             "that you trust"
         )
 
@@ -74,7 +74,7 @@ def _judged(key: str, judge: JudgeConfig) -> Iterator[str]:
         return
     yield (
         f"{key} {judge.base_url}: no completion is sent beyond the loopback interface without TLS and a key; give an https address and "
-        "api_key_file, or security.insecure: true to go without in a network that you trust"
+        "api_key_file, or security.insecure: true to do without on a network that you trust"
     )
 
 
@@ -83,8 +83,8 @@ def _redis(config: Config, service: str) -> Iterator[str]:
     if url is None:
         if not is_loopback(config.replay.redis_host):
             yield (
-                f"replay.redis_host {config.replay.redis_host}: the embedded server speaks no TLS, and listens on the loopback "
-                "interface alone; give a server with TLS (replay.redis_url: rediss://…), or security.insecure: true to go without in a "
+                f"replay.redis_host {config.replay.redis_host}: the embedded server has no TLS, so it listens only on the loopback "
+                "interface; give a server with TLS (replay.redis_url: rediss://…), or security.insecure: true to do without on a "
                 "network that you trust"
             )
         return
@@ -101,5 +101,5 @@ def _redis(config: Config, service: str) -> Iterator[str]:
         yield (
             f"replay.redis_url {shown(url)}: without {missing} nothing is sent beyond the loopback interface; give "
             f"rediss://…?ssl_ca_certs=FILE and the password of RUN-{service} in security.credentials (`headrace acl`), or "
-            "security.insecure: true to go without in a network that you trust"
+            "security.insecure: true to do without on a network that you trust"
         )

@@ -1,4 +1,4 @@
-"""The log of what an environment could not score, and of programs that failed."""
+"""The log of samples that an environment could not score, and of programs that failed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headrace.repeats import Repeats, alike
 from headrace.trajectory import Score
 
 _log = logging.getLogger("headrace.environment")
-# Characters of a prompt, a completion and the information about a problem that the log of a failure shows.
+# The most characters of a prompt, a completion or the information about a problem in the log of a failure.
 _SHOWN = 600
 
 
 class FailureLog:
-    """Logs each kind of failure once, with what caused it, and from then on as a count.
+    """Logs each kind of failure once, with its cause, and after that only as a count.
 
-    What is shown of the sample or episode is data that others wrote: it is escaped and cut.
+    The shown parts of a sample or episode come from outside, so they are escaped and cut.
     """
 
     def __init__(self, environment: Environment, repeats: Repeats) -> None:
@@ -27,13 +27,13 @@ class FailureLog:
         self._repeats = repeats
 
     def raised(self, error: Exception, given: Sequence[Sample | Episode], score: Score) -> None:
-        """`error` came out of work on `given`, which got `score` for it. Its kind is its type and the environment's line that it came
-        through."""
+        """Log `error`, which was raised during work on `given`; `score` is the result. The kind of failure is the error's type and the
+        environment's line where it was raised."""
         kind = f"{type(error).__name__}{place_of(self._environment, error)}"
         self._log(kind, f"raised {kind}", given[0], len(given), str(score.metadata["traceback"]))
 
     def note(self, given: Sequence[Sample | Episode], scores: Sequence[Score]) -> None:
-        """`given` got `scores`; of these, log what is no reward."""
+        """Log those of `given` whose `scores` are not rewards."""
         for each, score in zip(given, scores, strict=True):
             if score.status not in ("SCORED", "NOT_STARTED"):
                 said = f"{score.status}: {score.message}"

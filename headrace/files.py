@@ -12,13 +12,14 @@ from headrace.errors import ServiceError
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:
-    """The error for something in the folder of a run that could not be written."""
-    return ServiceError(f"run.dir: can't write {path} ({error.strerror}); give a folder you may write")
+    """Return the error for something in a run's folder that could not be written."""
+    return ServiceError(f"run.dir: can't write {path} ({error.strerror}); give a folder that you may write to")
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A path to write to, renamed to `path` when the context ends without an error: until then readers of `path` find the old content.
+    """Yield a path to write to, which is renamed to `path` when the context ends without an error. Until then readers of `path` find the
+    old content.
 
     A writer that dies leaves a hidden file (its name begins with a dot), which the next writer overwrites.
     """
@@ -28,7 +29,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to disk: they survive a power cut once this has returned."""
+    """Flush the content of a file, or the names in a folder, to disk. Once this returns, they survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -37,7 +38,8 @@ def fsync(path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock (`flock`) of a file. Who takes it at this very moment may find it held, so ask rarely."""
+    """Whether a process holds the lock (`flock`) of a file. This check itself takes the lock for a moment, and a process that tries to take
+    it then may fail, so call it rarely."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -49,7 +51,7 @@ def is_locked(path: Path) -> bool:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove the half line that a process killed in the middle of a write leaves, so that the next line is not appended to it."""
+    """Remove the half line that a process leaves when it is killed during a write, so that the next line is not appended to it."""
     if not path.exists():
         return
     with path.open("rb+") as file:

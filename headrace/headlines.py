@@ -1,44 +1,44 @@
-"""What the metrics and builds of a step mean, in the words in which `headrace up`, `headrace status`, the log and the page say it."""
+"""Explains the metrics and builds of a step, in the same words for `headrace up`, `headrace status`, the log and the page."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-# Of a step, from which on waiting is worth a word.
+# The share of a step's time from which waiting is reported.
 LONG_WAIT = 0.3
 
 
 def accuracy_name(metrics: Mapping[str, float]) -> str:
-    """What to call the metric `accuracy` of a validation: it is one only where every reward is 0 or 1."""
+    """Return the name to show for a validation's metric `accuracy`: it is an accuracy only if every reward is 0 or 1."""
     return "mean reward" if metrics.get("partial_credit") else "accuracy"
 
 
 def alarms(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """The alarms of a training step, one sentence each."""
+    """Return the alarms of a training step, one sentence each."""
     found = []
     if metrics.get("train_inference_alarm"):
         error = metrics.get("on_policy_token_mult_prob_error", metrics.get("token_mult_prob_error", float("nan")))
         found.append(
-            f"step {step}: trainer and inference disagree (token_mult_prob_error {error:.3f}); the trainer's log says how"
+            f"step {step}: trainer and inference disagree (token_mult_prob_error {error:.3f}); see the trainer's log"
         )
     if metrics.get("equal_rewards_alarm"):
         found.append(
-            f"step {step}: nothing to learn from, all groups have had equal rewards for steps; the trainer's log says more"
+            f"step {step}: nothing to learn from, all groups have had equal rewards for several steps; see the trainer's log"
         )
     return found
 
 
 def build_changes(steps: Iterable[tuple[int, Mapping[str, Sequence[str]]]]) -> list[tuple[int, str]]:
-    """Where environments went on by another build, of steps with their builds by environment: the first step that has groups of it, and a
-    sentence."""
+    """Return where an environment changed to another build, from steps with their builds by environment: the first step with groups of the
+    new build, and a sentence."""
     found = []
     known: dict[str, Sequence[str]] = {}
     for step, builds_of in steps:
         for name, builds in builds_of.items():
             former = known.get(name, builds)
             found += [
-                (step, f"step {step}: environment {name} scores by build {_named(build)}, after {_named(former[-1])}")
+                (step, f"step {step}: environment {name} scores with build {_named(build)}, after {_named(former[-1])}")
                 for build in builds
                 if build not in former
             ]
@@ -51,20 +51,21 @@ def _named(build: str) -> str:
 
 
 def follows_start(metrics: Mapping[str, float]) -> bool:
-    """Whether a step is the first after a start of the trainer, in which the replicas load their models: its times say nothing of the
-    others'."""
+    """Whether a step is the first after a start of the trainer. The replicas load their models in it, so its times are not typical."""
     return "efficiency/init/total_s" in metrics
 
 
 def seconds_per_step(steps: Iterable[Mapping[str, float]]) -> float | None:
-    """The median, of the metrics of training steps. What follows a start counts only if there is nothing else; None without a step."""
+    """Return the median time of training steps, from their metrics. A step after a start counts only if there are no others; None without a
+    step."""
     timed = [metrics for metrics in steps if "timing/train/total_step_time" in metrics]
     usual = [metrics for metrics in timed if not follows_start(metrics)] or timed
     return statistics.median(metrics["timing/train/total_step_time"] for metrics in usual) if usual else None
 
 
 def waiting(metrics: Mapping[str, float]) -> str | None:
-    """For what the trainer waited through much of a step, and the remedy; None if it did not, and of the first step after a start."""
+    """Return what the trainer waited for through much of a step, and the remedy; None if it did not wait, and for the first step after a
+    start."""
     total = metrics.get("timing/train/total_step_time", 0.0)
     generation, scores = (metrics.get(f"timing/train/wait_for_{what}", 0.0) for what in ("generation", "scores"))
     if follows_start(metrics) or total <= 0 or generation + scores < LONG_WAIT * total:
@@ -76,7 +77,7 @@ def waiting(metrics: Mapping[str, float]) -> str | None:
 
 
 def _slowest(metrics: Mapping[str, float]) -> str:
-    """The environment whose scores took longest, as the end of a sentence with the remedy."""
+    """Return the environment whose scores took longest, as the end of a sentence with the remedy."""
     times = {
         name.removeprefix("scoring_time/"): (
             metrics.get(f"scoring_wait/{name.removeprefix('scoring_time/')}", 0.0),
@@ -90,5 +91,5 @@ def _slowest(metrics: Mapping[str, float]) -> str:
     name, (waited, took) = max(times.items(), key=lambda item: sum(item[1]))
     numbers = f" (environment {name}: {waited:.3g} s waiting, {took:.3g} s in it)"
     if waited > took:
-        return f"{numbers}: more reward.workers, or more concurrency where the environment runs by itself"
+        return f"{numbers}: more reward.workers, or more concurrency if the environment runs in its own process"
     return f"{numbers}: a faster environment"

@@ -1,7 +1,7 @@
-"""What the folder of a run says of it: how it stands, its steps, and its best.
+"""The history of a run from its folder: its state, its steps, and its best value.
 
-`run.json` says since when the run is as it is. `headrace up` writes it, or a trainer that runs without it; a run that says it is running
-while nobody holds its locks was killed.
+`run.json` has the run's state and since when it is in it. `headrace up` writes it, or a trainer that runs without it. A run whose record
+says running while no process holds its locks was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.files import atomic_write, cannot_write, is_locked
 from headrace.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
-RUN_LOCK = ".lock"  # of `headrace up`, in the run's folder
+RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
 Metric = tuple[Literal["train", "validation"], str]
@@ -30,7 +30,7 @@ STEP_TIME: Metric = ("train", "timing/train/total_step_time")
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """The record of a run, `run.json`. Times are Unix seconds; `reason` says why it failed."""
+    """The record of a run, `run.json`. Times are Unix seconds; `reason` is why it failed."""
 
     started: float
     state: Literal["running", "finished", "stopped", "failed"]
@@ -52,8 +52,8 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class RunHistory:
-    """A run as its folder tells it: `lines` are the surviving history of its weights. It was `started` for the first time, and is in its
-    `state` `since` then, in Unix seconds; None if nobody noted it."""
+    """A run as its folder records it. `lines` are the surviving history of its weights. `started` is its first start and `since` the begin
+    of its `state`, in Unix seconds; None if unknown."""
 
     config: Config
     state: State
@@ -68,11 +68,11 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Time of its steps together."""
+        """The total time of its steps."""
         return sum(values(self.lines, STEP_TIME).values())
 
     def best(self) -> Best | None:
-        """By the metric that chooses among checkpoints, or by the reward if there is no value of it."""
+        """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
         settings = self.config.checkpointing
         name = settings.metric_name or "val:accuracy"
         return best_of(self.lines, name, settings.higher_is_better) or best_of(self.lines, "train:reward", True)
@@ -82,7 +82,7 @@ class RunHistory:
 
 
 def parse_metric(name: str, lines: Sequence[Line]) -> Metric:
-    """`val:…` or `train:…`; without either, whichever of the two the history has."""
+    """Parse `val:…` or `train:…`. A name without a prefix means whichever of the two the history has."""
     prefix, _, rest = name.partition(":")
     if rest and prefix in ("val", "train"):
         return ("validation" if prefix == "val" else "train"), rest
@@ -92,13 +92,13 @@ def parse_metric(name: str, lines: Sequence[Line]) -> Metric:
 
 
 def values(lines: Sequence[Line], metric: Metric) -> dict[int, float]:
-    """The values of a metric by step; those of a validation by the version that was evaluated."""
+    """Return the values of a metric by step; those of a validation by the version that was evaluated."""
     kind, name = metric
     return {line.step: line.metrics[name] for line in lines if line.kind == kind and name in line.metrics}
 
 
 def best_of(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best | None:
-    """The best value of a metric, of equal ones the newest; None if it has none."""
+    """Return the best value of a metric, the newest of equal ones; None if it has no values."""
     found = values(lines, parse_metric(name, lines))
     sign = 1 if higher_is_better else -1
     step = max(
@@ -113,8 +113,8 @@ def best_of(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best | 
 
 
 def read(config: Config) -> RunHistory:
-    """The history of the run in `config.run_folder`. Raises `ServiceError` for a journal, and `CodecError` for a `run.json`, that can't be
-    read."""
+    """Return the history of the run in `config.run_folder`. Raises `ServiceError` for a journal, and `CodecError` for a `run.json`, that
+    can't be read."""
     folder = config.run_folder
     lines = read_journal(folder / JOURNAL)
     kept = surviving(lines)
@@ -131,10 +131,10 @@ def read(config: Config) -> RunHistory:
 
 @contextlib.contextmanager
 def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], float] = time.time) -> Iterator[None]:
-    """Note in `run.json` that the run runs, and how it ended: `stopped` is raised when it was stopped. Raises `ServiceError` if the folder
-    can't be written."""
+    """Record in `run.json` that the run is running, and how it ended; `stopped` is raised when it was stopped. Raises `ServiceError` if the
+    folder can't be written."""
     started = now = clock()
-    with contextlib.suppress(CodecError):  # it is written anew
+    with contextlib.suppress(CodecError):  # it is overwritten
         earlier = _read_record(folder)
         started = earlier.started if earlier else now
     try:
@@ -143,7 +143,7 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
         raise cannot_write(folder / RECORD, error) from error
 
     def end(state: Literal["finished", "stopped", "failed"], reason: str = "") -> None:
-        with contextlib.suppress(OSError):  # what ended the run is the news
+        with contextlib.suppress(OSError):  # the error that ended the run matters more
             _write(folder, RunRecord(started, state, clock(), reason))
 
     try:
@@ -158,7 +158,7 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
 
 
 def _held(config: Config) -> bool:
-    """Whether `headrace up` or a trainer is at work on the run."""
+    """Whether `headrace up` or a trainer is running the run."""
     return is_locked(config.run_folder / RUN_LOCK) or is_locked(config.checkpoint_folder / LOCK)
 
 
@@ -174,4 +174,4 @@ def _read_record(folder: Path) -> RunRecord | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise CodecError(f"{path}: can't be read ({error}); remove it") from error
+        raise CodecError(f"{path} can't be read ({error}); remove it") from error

@@ -1,12 +1,12 @@
-"""Who may call a service over HTTP: by a bearer token, or by a browser's session.
+"""Access control of a service's HTTP API: by a bearer token, or by a browser's session.
 
-`/healthz` is open. Reading (GET, HEAD) takes the token of a reader or the operator, everything else the operator's; what a service
-opens to a further role is in `HttpAccess.posts`. Where the configuration names no credentials (a service started by hand on the loopback
-interface), nobody is asked for a token, but browsers are still kept from being used by other sites: Host must be a name of this service
-(DNS rebinding), and a write must come from its own pages, as JSON (cross-site requests).
+`/healthz` is open. Reading (GET, HEAD) requires the token of a reader or the operator, everything else the operator's; `HttpAccess.posts`
+lists what a service opens to further roles. Without credentials in the configuration (a service started by hand on the loopback interface)
+no token is required, but other sites still can't misuse a browser. Host must be a name of this service (DNS rebinding), and a write must
+come from the service's own pages, as JSON (cross-site requests).
 
-A browser signs in with a code that works once: `headrace up` and `headrace page` write it to a file and print it in the fragment of an
-address, which browsers don't send; the page posts it to `/session` and gets a cookie in return. The cookie is signed with the operator's
+A browser signs in with a code that works once. `headrace up` and `headrace page` write it to a file and print it in the fragment of an
+address, which browsers don't send. The page posts it to `/session` and gets a cookie in return. The cookie is signed with the operator's
 token: it ends after a week, or when that token is revoked.
 """
 
@@ -53,9 +53,9 @@ _SIGN_IN_PAGE = (
 )
 _SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SIGN_IN_SCRIPT.encode()).digest()).decode()
 _NOTHING_ELSE = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# pages carry their own styles and pictures, and no script
+# pages contain their own styles and pictures, and no script
 _PAGE_POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {_NOTHING_ELSE}"
-# of a page with a form, which asks this service and no other
+# for a page with a form, which may send it only to this service
 FORM_PAGE = {"content-security-policy": _PAGE_POLICY.replace("form-action 'none'", "form-action 'self'")}
 _SIGN_IN_POLICY = f"default-src 'none'; script-src 'sha256-{_SCRIPT_HASH}'; connect-src 'self'; {_NOTHING_ELSE}"
 _HEADERS = {
@@ -74,19 +74,19 @@ class Denial:
 
 @dataclasses.dataclass(frozen=True)
 class HttpAccess:
-    """What a service asks of its callers."""
+    """The access rules of a service."""
 
     credentials: Credentials | None
-    hosts: frozenset[str]  # names, without ports; addresses and `localhost` need not be among them
+    hosts: frozenset[str]  # names, without ports; addresses and `localhost` are always allowed
     certificate: CertificateFiles | None = None
     code: Path | None = None  # the file with the one-time code
-    cookie: str = "headrace"  # name of the session's cookie, one for all services of a run
-    # paths that a role besides the operator may POST to, and read nothing
+    cookie: str = "headrace"  # name of the session's cookie, the same for all services of a run
+    # paths that other roles than the operator may POST to; those roles read nothing
     posts: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, host: str, posts: Mapping[str, frozenset[str]] | None = None) -> HttpAccess:
-        """The access to a service that listens on `host`. Raises `ConfigError` for credentials that can't be used."""
+        """Return the access rules of a service that listens on `host`. Raises `ConfigError` for credentials that can't be used."""
         security = config.security
         names = {host, socket.gethostname(), *security.hosts}
         if config.rollout.advertise_host is not None:
@@ -105,7 +105,7 @@ class HttpAccess:
         )
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str], now: float) -> Denial | None:
-        """Why the request is not answered, or None. `headers` by lower-case name; `now` is the time of day in seconds."""
+        """Return why the request is refused, or None. `headers` are by lower-case name; `now` is the Unix time in seconds."""
         reads = method in _READS
         if path == "/healthz" and reads:
             return None
@@ -128,11 +128,11 @@ class HttpAccess:
         if reads:
             return None
         if self.credentials is not None and by_token is None and "origin" not in headers:
-            return Denial(403, "a browser's session writes from its own pages alone: Origin is missing")
+            return Denial(403, "Origin is missing: a browser's session may write only from this service's pages")
         return self._cross_site(headers)
 
     def exchange(self, body: bytes, now: float, *, secure: bool) -> str | None:
-        """The `Set-Cookie` header for a request that carries the one-time code; None for any other."""
+        """Return the `Set-Cookie` header for a request with the one-time code; None for any other."""
         if self.credentials is None or self.code is None:
             return None
         try:
@@ -143,8 +143,8 @@ class HttpAccess:
         if not hmac.compare_digest(presented, code):
             return None
         try:
-            self.code.unlink()  # of two that present it, one succeeds
-        except OSError:  # taken meanwhile, or a folder that may not be written
+            self.code.unlink()  # of two requests with the code, one succeeds
+        except OSError:  # used meanwhile, or the folder is read-only
             return None
         expires = f"{now + _SESSION_S:.0f}"
         value = f"{expires}.{self._sign(expires, self.credentials.token('operator'))}"
@@ -159,10 +159,10 @@ class HttpAccess:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             return name == "localhost" or name in self.hosts
-        return True  # nobody can make an address mean another one
+        return True  # unlike a name, an address can't be redirected
 
     def _cross_site(self, headers: Mapping[str, str]) -> Denial | None:
-        """Why a write may be another site's doing."""
+        """Return why a write may come from another site, or None."""
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
             return Denial(403, f"Origin {origin!r:.100} is another site")
@@ -196,7 +196,7 @@ class HttpAccess:
 
 
 class Guard:
-    """An ASGI application that answers for `app` when `access` refuses, and adds the headers that every answer has."""
+    """An ASGI application that answers for `app` when `access` refuses, and adds the headers of every answer."""
 
     def __init__(self, app: Any, access: HttpAccess) -> None:
         self._app = app
@@ -206,9 +206,9 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # no service has websockets; to answer nothing closes one
+        if scope["type"] != "http":  # no service has websockets; without an answer one is closed
             return
-        # what a header says twice counts as both said
+        # a repeated header has both values
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -230,7 +230,9 @@ class Guard:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         cookie = self._access.exchange(body, time.time(), secure=secure)
         if cookie is None:
-            await _answer(send, Denial(401, "the code is wrong, or was used; `headrace page --run RUN` prints another"))
+            await _answer(
+                send, Denial(401, "the code is wrong, or was already used; `headrace page --run RUN` prints another")
+            )
             return
         await _with_headers(send)(
             {"type": "http.response.start", "status": 204, "headers": [(b"set-cookie", cookie.encode("latin-1"))]}
@@ -239,7 +241,7 @@ class Guard:
 
 
 def new_code(run_folder: Path) -> str:
-    """Write a one-time code for the run's services, in place of an older one; returns it. Raises `ConfigError`."""
+    """Write a one-time code for the run's services, replacing an older one, and return it. Raises `ConfigError`."""
     code = secrets.token_urlsafe(24)
     write(run_folder / CODE, code)
     return code
@@ -273,7 +275,7 @@ def _with_headers(send: Any) -> Any:
 
 
 def names_in(certificate: Path) -> set[str]:
-    """The DNS names in a certificate; none if it can't be read, which whoever serves with it says."""
+    """Return the DNS names in a certificate; none if it can't be read, which is reported when a service uses it."""
     from cryptography import x509
 
     try:

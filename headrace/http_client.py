@@ -1,4 +1,4 @@
-"""POST requests over kept connections, with a bound on what is answered."""
+"""POST requests over kept connections, with a limit on the size of answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _IDLE_S = 3.0
 
 
 class AnswerTooLarge(Exception):
-    """An answer of more bytes than its reader takes."""
+    """Raised for an answer with more bytes than the client accepts."""
 
 
 class HttpClient:
-    """To one address. `verify` judges its certificate if it has one; no answer has more than `most` bytes. How long an answer may take is
-    the caller's to say: one that stops waiting (cancellation) closes its connection."""
+    """A client for one address. `verify` checks its certificate if it has one; answers are limited to `most` bytes. The client has no
+    timeout for answers: a caller that stops waiting (cancellation) closes its connection."""
 
     def __init__(self, url: str, verify: ssl.SSLContext | None, *, most: int, connect_s: float | None = None) -> None:
         self._url, self._verify = url.rstrip("/"), verify
@@ -27,8 +27,8 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        """The answer's status and body. Raises `AnswerTooLarge`, and `OSError` if there is no whole answer."""
-        import aiohttp  # a quarter of a second, which the start of an environment doesn't wait for
+        """Return the answer's status and body. Raises `AnswerTooLarge`, and `OSError` if no complete answer arrives."""
+        import aiohttp  # takes a quarter of a second, which the start of an environment should not wait for
 
         if self._session is None:
             self._session = aiohttp.ClientSession(

@@ -1,13 +1,13 @@
 """The journal `metrics.jsonl`: the metrics of a run, from which curves and trackers are fed.
 
-It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix
-seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
-version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
-later weights above it (`surviving`). A `train` line names the `builds` that scored the step's groups, by environment. A `retry` line
-names the `orders` of prompts whose groups had failed and were queued again, at the step that was due then.
+It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix seconds) and
+`metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the version that was evaluated;
+of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of later weights above it (`surviving`). A
+`train` line names the `builds` that scored the step's groups, by environment. A `retry` line names the `orders` of prompts whose groups had
+failed and were queued again, at the step that was next then.
 
-The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed, `metrics.000001.jsonl` and so on, and another
-begun; `read_journal` and `read_bytes` read all of them as one.
+The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed to `metrics.000001.jsonl` and so on, and a new
+file is started. `read_journal` and `read_bytes` read all of them as one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Line:
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
-    """The lines that belong to the history of the newest weights: of steps and validations.
+    """Return the lines that belong to the history of the newest weights: those of steps and validations.
 
-    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of
-    those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives. What a
-    trainer adds on its own timeline after its successor's `rewind` is abandoned as well.
+    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of those versions
+    (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives. Lines that a trainer adds on
+    its own timeline after its successor's `rewind` are abandoned too.
     """
     kept: list[Line] = []
     timeline: str | None = None
@@ -60,7 +60,7 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
 
 
 def retried(lines: Iterable[Line]) -> list[list[int]]:
-    """The orders of each retry so far, whatever was rewound since: a retry is of the run, not of its weights."""
+    """Return the orders of each retry so far, regardless of rewinds: a retry belongs to the run, not to its weights."""
     return [line.orders for line in lines if line.kind == "retry"]
 
 
@@ -94,20 +94,20 @@ class Journal:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> list[Line]:
-        """All lines. Raises `ServiceError` naming the first line that `append` did not write."""
+        """Return all lines. Raises `ServiceError` naming the first line that `append` did not write."""
         return read_journal(self.path)
 
 
 def read_journal(path: Path) -> list[Line]:
-    """The lines so far, also while the trainer writes; none if there is no such file. Raises as `Journal.read` does."""
+    """Return the lines so far, even while the trainer writes; none if the file doesn't exist. Raises as `Journal.read` does."""
     return list(parse_lines(read_bytes(path).decode(), str(path)))
 
 
 def read_bytes(path: Path, offset: int = 0) -> bytes:
-    """The complete lines of all segments as one, from the byte `offset` on; none if there is no such file."""
+    """Return the complete lines of all segments as one, from the byte `offset` on; none if the file doesn't exist."""
     parts = []
     with contextlib.ExitStack() as stack:
-        # the newest is opened first: if it is renamed meanwhile, it is found again, and what followed is for the next reader
+        # the newest is opened first: if it is renamed meanwhile, it is found again, and the next read returns what followed
         newest = None
         with contextlib.suppress(FileNotFoundError):
             newest = stack.enter_context(path.open("rb"))
@@ -120,21 +120,21 @@ def read_bytes(path: Path, offset: int = 0) -> bytes:
             file.seek(min(offset, size))
             offset -= min(offset, size)
             data += file.read()
-    return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be in the middle of the last line
+    return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be writing the last line
 
 
 def size(path: Path) -> int:
-    """Bytes of all segments."""
+    """Return the bytes of all segments."""
     return sum(part.stat().st_size for part in (*_older(path), path) if part.exists())
 
 
 def _older(path: Path) -> list[Path]:
-    """The segments that are full, oldest first."""
+    """Return the full segments, oldest first."""
     return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
 def parse_lines(text: str, where: str) -> Iterator[Line]:
-    """The lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
+    """Yield the lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             fields: dict[str, Any] = json.loads(line)

@@ -1,12 +1,13 @@
-"""The lineage of trajectories: which replica wrote which tokens under which weights, what scored them, which step trained on them.
+"""The lineage of trajectories: which replica wrote which tokens under which weights, which environment scored them, and which step trained
+on them.
 
 The buffer has the lineage of waiting groups. That of trained groups is in one gzip file per step (`step_12-<timeline>.jsonl.gz`, in the
-folder `lineage` beside the checkpoints): a line that names the step and its groups, then a line for each group, so that `zcat` reads it
-and a group is found by the first lines alone. The folder holds the history of the newest weights; a rewind moves the files of abandoned
-steps to the subfolder `abandoned`.
+folder `lineage` beside the checkpoints): a line that names the step and its groups, then a line for each group. So `zcat` reads it, and the
+first lines suffice to find a group. The folder has the history of the newest weights; a rewind moves the files of abandoned steps to the
+subfolder `abandoned`.
 
-Weights are named (timeline, version): step v - 1 made version v > 0, on the timeline of that step in the history that
-the weights descend from. Version 0 is the initial model and has no timeline.
+Weights are named (timeline, version): step v - 1 made version v > 0, on the timeline of that step in the history that the weights descend
+from. Version 0 is the initial model and has no timeline.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
 @dataclasses.dataclass(frozen=True)
 class TokenRange:
     """Completion tokens `[start, end)`, the replica that sampled them, and its weights at the time. Tokens that the environment wrote
-    between turns are in no range. Of an episode the completions of its calls count, one after the other (`EpisodeTrajectory.flat`), and
+    between turns are in no range. For an episode the completions of its calls are counted one after the other (`EpisodeTrajectory.flat`);
     those of calls that are not trained are in no range."""
 
     start: int
@@ -80,7 +81,7 @@ class GroupLineage:
 
 
 class Header(msgspec.Struct):
-    """The first line of a file; the others are `GroupLineage`."""
+    """The first line of a file; the other lines are `GroupLineage`."""
 
     schema: Literal[1]
     step: int
@@ -90,7 +91,7 @@ class Header(msgspec.Struct):
 
 
 def origin_of(trajectory: AnyTrajectory, score: Score | None, advantage: float | None = None) -> Origin:
-    """The origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
+    """Return the origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
     flat = trajectory.flat()
     return Origin(
         index=trajectory.index,
@@ -106,7 +107,7 @@ def origin_of(trajectory: AnyTrajectory, score: Score | None, advantage: float |
 
 
 def _ranges(trajectory: Trajectory) -> Iterator[TokenRange]:
-    """The ranges of tokens with the same writer and weights, without what the environment wrote between turns."""
+    """Yield the ranges of tokens with the same writer and weights, without those that the environment wrote between turns."""
     turns = trajectory.turns or ((0, trajectory.completion_token_ids.size),)
     for replica, begun, left in trajectory.written:
         for span in trajectory.spans:
@@ -122,13 +123,13 @@ def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:
 
 
 class LineageFiles:
-    """The lineage files of one run, for readers; the trainer may be writing meanwhile."""
+    """The lineage files of one run, for readers; the trainer may be writing them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def written(self) -> list[tuple[int, str, Path]]:
-        """Every file in the folder: step, timeline, path; of one step there is another if a trainer wrote it after its successor had
+        """Return every file in the folder as (step, timeline, path). A step has a second file if a trainer wrote it after its successor had
         started."""
         if not self.folder.is_dir():
             return []
@@ -136,7 +137,8 @@ class LineageFiles:
         return sorted((int(match[1]), match[2], path) for match, path in matches if match)
 
     def files(self) -> list[tuple[int, Path]]:
-        """The steps that the newest weights descend from, in order, with their files. Raises as `headrace.checkpoints.read_chain` does."""
+        """Return the steps that the newest weights descend from, in order, with their files. Raises as `headrace.checkpoints.read_chain`
+        does."""
         by_step: dict[int, dict[str, Path]] = {}
         for step, timeline, path in self.written():
             by_step.setdefault(step, {})[timeline] = path
@@ -148,7 +150,7 @@ class LineageFiles:
         return [(step, path) for step, of_step in by_step.items() for path in of_step.values()]
 
     def timelines(self) -> list[tuple[int, str]]:
-        """(step, timeline) wherever the timeline changes, in order: that step and the following ones ran on that timeline."""
+        """Return (step, timeline) wherever the timeline changes, in order: that step and the following ones ran on that timeline."""
         changes: list[tuple[int, str]] = []
         for step, path in self.files():
             match = NAME.fullmatch(path.name)
@@ -157,7 +159,7 @@ class LineageFiles:
         return changes
 
     def find(self, group_id: str) -> GroupLineage | None:
-        """The group, if the newest weights descend from a step that trained on it; the newest steps are looked at first.
+        """Return the group if the newest weights descend from a step that trained on it. The newest steps are searched first.
 
         Raises `CodecError` for a file that can't be read.
         """
@@ -169,13 +171,13 @@ class LineageFiles:
         return None
 
     def read(self, step: int) -> list[GroupLineage]:
-        """The groups of one step, in the order they were trained; none if the step has no file. Raises `CodecError`."""
+        """Return the groups of one step, in the order in which they were trained; none if the step has no file. Raises `CodecError`."""
         return [group for number, path in self.files() if number == step for group in _read(path)]
 
 
 def timeline_of(changes: Sequence[tuple[int, str]], version: int) -> str | None:
-    """The timeline that made weights `version`, given `LineageFiles.timelines`; None for the initial model, and for steps older than the
-    first file."""
+    """Return the timeline that made weights `version`, given `LineageFiles.timelines`; None for the initial model, and for steps older than
+    the first file."""
     return next((timeline for step, timeline in reversed(changes) if step < version), None)
 
 
@@ -187,6 +189,6 @@ def _read(path: Path, wanted: Callable[[Header], bool] = lambda header: True) ->
                 for line in file:
                     yield msgspec.json.decode(line, type=GroupLineage)
     except FileNotFoundError:
-        return  # a rewind has moved it away meanwhile
+        return  # a rewind has moved it meanwhile
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise CodecError(f"{path}: not a lineage file of schema {SCHEMA} ({error}); move it away") from error

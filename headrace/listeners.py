@@ -1,4 +1,4 @@
-"""Who listens on a port of this machine, and of which run it is a service."""
+"""Finds the process that listens on a port of this machine, and the run whose service it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def listener(port: int) -> psutil.Process | None:
-    """The process that listens on `port`; None if there is none that this user can tell of."""
+    """Return the process that listens on `port`; None if this user can see none."""
     found = psutil.net_connections("tcp")
     listening = (c for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
     pid = next((c.pid for c in listening if c.pid), None)
@@ -19,13 +19,13 @@ def listener(port: int) -> psutil.Process | None:
 
 
 def saved_config(process: psutil.Process) -> Path | None:
-    """The configuration of the run that `process` is a service of, or a child of one; None of another process."""
+    """Return the configuration of the run if `process`, or one of its parents, is a service of it; None for any other process."""
     try:
         for each in (process, *process.parents()):
             words = each.cmdline()
             if "--config" in words[:-1]:
                 given = Path(words[words.index("--config") + 1])
                 return given if given.is_absolute() else each.cwd() / given
-    except psutil.Error:  # it has ended meanwhile, or is another user's
+    except psutil.Error:  # it has ended meanwhile, or belongs to another user
         pass
     return None

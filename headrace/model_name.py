@@ -1,4 +1,4 @@
-"""Checks keys like `policy.model_name` and `policy.tokenizer.name`: each names a directory, or a model on the Hugging Face hub."""
+"""Checks keys like `policy.model_name` and `policy.tokenizer.name`: each names a directory, or a model on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.backoff import pause_after
 from headrace.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-# as the hub's own client has it
+# the pattern of the Hub's own client
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?/)?[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 
-# Between the tries at a hub that can't be reached: a name may be unknown for a moment.
-_PAUSES_S = (1.0, 2.0)
+# Tries to reach the Hub, and the pauses between them: a host name may fail to resolve for a moment.
+_MOST_TRIES = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,23 @@ class _Kind:
 _MODEL = _Kind(
     "model",
     ("config.json",),
-    "give the directory of a Hugging Face causal language model, or the name of one on the hub or in HF_HOME",
+    "give the directory of a Hugging Face causal language model, or the name of one on the Hugging Face Hub or in HF_HOME",
 )
 _TOKENIZER = _Kind(
     "tokenizer",
     ("tokenizer_config.json", "tokenizer.json"),
-    "give the directory of a Hugging Face tokenizer, or the name of a model on the hub or in HF_HOME that has one",
+    "give the directory of a Hugging Face tokenizer, or the name of a model on the Hugging Face Hub or in HF_HOME that has one",
 )
 
 
 def model_is_here(key: str, name: str) -> bool:
-    """Whether `name`, the value of the configuration's `key`, is a model's directory, or in the hub's cache; else it has the form of a name
-    on the hub, which nobody is asked. Raises `ServiceError` for what is neither."""
+    """Whether `name`, the value of the configuration's `key`, is a model's directory or in the Hub's cache. Otherwise it has the form of a
+    name on the Hub, which is not contacted. Raises `ServiceError` for any other name."""
     return _is_here(_MODEL, key, name)
 
 
 def tokenizer_is_here(key: str, name: str) -> bool:
-    """The same of a tokenizer."""
+    """Check a tokenizer in the same way."""
     return _is_here(_TOKENIZER, key, name)
 
 
@@ -63,15 +65,15 @@ def _is_here(kind: _Kind, key: str, name: str) -> bool:
 def check_model_name(key: str, name: str) -> None:
     """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
 
-    Call it before anything heavy starts: the libraries that load models query the hub again and again for a misspelt path. A name
-    that is neither a directory nor in the hub's cache is looked up on the hub once, with the hub client's own timeouts and retries, if
-    there is a network, and not at all with HF_HUB_OFFLINE=1.
+    Call it before anything heavy starts: the libraries that load models query the Hub again and again for a misspelt path. A name that is
+    neither a directory nor in the Hub's cache is looked up on the Hub once, with the Hub client's own timeouts and retries, if there is a
+    network, and not at all with HF_HUB_OFFLINE=1.
     """
     _check(_MODEL, key, name)
 
 
 def check_tokenizer_name(key: str, name: str) -> None:
-    """The same check for a tokenizer."""
+    """Check a tokenizer in the same way."""
     _check(_TOKENIZER, key, name)
 
 
@@ -81,14 +83,15 @@ def _check(kind: _Kind, key: str, name: str) -> None:
 
 
 def _is_directory(kind: _Kind, key: str, name: str) -> bool:
-    """Whether `name` is a directory of this kind; else it has the form of a hub's name. Raises `ServiceError` for what is neither."""
+    """Whether `name` is a directory of this kind. Otherwise it has the form of a name on the Hub. Raises `ServiceError` for any other
+    name."""
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in kind.files):
             raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
         return True
     if not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
-        raise ServiceError(f"{key}: there is no directory {name}; {kind.remedy}")
+        raise ServiceError(f"{key}: the directory {name} does not exist; {kind.remedy}")
     return False
 
 
@@ -105,7 +108,9 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
     try:
         if _is_cached(kind, name):
             return
-        log.info("%s: there is no directory %s here; asking the hub for a %s of that name", key, name, kind.name)
+        log.info(
+            "%s: %s is not a directory here; asking the Hugging Face Hub for a %s of that name", key, name, kind.name
+        )
         _reach_hub(name, kind.files[0])
         for file in kind.files[:-1]:
             try:
@@ -119,31 +124,32 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         said = str(error.__cause__ or error).strip().splitlines()
         reason = said[0] if said else type(error).__name__
         raise ServiceError(
-            f"{key}: {name} is not a local directory, and the hub has no {kind.name} of that name ({reason}); {kind.remedy}"
+            f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub ({reason}); "
+            f"{kind.remedy}"
         ) from error
 
 
 def _reach_hub(name: str, file: str) -> None:
-    """Raise `OSError` if there is no way to the hub: its client would wait for half a minute between its tries. A hub that is slow, or
-    answers whatever it may, is left to the client."""
+    """Raise `OSError` if the Hub can't be reached: its client would wait half a minute between its tries. A Hub that is slow, or answers
+    with an error, is left to the client."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    for pause_s in (*_PAUSES_S, None):
+    for tries in range(1, _MOST_TRIES + 1):
         try:
             get_hf_file_metadata(hf_hub_url(name, file))
         except Exception as error:  # noqa: BLE001 - the client's own, of whatever library it uses
             refusal = _refusal(error)
             if refusal is None:
                 return
-            if pause_s is None:
+            if tries == _MOST_TRIES:
                 raise refusal from None
-            time.sleep(pause_s)
+            time.sleep(pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S))
         else:
             return
 
 
 def _refusal(error: BaseException | None) -> OSError | None:
-    """The operating system's word, among the causes of an error, that nobody can be reached; None if it is another one."""
+    """Return the operating system's error, among the causes of `error`, that the host can't be reached; None if it has another cause."""
     while error is not None:
         if isinstance(error, socket.gaierror | ConnectionRefusedError) or (
             isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)

@@ -1,4 +1,4 @@
-"""Text that others wrote, made safe for a terminal and for one line of a log."""
+"""Makes text from outside safe for a terminal and for one line of a log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import unicodedata
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with its control characters (terminal escapes, line breaks, text direction) written out as `\\x1b`, except those in `keep`."""
+    """Return `text` with its control characters (terminal escapes, line breaks, text direction) written as `\\x1b`, except those in
+    `keep`."""
     return "".join(
         c if c in keep or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else _escaped(c) for c in text
     )
@@ -18,7 +19,7 @@ def _escaped(character: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Log records without control characters; the lines of a message after its first are indented, so none passes for a record."""
+    """Formats log records without control characters. Further lines of a message are indented, so that none looks like a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n\t").replace("\n", "\n    ")

@@ -1,6 +1,6 @@
-"""`package.module:name`: a program by the path of its function. `load` imports it.
+"""`package.module:name`: a program named by the import path of its function. `load` imports it.
 
-`python -m headrace.program_function ENVIRONMENT FUNCTION` says what is wrong with it, and ends with 1 if anything is.
+`python -m headrace.program_function ENVIRONMENT FUNCTION` reports what is wrong with it, and then exits with 1.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from headrace.errors import ConfigError
 
 
 def load(name: str, function: str, episodes: int) -> Environment:
-    """An environment whose program is this function. Modules of the working directory can be imported, after installed ones.
+    """Return an environment whose program is this function. Modules of the working directory can be imported, after installed ones.
 
-    Raises `ConfigError`, with the traceback of what the import raised.
+    Raises `ConfigError`, with the traceback of the import's exception.
     """
     where = f"env.{name}.function {function}"
     path, _, attribute = function.partition(":")
@@ -27,27 +27,25 @@ def load(name: str, function: str, episodes: int) -> Environment:
     try:
         module = importlib.import_module(path)
     except (Exception, SystemExit) as error:
-        remedy = (
-            f"install it, put its folder into PYTHONPATH, or start the run in the folder of {path.partition('.')[0]}"
-        )
+        remedy = f"install it, add its folder to PYTHONPATH, or start the run in the folder of {path.partition('.')[0]}"
         trace = "".join(traceback.format_exception(error)).rstrip()
         raise ConfigError(f"{where}: {path} can't be imported; {remedy}\n{trace}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(
-            f"{where}: {getattr(module, '__file__', path)} has no function {attribute}; name one that it has"
+            f"{where}: {getattr(module, '__file__', path)} has no function {attribute}; name an existing one"
         )
     try:
         inspect.signature(found).bind(None)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: it can't be called with one argument, the episode ({error}); take a headrace.Episode and nothing else"
+            f"{where}: it can't be called with one argument, the episode ({error}); make it take one headrace.Episode"
         ) from error
-    # a class of the function's module: its source is the build, and its lines are those that failures name
+    # a class in the function's module: its source is the build, and failures name its lines
     members = {"episode": staticmethod(found), "__module__": getattr(found, "__module__", path), "episodes": episodes}
     environment: Environment = type(attribute, (Environment,), members)()
     environment.name = name
-    environment.build  # noqa: B018  # what has none is refused here
+    environment.build  # noqa: B018  # a function without a build is refused here
     return environment
 
 

@@ -1,7 +1,8 @@
-"""A verifiers environment as a program: its tasks, and its episodes, played in the Python that it is installed in (`env.<name>.python`).
+"""A verifiers environment as a program: its tasks, and its episodes, played in the Python in which it is installed
+(`env.<name>.python`).
 
-verifiers pins packages that Headrace has in other versions. What runs in that Python is `verifiers_worker`, which imports nothing of
-Headrace; the keys of answers are in the tasks, and stay there.
+verifiers requires other versions of packages that Headrace uses. Only `verifiers_worker` runs in that Python, and it imports nothing of
+Headrace. The expected answers are in the tasks, and stay there.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from headrace.source_build import digest_of
 from headrace.trajectory import Score
 from headrace.verifiers_worker import MOST_BYTES
 
-# Task sets may be fetched from elsewhere as they are loaded.
+# Loading a task set may download it.
 LOAD_S = 600.0
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
 _STOP_S = 5.0
 
 
 def check(name: str, env: EnvConfig) -> None:
-    """Raises `ConfigError` if `env.<name>` can't be loaded."""
+    """Raise `ConfigError` if `env.<name>` can't be loaded."""
     _ask("check", name, env)
 
 
 def tasks(name: str, env: EnvConfig, select: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    """A row for each task that `select` selects (verifiers' own section of that name), of an endless task set for the first `size`: which
-    `task` it is, and the `messages` that it begins with. Raises `ConfigError`."""
+    """Return a row for each task that `select` (verifiers' own section of that name) selects, or for the first `size` tasks of an endless
+    task set. A row has the `task`, and the `messages` that it begins with. Raises `ConfigError`."""
     return _ask("tasks", name, env, select=dict(select), size=size)
 
 
-def _ask(mode: str, name: str, env: EnvConfig, **told: Any) -> list[dict[str, Any]]:
+def _ask(mode: str, name: str, env: EnvConfig, **arguments: Any) -> list[dict[str, Any]]:
     python = _python(name, env)
-    asked = json.dumps({"verifiers": env.verifiers, **told}) + "\n"
+    asked = json.dumps({"verifiers": env.verifiers, **arguments}) + "\n"
     argv = [python, "-P", str(_WORKER), mode]
     try:
         done = subprocess.run(argv, input=asked, capture_output=True, text=True, timeout=LOAD_S, env=_environ(python))
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"env.{name}.verifiers: it takes more than {LOAD_S:g} s to be loaded") from error
+        raise ConfigError(f"env.{name}.verifiers: loading it takes more than {LOAD_S:g} s") from error
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     if rows and "problem" in rows[-1]:
         raise ConfigError(f"env.{name}.verifiers: {rows[-1]['problem']}")
@@ -59,24 +60,26 @@ def _ask(mode: str, name: str, env: EnvConfig, **told: Any) -> list[dict[str, An
 
 
 def _python(name: str, env: EnvConfig) -> str:
-    """The path of the Python, links as they are: by them it finds what is installed in it."""
+    """Return the path of the Python with its links unresolved, because by them it finds its installed packages."""
     found = shutil.which(str(env.python))
     if found is None:
         raise ConfigError(
-            f"env.{name}.python {env.python!r}: no such program; give the Python that verifiers is installed in, by its path from where "
-            "the run is started"
+            f"env.{name}.python {env.python!r} is not a program; give the path of the Python in which verifiers is installed, relative to "
+            "the folder where the run is started"
         )
     return os.path.abspath(found)
 
 
 def _environ(python: str) -> dict[str, str]:
-    """The user's own surroundings, without what is for services. What is installed beside the Python (uv) is found, and found first."""
+    """Return the user's own environment variables, without those for services. Programs beside the Python (uv) are found, and found
+    first."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     return {**own, "PATH": f"{os.path.dirname(python)}{os.pathsep}{own.get('PATH', os.defpath)}"}
 
 
 class VerifiersProgram(Environment):
-    """The program of `env.<name>`, while `playing` has its process; each episode is a connection to it, which ends with the episode."""
+    """The program of `env.<name>`, while `playing` runs its process. Each episode is a connection to the process, which ends with the
+    episode."""
 
     def __init__(self, name: str, env: EnvConfig, address: str, software: list[str]) -> None:
         self.name = name
@@ -109,7 +112,7 @@ class VerifiersProgram(Environment):
 
 
 def score_of(outcome: dict[str, Any]) -> Score:
-    """Raises `CodecError` for a reward, or one of its components, that is no finite number."""
+    """Return the score of an outcome. Raises `CodecError` for a reward, or a component, that is not a finite number."""
     if outcome["status"] != "SCORED":
         metadata = {"traceback": said} if (said := outcome.get("traceback")) else {}
         return Score(outcome["status"], message=outcome["message"], metadata=metadata)
@@ -120,7 +123,7 @@ def score_of(outcome: dict[str, Any]) -> Score:
 async def playing(
     name: str, env: EnvConfig, address: str
 ) -> AsyncIterator[tuple[VerifiersProgram, asyncio.subprocess.Process]]:
-    """The program while its process, which listens on the socket `address`, may play its episodes. Raises `ConfigError` if it can't."""
+    """Yield the program and its process, which listens on the socket `address` and plays episodes. Raises `ConfigError` if it can't."""
     python = _python(name, env)
     process = await asyncio.create_subprocess_exec(
         python, "-P", str(_WORKER), "serve", stdin=PIPE, stdout=PIPE, env=_environ(python), limit=MOST_BYTES

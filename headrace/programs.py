@@ -16,14 +16,15 @@ from headrace.repeats import Repeats
 from headrace.slots import Slots
 from headrace.trajectory import Score
 
-# What stands in messages for an episode's key, which an error of a client may show with the address that it called.
+# Replaces an episode's key in messages: a client's error may show the key with the address that it called.
 _KEY = "<key>"
 
 
 class Programs:
-    """Runs episodes, at most `environment.episodes` at a time, each until its deadline. What it can't begin on at once is NOT_STARTED.
+    """Runs episodes, at most `environment.episodes` at a time, each until its deadline. Episodes that it can't start at once are
+    NOT_STARTED.
 
-    `capacity` takes the place of what the environment says. `on_free` is called when it can begin on more.
+    `capacity` overrides the environment's own. `on_free` is called when more can be started.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Programs:
 
     @property
     def busy(self) -> int:
-        """Programs that are running, given up on or not."""
+        """The number of running programs, including those that were given up."""
         return self._slots.busy
 
     async def run(self, episode: Episode) -> EpisodeOutcome:
-        """Run the program. Cancelled, or past the deadline, it is cancelled; a plain function goes on in its thread, with a dead key."""
+        """Run the program. On cancellation, or at the deadline, the program is cancelled; a plain function continues in its thread, with a
+        key that no longer works."""
         if self._draining or not self._slots.free:
             return EpisodeOutcome(self._refusal())
         task = asyncio.create_task(self._score(episode, self._slots.take()))
@@ -69,14 +71,14 @@ class Programs:
         return EpisodeOutcome(late, episode.artifacts)
 
     async def drain(self, grace_s: float) -> None:
-        """Begin on nothing more; what is under way has `grace_s` to finish."""
+        """Start nothing more. Programs in progress have `grace_s` to finish."""
         self._draining = True
         if self._running:
             await asyncio.wait(self._running, timeout=grace_s)
         self._cut.set()
 
     async def _score(self, episode: Episode, give_back: Callable[[], None]) -> Score | None:
-        """What the program said that it earned."""
+        """Return the program's score."""
         began = time.monotonic()
         try:
             value = await self._called(episode, give_back)
@@ -101,7 +103,7 @@ class Programs:
 
     def _refusal(self) -> Score:
         label = self._environment.label
-        full = f"{label} runs {self._slots.busy} of the {self.capacity} episodes that it runs at a time"
+        full = f"{label} is already running {self._slots.busy} of at most {self.capacity} episodes"
         return self._not_started(f"{label} is shutting down" if self._draining else full)
 
     def _not_started(self, message: str) -> Score:
@@ -110,7 +112,7 @@ class Programs:
     def _late(self, within_s: float) -> Score:
         label = self._environment.label
         if self._cut.is_set():
-            return self._not_started(f"{label} was shut down before it was done with it")
+            return self._not_started(f"{label} was shut down before the program ended")
         message = f"the program of {label} did not end within {within_s:.1f} s"
         return Score("TIMED_OUT", message=message, environment=label, build=self._environment.build)
 

@@ -1,7 +1,7 @@
-"""`prompts.json` in a run's folder: how many prompts the run has, and what tells them from others.
+"""`prompts.json` in a run's folder: how many prompts the run has, and a digest that identifies them.
 
-The trainer writes it each time it starts. `headrace up` shows it, and the next start compares: what a checkpoint was trained on may not
-change, and before the first checkpoint a buffer that was filled under another configuration is emptied.
+The trainer writes it each time it starts. `headrace up` shows it, and the next start compares it. The prompts that a checkpoint was trained
+on may not change. Before the first checkpoint, a buffer that was filled under another configuration is emptied.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ FILE = "prompts.json"
 
 
 class PromptCounts(msgspec.Struct, frozen=True):
-    """How many prompts a run has. `train` and `validation` count the distinct ones that it uses, `orders` the training prompts of all
-    epochs. Training lacks `duplicates`, those that are `held_out` for validation, and those that are `too_long`; validation lacks
-    `too_long_validation`. `digest` is the same for the same prompts in the same order.
-    """
+    """The numbers of a run's prompts. `train` and `validation` count the distinct prompts that it uses, `orders` the training prompts of
+    all epochs. Left out of training are `duplicates`, those that are `held_out` for validation, and those that are `too_long`; left out of
+    validation are `too_long_validation`. `digest` is the same for the same prompts in the same order."""
 
     train: int
     validation: int
@@ -36,7 +35,7 @@ class PromptCounts(msgspec.Struct, frozen=True):
     too_long_validation: int = 0
 
     def lines(self, config: Config) -> list[str]:
-        """What the run has to train on, and what ends it first, for people; of an evaluation, what it asks."""
+        """Return for people how many prompts the run has, and what ends it first; for an evaluation, how many it asks."""
         too_long = f" (left out: {self.too_long_validation} too long)" if self.too_long_validation else ""
         if config.data.evaluate is not None:
             return [f"prompts: {self.validation} to evaluate on{too_long}"]
@@ -44,7 +43,7 @@ class PromptCounts(msgspec.Struct, frozen=True):
             f"{count} {what}"
             for count, what in (
                 (self.duplicates, "duplicates"),
-                (self.held_out, "that validation has"),
+                (self.held_out, "held out for validation"),
                 (self.too_long, "too long"),
             )
             if count
@@ -63,7 +62,7 @@ class PromptCounts(msgspec.Struct, frozen=True):
 
 
 class PromptRecord(msgspec.Struct, frozen=True):
-    """What the trainer found when it started. `fixed` stands for the keys that may not change once there is a checkpoint."""
+    """The trainer's counts at its start. `fixed` identifies the values of the keys that may not change once there is a checkpoint."""
 
     counts: PromptCounts
     fixed: str
@@ -74,7 +73,7 @@ class PromptRecord(msgspec.Struct, frozen=True):
         return cls(counts, hashlib.sha256(keys.encode()).hexdigest())
 
     def differs(self, other: PromptRecord | None) -> bool:
-        """Whether groups that were made under `other` are not this run's; None made none."""
+        """Whether groups that were made under `other` don't belong to this run; None made no groups."""
         return other is not None and (other.fixed, other.counts.digest) != (self.fixed, self.counts.digest)
 
 
@@ -90,7 +89,7 @@ def read(run_folder: Path) -> PromptRecord | None:
 
 
 def write(run_folder: Path, record: PromptRecord) -> None:
-    """Raises `ServiceError` if the folder can't be written."""
+    """Write the counts. Raises `ServiceError` if the folder can't be written."""
     try:
         with atomic_write(run_folder / FILE) as path:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")

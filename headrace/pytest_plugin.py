@@ -1,4 +1,4 @@
-"""The fixture of `headrace.testing`, which pytest finds by itself."""
+"""The fixture of `headrace.testing`, which pytest finds automatically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def serve_environment() -> Iterator[Callable[[Environment], Served]]:
-    """Serves environments until the test ends: `serve_environment(Exact()).score(sample(…))`."""
+    """Serve environments until the test ends: `serve_environment(Exact()).score(sample(…))`."""
     from headrace.testing import served  # pytest loads this module for tests of all kinds
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What happens again and again is told the first time, and then as a count every so often."""
+"""Reports repeated events the first time, and after that as a count at intervals."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable
 
 
 class Repeats:
-    """Decides of each occurrence whether to tell of it. Of more than `most` kinds of things the others count as one kind."""
+    """Decides for each occurrence whether to report it. Beyond `most` kinds of events, the others count as one kind."""
 
     def __init__(self, every_s: float = 60.0, most: int = 256, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
         self._most = most
         self._clock = clock
-        self._told: dict[str, tuple[int, float]] = {}  # occurrences so far, and when they were told of last
+        self._reported: dict[str, tuple[int, float]] = {}  # occurrences so far, and when they were last reported
 
     def due(self, what: str, times: int = 1) -> int | None:
-        """How often `what` has happened by now, these `times` included, if that is to be told: the first time (then it is `times`), and
-        again when `every_s` have passed. Else None."""
-        if what not in self._told and len(self._told) >= self._most:
+        """Return how often `what` has happened so far, including these `times`, if that is to be reported: the first time (then it is
+        `times`), and again after `every_s`. Else None."""
+        if what not in self._reported and len(self._reported) >= self._most:
             what = ""
         now = self._clock()
-        before, told_at = self._told.get(what, (0, None))
-        is_due = told_at is None or now - told_at >= self._every_s
-        self._told[what] = (before + times, now if is_due or told_at is None else told_at)
+        before, reported_at = self._reported.get(what, (0, None))
+        is_due = reported_at is None or now - reported_at >= self._every_s
+        self._reported[what] = (before + times, now if is_due or reported_at is None else reported_at)
         return before + times if is_due else None
 
 
 def alike(message: str) -> str:
-    """The same for messages that differ in their numbers or white space alone: attempts, line numbers, sizes."""
+    """Return the same text for messages that differ only in numbers or white space: attempts, line numbers, sizes."""
     return re.sub(r"\d+", "#", " ".join(message.split()))[:300]

@@ -1,8 +1,8 @@
-"""What a rollout replica does for a call of an episode, and its client: tokens in, tokens out, and the model's own chat format.
+"""The requests of a rollout replica for calls of episodes, and their client: tokens in, tokens out, and the model's own chat format.
 
-`/sample` is the run's own work and is fenced as a lease is: a replica samples only with verified weights of the timeline that the
-request names. It says what it has sampled as a message too, if it is asked to, and `/render` makes tokens of messages, with the engine's
-own parsers and template.
+`/sample` is work of the run, and is fenced like a lease: a replica samples only with verified weights of the timeline that the request
+names. On request it returns what it has sampled as a message too. `/render` converts messages to tokens. Both use the engine's own parsers
+and template.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SAMPLE, RENDER = PATHS = ("/sample", "/render")
 # the role whose token a caller presents
 ROLE = "agents"
 _CONNECT_S = 10.0
-_SAID = 200  # of an answer that is not understood, in its error
-_MOST_BYTES = 1024**3  # of an answer: a context of tens of millions of tokens
+_SAID = 200  # the shown part of an answer that is not understood
+_MOST_BYTES = 1024**3  # the largest answer: a context of tens of millions of tokens
 
 T = TypeVar("T")
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-# Why a replica samples nothing for a call, or not to its end. Another may, or the same one later.
+# Why a replica samples nothing for a call, or doesn't finish it. Another replica may, or the same one later.
 #   unhealthy: it holds no verified weights; timeline: its weights, or the call, are of another timeline; stale: its weights are older
-#   than the call allows; refit: it takes no call until a refit is over; leaving: it is being stopped
+#   than the call allows; refit: it accepts no calls until a refit is over; leaving: it is being stopped
 FenceReason = Literal["unhealthy", "timeline", "stale", "refit", "leaving"]
-# invalid: no replica can make sense of it; context: it leaves no room in the model's context; too_large: its body has too many bytes
+# invalid: no replica can process it; context: it leaves no room in the model's context; too_large: its body has too many bytes
 RefusalReason = Literal["invalid", "context", "too_large"]
 StopReason = int | str | None
 
 
 class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A completion of `token_ids` that is asked for, from weights of `timeline` that are not older than `min_version`; as a `message` too,
-    in which calls of `tools` are told from text."""
+    """A request for a completion of `token_ids`, from weights of `timeline` that are not older than `min_version`. With `message` it is
+    returned as a message too, in which calls of `tools` are separated from text."""
 
     token_ids: tuple[int, ...]
     max_new_tokens: Positive
@@ -70,12 +70,12 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Sampled(msgspec.Struct, frozen=True):
     """A completion. `logprobs` are those of a trajectory: natural logarithms, after temperature.
 
-    `stop_reason`: the stop string, or the id of the last token, that ended it; None at finish reason "length". `timeline` and `version`
-    are of the weights that the replica held, verified, when it answered; `spans` say which tokens are of which version. `cached_tokens` of
-    what it continues were found in the engine's prefix cache.
+    `stop_reason` is the stop string, or the id of the last token, that ended it; None at finish reason "length". `timeline` and `version`
+    are of the verified weights that the replica held when it answered; `spans` give the version of each token. `cached_tokens` is the
+    number of prompt tokens found in the engine's prefix cache.
 
-    `message`, if it was asked for, has `role`, `content` (None beside tool calls alone), and where there are any `reasoning` and
-    `tool_calls`. These have no ids: the same tokens always give the same message, so whoever answers a program numbers them.
+    `message`, if requested, has `role`, `content` (None beside only tool calls), and if present `reasoning` and `tool_calls`. Tool calls
+    have no ids: the same tokens always give the same message, so the caller that answers a program numbers them.
     """
 
     token_ids: list[int]
@@ -91,7 +91,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class RenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Messages and tools as in the OpenAI API; the run's chat template makes tokens of them."""
+    """Messages and tools as in the OpenAI API, which the run's chat template converts to tokens."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -103,8 +103,8 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class ReplicaFenced(HeadraceError):
-    """The replica samples nothing for this call (status 409); another one may, or this one later. Nothing that it has sampled for the
-    call counts."""
+    """Raised when the replica samples nothing for this call (status 409); another may, or this one later. Nothing that it has sampled for
+    the call counts."""
 
     def __init__(self, reason: FenceReason, message: str) -> None:
         super().__init__(message)
@@ -112,11 +112,11 @@ class ReplicaFenced(HeadraceError):
 
 
 class ReplicaUnavailable(HeadraceError):
-    """The replica can't be reached, or has failed."""
+    """Raised when the replica can't be reached, or has failed."""
 
 
 class RenderRefused(HeadraceError):
-    """What was sent can't be rendered, parsed or sampled from by any replica (status 400, or 413): the fault is its author's."""
+    """Raised when no replica can render, parse or sample from the request (status 400, or 413): its author is at fault."""
 
     def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(message)
@@ -124,35 +124,35 @@ class RenderRefused(HeadraceError):
 
 
 class ErrorDetail(msgspec.Struct):
-    """Why a request was not answered. `type` is the reason, where it is one of the two above."""
+    """The reason for a refused request. `type` is the reason's name, if it is one of the two above."""
 
     message: str
     type: str = ""
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of an answer that is none."""
+    """The body of an error answer."""
 
     error: ErrorDetail
 
 
 class ReplicaClient:
-    """The HTTP client of one replica. A caller that stops waiting (cancellation) ends its call in the engine. Answers have no deadline
-    here: how long a call may take is the caller's to say.
+    """The HTTP client of one replica. A caller that stops waiting (cancellation) ends its call in the engine. The client sets no deadline
+    for answers: that is up to the caller.
 
-    Methods raise `ReplicaUnavailable` besides what they name.
+    Methods raise `ReplicaUnavailable` besides the errors that they name.
     """
 
     def __init__(self, url: str, token: Callable[[], str] | None = None, authorities: str | None = None) -> None:
-        """`token` gives that of the role `agents` for each request (`Credentials.presented`), None where nobody is asked for one.
-        `authorities`: security.tls_ca. Raises `ConfigError` if it can't be used."""
+        """`token` returns the token of the role `agents` for each request (`Credentials.presented`); None where no token is required.
+        `authorities` is security.tls_ca. Raises `ConfigError` if it can't be used."""
         self.url = url
         self._token = token
         verify = client_context(authorities) if url.startswith("https:") else None
         self._http = HttpClient(url, verify, most=_MOST_BYTES, connect_s=_CONNECT_S)
 
     async def sample(self, request: SampleRequest) -> Sampled:
-        """Raises `ReplicaFenced`, and `RenderRefused`."""
+        """Request a completion. Raises `ReplicaFenced`, and `RenderRefused`."""
         return await self._ask(SAMPLE, request, Sampled)
 
     async def render(
@@ -162,7 +162,7 @@ class ReplicaClient:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation. Raises `RenderRefused`."""
+        """Return the token ids of a conversation. Raises `RenderRefused`."""
         asked = RenderRequest(list(messages), None if tools is None else list(tools), add_generation_prompt)
         return (await self._ask(RENDER, asked, Rendered)).token_ids
 
@@ -174,7 +174,7 @@ class ReplicaClient:
         try:
             body = msgspec.json.encode(asked)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
-            raise RenderRefused("invalid", f"what is asked can't be written as JSON: {error}") from error
+            raise RenderRefused("invalid", f"the request can't be written as JSON: {error}") from error
         try:
             status, content = await self._http.post(path, headers, body)
         except (OSError, AnswerTooLarge) as error:
@@ -184,10 +184,10 @@ class ReplicaClient:
         try:
             return msgspec.json.decode(content, type=answer)
         except (ValueError, RecursionError) as error:
-            raise ReplicaUnavailable(f"{self.url}{path}: what it answered can't be read: {error}") from error
+            raise ReplicaUnavailable(f"{self.url}{path}: its answer can't be read: {error}") from error
 
     def _error(self, path: str, status: int, content: bytes) -> HeadraceError:
-        """What a status other than 200 means."""
+        """Return the error for a status other than 200."""
         try:
             problem = msgspec.json.decode(content, type=ErrorBody).error
         except (ValueError, RecursionError):

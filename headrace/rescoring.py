@@ -1,4 +1,4 @@
-"""What another environment, or another build of it, makes of trajectories that have been scored."""
+"""Compares the rewards of scored trajectories with those from another environment, or another build of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.trajectory import AnyTrajectory, Group, Score
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """A trajectory with the reward that it has, and what it gets now."""
+    """A trajectory with its stored reward, and its new score."""
 
     group: Group
     trajectory: AnyTrajectory
@@ -23,7 +23,7 @@ class Rescored:
 
     @property
     def change(self) -> float:
-        """By how much its reward changes; 0 if it gets none."""
+        """The change of its reward; 0 without a new one."""
         return 0.0 if self.after.reward is None else self.after.reward - self.before
 
     @property
@@ -44,8 +44,8 @@ class Rewards:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What scoring again changes. `before` and `after` are over the groups of which every trajectory gets a reward now: `groups` of them.
-    `failures`: how many trajectories get none, for which reason."""
+    """The effect of scoring again. `before` and `after` are over the `groups` in which every trajectory gets a reward now. `failures`
+    counts the trajectories without one, by reason."""
 
     groups: int
     trajectories: int
@@ -72,7 +72,7 @@ def compare(rescored: Sequence[Rescored]) -> Comparison:
 
 
 def rewards(groups: Sequence[Sequence[float]]) -> Rewards | None:
-    """The statistics of these groups' rewards; None if there is no group."""
+    """Return the statistics of these groups' rewards; None without groups."""
     if not groups:
         return None
     every = np.concatenate([np.asarray(group, np.float64) for group in groups])

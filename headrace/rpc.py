@@ -1,4 +1,4 @@
-"""Shared by all gRPC servers and clients: TLS and tokens, health, reflection, message limits, and INVALID_ARGUMENT for malformed
+"""Code shared by all gRPC servers and clients: TLS and tokens, health, reflection, message limits, and INVALID_ARGUMENT for malformed
 messages."""
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from headrace.service import bind
 from headrace.tls import CertificateFiles, Reloading
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
-# In characters, each of up to 12 bytes as it travels. Past 8 KiB gRPC drops the answer, and the caller sees another status.
+# In characters, each of up to 12 bytes on the wire. Beyond 8 KiB gRPC drops the answer, and the caller sees another status.
 _LONGEST_REASON = 600
 _HEALTH = f"/{health.SERVICE_NAME}/"
-# Of both ends of a long stream: a peer that answers no ping is gone after ten seconds, however silently its host or a NAT on the way fell.
+# For both ends of a long stream: a peer that answers no pings is detected within ten seconds, even if its host or a NAT failed silently.
 _PING_MS, _PING_TIMEOUT_MS = 3000, 7000
 _KEEP_ALIVE = [
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    # a server otherwise takes a caller that asks so often for an attacker
+    # otherwise a server treats a caller that pings this often as an attacker
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
 ]
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 
 class TlsSettings(Protocol):
-    """What a caller asks of a server: with `tls`, a certificate by an authority in file `tls_ca`. The `security` section is one."""
+    """A caller's requirements of a server: with `tls`, a certificate signed by an authority in file `tls_ca`. The `security` section is one
+    implementation."""
 
     @property
     def tls(self) -> bool: ...
@@ -47,9 +48,9 @@ class TlsSettings(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RpcAccess:
-    """What a server asks of its callers: a token of a role that the method is for. Anybody may call the health service.
+    """A server's requirements of its callers: a token of a role that may call the method. The health service is open to all.
 
-    `roles` are those that may call a method, by its full name (the operator, if it isn't there); `environment` stands for every
+    `roles` lists the roles that may call a method, by its full name (unlisted: the operator). `environment` stands for every
     environment.
     """
 
@@ -57,13 +58,13 @@ class RpcAccess:
     roles: Mapping[str, tuple[str, ...]]
 
     def role(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """Who calls; None without a known token."""
+        """Return the caller's role; None without a known token."""
         given = next((str(value) for key, value in metadata if key == "authorization"), "")
         scheme, _, token = given.partition(" ")
         return self.credentials.role(token.strip()) if scheme.lower() == "bearer" else None
 
     def refusal(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[grpc.StatusCode, str] | None:
-        """Why a call is not answered, or None."""
+        """Return why a call is refused, or None."""
         if method.startswith(_HEALTH):
             return None
         role = self.role(metadata)
@@ -71,7 +72,10 @@ class RpcAccess:
         if role is None:
             return grpc.StatusCode.UNAUTHENTICATED, f"{method}: give the token of {' or '.join(allowed)} (bearer)"
         if role not in allowed and not (role.startswith("environment ") and "environment" in allowed):
-            return grpc.StatusCode.PERMISSION_DENIED, f"{method} is not for {role!r}, but for {' or '.join(allowed)}"
+            return (
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{role!r} may not call {method}; it is for {' or '.join(allowed)}",
+            )
         return None
 
 
@@ -83,11 +87,11 @@ def channel(
     token: Callable[[], str] | None = None,
     keep_alive: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
+    """Return a channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
 
-    It is encrypted if `security` says so; `token` gives the caller's token for each call (that is not a stream). With
-    `keep_alive` it notices a server that fell silent, which must be one of ours: others don't take so many pings. Raises `ConfigError`
-    for a `security.tls_ca` that can't be read.
+    It is encrypted if `security` requires it. `token` returns the caller's token for each call (not for streams). With `keep_alive` it
+    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. Raises `ConfigError` for a
+    `security.tls_ca` that can't be read.
     """
     options = [
         *_limits(max_message_bytes),
@@ -109,24 +113,24 @@ def channel(
 
 
 def bearer(token: str) -> tuple[str, str]:
-    """The metadata that presents a token."""
+    """Return the metadata that presents a token."""
     return "authorization", f"Bearer {token}"
 
 
 def server(
     max_message_bytes: int = MAX_MESSAGE_BYTES, access: RpcAccess | None = None, *, keep_alive: bool = False
 ) -> grpc.aio.Server:
-    """A server that asks nobody for a token if `access` is None; with `keep_alive` it notices callers that fell silent."""
+    """Return a server. Without `access` it requires no token. With `keep_alive` it detects callers that fell silent."""
     # With SO_REUSEPORT, a second server on a busy port would start and take half of the calls.
     options = [*_limits(max_message_bytes), *(_KEEP_ALIVE if keep_alive else []), ("grpc.so_reuseport", 0)]
-    # who may not call is refused before a message of theirs is looked at
+    # callers without permission are refused before their messages are decoded
     interceptors = [*([] if access is None else [_CheckToken(access)]), _RefuseMalformed()]
     return grpc.aio.server(options=options, interceptors=interceptors)
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, key: str, certificate: CertificateFiles | None = None) -> int:
-    """Bind and return the port (0 takes a free one), with TLS if there is a certificate. A `host` unix:PATH is a socket, which has no port
-    (0 is returned). Raises `ServiceError` naming `key`, where the port was set, `ConfigError` for a certificate that can't be used."""
+    """Bind and return the port (0 chooses a free one), with TLS if there is a certificate. A `host` unix:PATH is a socket, which has no
+    port (0 is returned). Raises `ServiceError` naming `key`, where the port was set, `ConfigError` for a certificate that can't be used."""
     if host.startswith("unix:"):
         server.add_insecure_port(host)
         return 0
@@ -155,13 +159,13 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Iterable[
 
 
 def time_to_answer(context: grpc.aio.ServicerContext) -> float | None:
-    """Seconds in which to answer, so that the answer reaches the caller before its deadline; None without a deadline."""
+    """Return the seconds in which to answer, so that the answer reaches the caller before its deadline; None without a deadline."""
     remaining: float | None = context.time_remaining()
     return None if remaining is None else time_before(remaining)
 
 
 def time_before(deadline_s: float) -> float:
-    """Seconds in which to answer what is due in `deadline_s` at the caller."""
+    """Return the seconds in which to answer, if the answer is due at the caller in `deadline_s`."""
     return max(0.0, deadline_s - min(1.0, 0.1 * deadline_s))
 
 
@@ -170,19 +174,19 @@ def _limits(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def _server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
-    """The credentials of a server whose handshakes show the current certificate."""
+    """Return the credentials of a server whose handshakes use the current certificate."""
     reloading = Reloading(certificate)
 
     def read() -> grpc.ServerCertificateConfiguration:
         pair = (certificate.key.read_bytes(), certificate.chain.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair])
 
-    # gRPC asks before each handshake; None keeps what it has
+    # gRPC calls this before each handshake; None keeps the certificate
     return grpc.dynamic_ssl_server_credentials(read(), lambda: read() if reloading.changed() else None)
 
 
 class _PresentToken(grpc.aio.UnaryUnaryClientInterceptor):
-    """Adds the caller's token to each call; it is asked for anew, so that a replaced one is used at once."""
+    """Adds the caller's token to each call. It is read each time, so that a replaced token is used at once."""
 
     def __init__(self, token: Callable[[], str]) -> None:
         self._token = token
@@ -196,7 +200,7 @@ class _PresentToken(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class _CheckToken(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token of a role that the method is for."""
+    """Refuses calls without the token of a role that may call the method."""
 
     def __init__(self, access: RpcAccess) -> None:
         self._access = access
@@ -215,7 +219,7 @@ class _CheckToken(grpc.aio.ServerInterceptor):
             await context.abort(code, reason)
             yield  # never reached: gRPC requires a generator
 
-        # without deserializers: no byte of theirs is decoded
+        # without deserializers: no byte of the call is decoded
         if handler.request_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -260,7 +264,7 @@ class _RefuseMalformed(grpc.aio.ServerInterceptor):
 
         async def refuse(error: Exception, context: grpc.aio.ServicerContext) -> None:
             reason = (
-                f"{details.method}: not a message of it ({error})" if isinstance(error, DecodeError) else str(error)
+                f"{details.method}: not a valid message ({error})" if isinstance(error, DecodeError) else str(error)
             )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason[:_LONGEST_REASON])
 

@@ -2,9 +2,9 @@
 
 `train_data_step12.jsonl.gz` has one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
 evaluated version 12, and `val_failed_data_step12.jsonl.gz` one per prompt that failed there, with the reason; `zcat` reads them.
-`failed_data.jsonl` has one line per completion that its group failed with, the newest last.
-Per-token lists cover the completion (of an episode of several `calls`, theirs, one after the other) and have equal lengths; null means
-that the policy did not write the token, or that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
+`failed_data.jsonl` has one line per completion that failed its group, the newest last. Per-token lists cover the completion (for an episode
+of several `calls`, their completions one after the other) and have equal lengths. null means that the policy did not write the token, or
+that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Kind = Literal["train", "val", "val_failed"]
 Ranking = Literal["best", "worst"]
 
 FAILED = "failed_data.jsonl"
-# A file of failed completions that has grown to this is moved to failed_data.1.jsonl, in place of the one there.
+# A file of failed completions that has grown to this size is moved to failed_data.1.jsonl, replacing an older one.
 FAILED_BYTES = 32 << 20
 _DECIMALS = 6
 # Characters of the artifacts of one sample that are shown.
@@ -53,7 +53,7 @@ _REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to w
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of an episode in a line of a sample file, with its tokens `[start, end)` among those of the completion."""
+    """One call of an episode in a line of a sample file. `tokens` is its range `[start, end)` in the tokens of the completion."""
 
     parent: int
     tokens: tuple[int, int]
@@ -65,13 +65,12 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What readers take from a line of a sample file; all but `failed_data.jsonl` have more.
+    """The fields that readers use of a line of a sample file; all files but `failed_data.jsonl` have more.
 
-    `reward` and `components` are the environment's; a completion that failed has none, but the `status` and `message` of its last
-    scoring, the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. A `step` is that of a trained
-    sample, or the version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T];
-    `spans` are (version, start, end). An episode of several `calls` has their completions as its own, one after the other. `artifacts` is
-    what its program left.
+    `reward` and `components` are the environment's. A completion that failed has none, but the `status` and `message` of its last scoring,
+    the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. `step` is that of a trained sample, or the
+    version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T]; `spans` are (version, start,
+    end). For an episode of several `calls` the completion is that of its calls, one after the other. `artifacts` is what its program left.
     """
 
     group: str
@@ -79,7 +78,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     attempt: int
     environment: str
-    build: str = ""  # of the environment; of a completion that failed, the build that failed
+    build: str = ""  # of the environment; for a failed completion, the build that failed
     messages: tuple[Message, ...]
     content: str
     finish_reason: FinishReason
@@ -88,7 +87,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     generation_logprobs: tuple[float | None, ...]
     reward: float | None = msgspec.field(name="rewards", default=None)
     components: dict[str, float] = {}
-    extra_env_info: dict[str, Any] = {}  # builds before this one kept none
+    extra_env_info: dict[str, Any] = {}  # missing in files of older builds
     step: int | None = None
     status: Status = "SCORED"
     message: str = ""
@@ -112,7 +111,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def conversation(self) -> list[tuple[str, list[str]]]:
-        """The head of each call of an episode of several, and what its messages said; otherwise empty."""
+        """The head and the messages of each call, for an episode of several; otherwise empty."""
         return [self._call(*pair) for pair in enumerate(self.calls)]
 
     @property
@@ -123,8 +122,8 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> str:
-        """The completion as people read it: its content, or its conversation, and then its artifacts. What was said is indented, and
-        further lines of a message more: none passes for another message, for the head of a call, or for artifacts."""
+        """The completion as text for people: its content, or its conversation, then its artifacts. Messages are indented, and their
+        further lines more, so that nothing in them looks like another message, the head of a call, or artifacts."""
         calls = (
             "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
             for head, parts in self.conversation
@@ -133,7 +132,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         return "\n\n".join([*(calls if self.calls else [self.content]), *left])
 
     def weights(self, start: int = 0, end: int | None = None) -> str:
-        """The versions that sampled the tokens `[start, end)`, by default all of them, as `weights 3 to 5`."""
+        """Return the versions that sampled the tokens `[start, end)`, by default all, as `weights 3 to 5`."""
         end = len(self.token_ids) if end is None else end
         versions = sorted({version for version, first, last in self.spans if first < end and last > start})
         return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
@@ -151,12 +150,12 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_of(messages: Iterable[Message]) -> str:
-    """The messages as text, each after its role."""
+    """Return the messages as text, each after its role."""
     return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
 
 
 def _said(message: Message) -> Iterator[str]:
-    """What a message thinks, says and calls, each after its role."""
+    """Yield a message's reasoning, content and tool calls, each after its role."""
     calls = message.get("tool_calls")
     parts = [
         (" thinks", message.get("reasoning")),
@@ -168,7 +167,7 @@ def _said(message: Message) -> Iterator[str]:
 
 
 def _tool_call(call: Any) -> Any:
-    """As a function is called, if it is as OpenAI's API has it: a program can send anything."""
+    """Return a tool call as a function call, if it has the form of OpenAI's API. A program can send anything."""
     match call:
         case {"function": {"name": str(name), "arguments": str(arguments)}}:
             return f"{name}({arguments})"
@@ -176,7 +175,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def expected_of(extra_env_info: Mapping[str, Any]) -> str | None:
-    """What the data set says of the answer: its `answer`, or all that the environment is given; None if that is nothing."""
+    """Return the data set's `answer`, or else all that the environment gets; None if that is empty."""
     answer = extra_env_info.get("answer", extra_env_info)
     return None if answer in ({}, None) else _text(answer)
 
@@ -187,7 +186,7 @@ def _text(content: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SampleGroup:
-    """A prompt with the completions of it that are kept. `reason`: why the group failed, if it did."""
+    """A prompt with its completions that were kept. `reason` is why the group failed, if it did."""
 
     id: str
     task: str
@@ -198,19 +197,19 @@ class SampleGroup:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean reward of its completions; None if there is none, or one without a reward."""
+        """The mean reward of its completions; None if there are none, or one has no reward."""
         rewards = self._rewards
         return None if rewards is None else sum(rewards) / len(rewards)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of their rewards, as `mean_reward`: 0 if they are all equal, so that nothing is learnt from them."""
+        """The standard deviation of their rewards, like `mean_reward`; 0 if they are all equal, so that nothing is learnt from them."""
         rewards = self._rewards
         return None if rewards is None else float(np.std(rewards))
 
     @property
     def builds(self) -> list[str]:
-        """The builds that scored its completions: one, but where some are yet to be scored again."""
+        """The builds that scored its completions: only one, unless some wait to be scored again."""
         return list(dict.fromkeys(sample.build for sample in self.samples if sample.build))
 
     @property
@@ -219,11 +218,11 @@ class SampleGroup:
         return rewards if rewards and len(rewards) == len(self.samples) else None
 
 
-# -- which samples are shown
+# -- choosing samples
 
 
 def by_group(samples: Iterable[StoredSample]) -> list[SampleGroup]:
-    """The groups of these samples, in the order of their first ones."""
+    """Return the groups of these samples, in the order of their first samples."""
     groups: dict[str, list[StoredSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -234,7 +233,8 @@ def by_group(samples: Iterable[StoredSample]) -> list[SampleGroup]:
 
 
 def failed_groups(samples: Sequence[StoredSample]) -> list[SampleGroup]:
-    """The groups that these samples of `failed_data.jsonl` failed, the newest first; of one that failed again, its last failure."""
+    """Return the groups that failed with these samples of `failed_data.jsonl`, newest first; of a group that failed again, its last
+    failure."""
     newest = {sample.group: sample for sample in samples}
     last = [sample for sample in samples if sample.reason == newest[sample.group].reason]
     groups = [dataclasses.replace(group, reason=newest[group.id].reason) for group in by_group(last)]
@@ -243,8 +243,8 @@ def failed_groups(samples: Sequence[StoredSample]) -> list[SampleGroup]:
 
 
 def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: str, most: int) -> list[SampleGroup]:
-    """Up to `most` groups with `text` in their prompt, whatever its case: in their order, or those with the highest or lowest mean reward
-    first, and their samples likewise."""
+    """Return up to `most` groups with `text` in their prompt, ignoring case: in their order, or those with the highest or lowest mean
+    reward first, and their samples likewise."""
     found = [group for group in groups if text.casefold() in group.prompt.casefold()]
     if ranking is None:
         return found[:most]
@@ -264,7 +264,7 @@ def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: 
 
 
 def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
-    """The fields that the lines of all sample files share, with NeMo RL's names where it has them."""
+    """Return the fields that the lines of all sample files share, with NeMo RL's names where it has them."""
     flat = trajectory.flat()
     return {
         "group": group.id,
@@ -316,7 +316,7 @@ def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:
 
 
 def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason: str) -> dict[str, Any]:
-    """A line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is none."""
+    """Return a line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is not a reward."""
     return {
         **record(group, trajectory, score),
         "status": score.status,
@@ -328,13 +328,13 @@ def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason:
 
 
 def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
-    """A group as people look at it, whether anything of it is kept or not."""
+    """Return a group for display, even if none of its samples were kept."""
     expected = expected_of(group.extra_env_info)
     return SampleGroup(group.id, group.task_name, prompt_of(group.messages), expected, tuple(samples), reason)
 
 
 def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
-    """The sample that a line about this trajectory would hold; one that has no score yet has no reward."""
+    """Return the sample that a line about this trajectory would contain. Without a score it has no reward."""
     scored = score or Score("NOT_STARTED")
     fields = {**record(group, trajectory, scored), "status": scored.status, "message": scored.message}
     return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
@@ -346,7 +346,7 @@ def rounded(values: Float32) -> list[float]:
 
 
 class SampleFiles:
-    """The sample files of a run; the newest `keep` of each kind stay (None: all; 0: none is written)."""
+    """The sample files of a run. The newest `keep` of each kind are kept (None: all; 0: none are written)."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder = folder
@@ -360,11 +360,11 @@ class SampleFiles:
         return self.folder / f"{kind}_data_step{step}.jsonl.gz"
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps that there are files of; the one written last is the last, because a rewound run repeats steps."""
+        """Return the steps that have files. The one written last is the last, because a rewound run repeats steps."""
         written = []
         for path in self.folder.glob(f"{kind}_data_step*.jsonl.gz"):
             if match := _STEP.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place meanwhile
+                with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
                     written.append((path.stat().st_mtime_ns, int(match[1])))
         return [step for _, step in sorted(written)]
 
@@ -384,22 +384,22 @@ class SampleFiles:
             raise ServiceError(f"can't write trajectories to {path} ({error}); {_REMEDY}") from error
 
     def replace(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """As `write`, but without records there is no file: that of a step which was taken before goes."""
+        """Write like `write`, but without records remove the file, which a step taken before may have left."""
         if records:
             self.write(kind, step, records)
         else:
             self.path(kind, step).unlink(missing_ok=True)
 
     def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
-        """The records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
+        """Return the records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
         return _decode(self.path(kind, step), dict)
 
     def samples(self, kind: Kind, step: int) -> list[StoredSample]:
-        """`read`, without what only tools want."""
+        """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
         return _decode(self.path(kind, step), StoredSample)
 
     def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
-        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` stay. Raises `ServiceError` for a full
+        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
         disk, or a folder that can't be written."""
         if not self.wanted:
             return
@@ -413,10 +413,10 @@ class SampleFiles:
                 for each in records:
                     file.write(msgspec.json.encode(each) + b"\n")
         except OSError as error:
-            raise ServiceError(f"can't write the completions that failed to {path} ({error}); {_REMEDY}") from error
+            raise ServiceError(f"can't write failed completions to {path} ({error}); {_REMEDY}") from error
 
     def failed(self) -> list[StoredSample]:
-        """The completions that groups failed with, the newest last. Raises as `read` does."""
+        """Return the completions that failed their groups, the newest last. Raises as `read` does."""
         older, newest = self._older_failed, self.folder / FAILED
         return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
 
@@ -426,7 +426,7 @@ class SampleFiles:
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:
-    """The complete lines of a file, also while it is written; none if there is no such file."""
+    """Return the complete lines of a file, even while it is being written; none if it doesn't exist."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]

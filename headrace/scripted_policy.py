@@ -1,4 +1,4 @@
-"""A policy whose answers are written down: a server that speaks OpenAI's chat completions, for programs that are tried without a model."""
+"""A policy with scripted answers: a server for OpenAI's chat completions API, to try programs without a model."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from headrace.addresses import LOOPBACK
 from headrace.trajectory import Message
 
 Answer = str | Mapping[str, Any]
-# In turn; when they are used up, the policy refuses as it does past a limit. Or what makes each of the messages that it is to answer.
+# Answers in turn; once they are used up, the policy refuses calls as it does beyond a limit. Or a function from a call's messages to its
+# answer.
 Answers = Sequence[Answer] | Callable[[Sequence[Message]], Answer]
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyCall:
-    """A request to the policy: `options` are its fields but for the messages."""
+    """A request to the policy: its messages, and its other fields as `options`."""
 
     messages: tuple[Message, ...]
     options: dict[str, Any]
 
 
 class ScriptedSession:
-    """What one episode is answered, and the calls that it has made."""
+    """The answers for one episode, and the calls that it has made."""
 
     def __init__(self, origin: str, answers: Answers) -> None:
         self.api_key = secrets.token_hex(16)
         self.base_url = f"{origin}/s/{self.api_key}/v1"
         self.calls: list[PolicyCall] = []
-        self.ended = False  # set it, and its key is dead
+        self.ended = False  # once set, the key is refused
         self._answers = answers
         self._lock = threading.Lock()
 
     def answer(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """(the status, the body) for a request, which is noted."""
+        """Record a request, and return its status and body."""
         messages = tuple(request.pop("messages", ()))
         with self._lock:
             self.calls.append(PolicyCall(messages, request))
@@ -50,10 +51,10 @@ class ScriptedSession:
         if callable(self._answers):
             try:
                 answer = self._answers(messages)
-            except Exception as error:  # noqa: BLE001  # of the test's own code: the program fails with it
+            except Exception as error:  # noqa: BLE001  # the test's own code failed: the program gets the error
                 return 400, _error(f"the test's answers raised {type(error).__name__}: {error}", "invalid_request")
         elif number > len(self._answers):
-            said = f"all {len(self._answers)} answers of the test are used up, as after a limit of the run"
+            said = f"all {len(self._answers)} answers of the test are used up; this counts as a limit of the run"
             return 400, _error(said, "context_length_exceeded")
         else:
             answer = self._answers[number - 1]
@@ -70,7 +71,7 @@ class ScriptedSession:
 
 
 class ScriptedPolicy:
-    """The server, on a free port of this machine, while the context is open. `strays` are requests under the key of no session."""
+    """The policy's server, on a free port of this machine while the context is open. `strays` are requests with no session's key."""
 
     def __init__(self) -> None:
         self.strays: list[str] = []
@@ -85,7 +86,7 @@ class ScriptedPolicy:
         return session
 
     def find(self, url: str, authorization: str | None, endpoint: str) -> ScriptedSession | None:
-        """The session whose key stands in the address, and is presented."""
+        """Return the session whose key is both in the address and presented."""
         path = urlsplit(url).path
         for key, session in self._sessions.items():
             if path == f"/s/{key}/v1{endpoint}" and authorization == f"Bearer {key}":
@@ -115,7 +116,7 @@ def _handler(policy: ScriptedPolicy) -> type[BaseHTTPRequestHandler]:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             session = policy.find(self.path, self.headers["authorization"], "/chat/completions")
             if session is None:
-                self._send(401, _error("the key is that of no episode", "invalid_api_key"))
+                self._send(401, _error("the key belongs to no episode", "invalid_api_key"))
                 return
             status, answer = session.answer(request)
             if request.get("stream") and status == 200:
@@ -125,7 +126,7 @@ def _handler(policy: ScriptedPolicy) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if policy.find(self.path, self.headers["authorization"], "/models") is None:
-                self._send(401, _error("the key is that of no episode", "invalid_api_key"))
+                self._send(401, _error("the key belongs to no episode", "invalid_api_key"))
                 return
             self._send(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "headrace"}]})
 
@@ -133,7 +134,7 @@ def _handler(policy: ScriptedPolicy) -> type[BaseHTTPRequestHandler]:
             self._write(status, "application/json", json.dumps(answer).encode())
 
         def _stream(self, answer: dict[str, Any]) -> None:
-            """The finished answer, in two chunks."""
+            """Send the finished answer in two chunks."""
             (choice,) = answer.pop("choices")
             delta = dict(choice["message"])
             if delta.get("tool_calls"):
@@ -153,10 +154,10 @@ def _handler(policy: ScriptedPolicy) -> type[BaseHTTPRequestHandler]:
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
-            except OSError:  # who asked has gone
+            except OSError:  # the caller has gone
                 self.close_connection = True
 
         def log_message(self, *_: object) -> None:
-            """The calls are what is noted."""
+            """Log nothing: the calls are recorded."""
 
     return Handler

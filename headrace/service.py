@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 Ready = Callable[[], Awaitable[str | None]]
 WaitsFor = Callable[[], Awaitable[list[str]]]
 
-# Exit codes of a service. The user must fix something: starting the service again won't help.
+# Exit codes of a service. The user must fix something: restarting the service won't help.
 EXIT_USER_ERROR = 1
-# An unexpected exception, or `Restartable`: a new process may go on where this one ended.
+# An unexpected exception, or `Restartable`: a new process may continue where this one ended.
 EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 # The buffer can't be reached; it may come back.
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
@@ -36,7 +36,7 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-# Why a request was not answered, as JSON schema. No model of pydantic here: an environment, which needs none, imports this module.
+# The body of an error answer, as JSON schema. It is not a pydantic model, because environments import this module and need no pydantic.
 _PROBLEM = {
     "title": "Problem",
     "type": "object",
@@ -47,7 +47,7 @@ _PROBLEM = {
 
 @dataclasses.dataclass
 class Health:
-    """The health of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
+    """The health of a service: `alive`, `stuck`, `ready` or `not ready`, with the reason, and what a ready service waits for."""
 
     status: str
     reason: str | None = None
@@ -55,7 +55,7 @@ class Health:
 
 
 _PROBLEMS = {
-    400: "The arguments name nothing that there can be",
+    400: "The arguments are invalid",
     401: "No token, or an unknown one",
     403: "The token is for something else, or the request comes from another site",
     404: "Not found",
@@ -66,9 +66,9 @@ _PROBLEMS = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that may answer with these statuses, and a body that says why."""
+    """Return the `responses` of a route that may answer with these statuses, and a body with the reason."""
     content = {"application/json": {"schema": _PROBLEM}}
-    sign_in: dict[str, Any] = {"text/html": {}}  # what browsers get
+    sign_in: dict[str, Any] = {"text/html": {}}  # for browsers
     return {
         status: {"description": _PROBLEMS[status], "content": content | (sign_in if status == 401 else {})}
         for status in statuses
@@ -76,24 +76,24 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 async def nothing() -> list[str]:
-    """What a service waits for that waits for nobody."""
+    """Return an empty list, for a service that waits for nothing."""
     return []
 
 
 def create_app(
     title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None, waits_for: WaitsFor = nothing
 ) -> FastAPI:
-    """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
+    """Return a FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
-    `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
-    only a new process can. `waits_for` names what a service that is ready waits for.
+    `ready` returns None when the service can do its work, else why it can't (503). `stuck` returns None, or why only a new process can.
+    `waits_for` names what a ready service waits for.
     """
     from fastapi import FastAPI, Response
     from fastapi.responses import JSONResponse
     from prometheus_client import REGISTRY
     from prometheus_client.exposition import choose_encoder
 
-    # its pages of documentation would load scripts of other sites; /openapi.json says the same
+    # FastAPI's documentation pages would load scripts of other sites; /openapi.json has the same content
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
 
     @app.get(
@@ -127,14 +127,14 @@ def create_app(
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
 
-    # routes, since a mount answers `/metrics` by a redirect, which loses the token of a caller that follows it
+    # routes, because a mount answers `/metrics` with a redirect, and a caller that follows it loses its token
     for path in ("/metrics", "/metrics/"):
         app.add_route(path, metrics, include_in_schema=False)
     return app
 
 
 async def body_of(request: Request, most: int) -> bytes | None:
-    """The body of a request; None as soon as it has more than `most` bytes, of which the rest is not read."""
+    """Return the body of a request; None as soon as it has more than `most` bytes, and then the rest is not read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:19]) > most:
         return None
@@ -147,10 +147,10 @@ async def body_of(request: Request, most: int) -> bytes | None:
 
 
 def bind(host: str, port: int, key: str) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises `ServiceError` naming the configuration key of a busy port."""
+    """Return a listening TCP socket; port 0 chooses a free one. Raises `ServiceError` naming the configuration key of a busy port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it the second part of an answer waits 40 ms, for the reader's
-    # delayed acknowledgement of the first
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it the second part of an answer waits 40 ms for the reader's delayed
+    # acknowledgement of the first
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -166,7 +166,7 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> AsyncIterator[None]:
-    """Serve `app` on `sock` to those whom `access` lets in, while the context is open. Raises `ConfigError` for a certificate that can't
+    """Serve `app` on `sock` while the context is open, to callers that `access` admits. Raises `ConfigError` for a certificate that can't
     be used."""
     from headrace.http_access import Guard
 
@@ -178,7 +178,7 @@ async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> A
 async def serve_openly(
     app: Any, sock: socket.socket, certificate: CertificateFiles | None = None
 ) -> AsyncIterator[None]:
-    """Serve an ASGI application that knows by itself whom it answers. Raises as `serve_http` does."""
+    """Serve an ASGI application that controls access itself. Raises as `serve_http` does."""
     import uvicorn
 
     # log_config None: its records go through the service's own handlers
@@ -196,7 +196,7 @@ async def serve_openly(
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets. Call it from the running loop."""
+    """Return an event that SIGTERM or SIGINT sets. Call it from the running loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -206,8 +206,8 @@ def stop_on_signals() -> asyncio.Event:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """While much is imported: without garbage collection, which would look through it all again and again, and find nothing. Nor does it
-    afterwards: all objects that exist at the end are frozen, which keeps them out of later collections."""
+    """Disable garbage collection during many imports, because it would search all their objects again and again, and find nothing. All
+    objects that exist at the end are frozen, which excludes them from later collections too."""
     collecting = gc.isenabled()
     if collecting:
         gc.collect()  # garbage must not be frozen
@@ -217,14 +217,14 @@ def importing() -> Iterator[None]:
     finally:
         if collecting:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # nanobind reports what is not collected at exit as leaks
+            atexit.register(gc.unfreeze)  # nanobind reports objects that are not collected at exit as leaks
             gc.enable()
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
     """Make the kernel (Linux) send `signum` to this process when the thread that started it ends, even by SIGKILL.
 
-    Call it first thing in a child process, so that a killed supervisor leaves no orphan.
+    Call it first in a child process, so that a killed supervisor leaves no orphans.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -1,4 +1,4 @@
-"""Runs an author's code, a few calls at a time: coroutines in the event loop, plain functions in threads."""
+"""Runs a user's code, a few calls at a time: coroutines in the event loop, plain functions in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Slots:
-    """Room for `count` calls at a time. `on_free` is called when there is room for more."""
+    """Limits calls to `count` at a time. `on_free` is called when a slot becomes free."""
 
     def __init__(self, count: int, on_free: Callable[[], None]) -> None:
         self.count = self.free = count
@@ -21,7 +21,7 @@ class Slots:
         return self.count - self.free
 
     def take(self) -> Callable[[], None]:
-        """Take one of the slots; the function that is returned gives it back."""
+        """Take a slot. Returns the function that gives it back."""
         self.free -= 1
 
         def give_back() -> None:
@@ -31,12 +31,12 @@ class Slots:
         return give_back
 
     async def call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
-        """What `method` returns for `argument`. Its slot is given back when it ends. What it raises ends this call alone, a `SystemExit`
-        too."""
+        """Call `method` with `argument`, and return its result. Its slot is given back when it ends. An exception ends this call alone,
+        even a `SystemExit`."""
         if inspect.iscoroutinefunction(method):
             try:
                 return await method(argument)
-            except SystemExit as error:  # out of a task it would end the whole process
+            except SystemExit as error:  # raised from a task, it would end the whole process
                 raise _of_this_call(error) from error
             finally:
                 give_back()
@@ -65,7 +65,7 @@ def _of_this_call(error: BaseException) -> Exception:
 
 
 def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[Any]:
-    """Run in a daemon thread: unlike a pool's thread, one that hangs does not keep the process from exiting."""
+    """Run the function in a daemon thread. Unlike a pool's thread, one that hangs does not keep the process from exiting."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -81,7 +81,7 @@ def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Futu
         result, error = None, None
         try:
             result = function(argument)
-        except BaseException as raised:  # noqa: BLE001  # handed to the caller, SystemExit included
+        except BaseException as raised:  # noqa: BLE001  # passed to the caller, even SystemExit
             error = _of_this_call(raised)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

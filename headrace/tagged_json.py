@@ -1,7 +1,7 @@
 """Python values as JSON and back, without loss: tuples, sets, fractions and mappings whose keys are not text carry a tag.
 
-A data set describes a problem with whatever its library uses, and the environment that scores it sits in another process:
-plain JSON would hand it lists for tuples and "3" for 3, which some scorers take for another answer.
+A data set describes a problem with the types of its library, and the environment that scores it is in another process. Plain JSON would
+give it lists for tuples and "3" for 3, which some scorers treat as another answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TUPLE, SET, MAP, FRACTION = "__tuple__", "__set__", "__map__", "__fraction__"
 
 
 def to_json(value: Any, where: str = "value") -> Any:
-    """`value` in JSON types alone. Raises `CodecError` naming the place of anything that can't be carried."""
+    """Return `value` with JSON types only. Raises `CodecError` naming the place of anything that can't be represented."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if hasattr(value, "tolist"):  # a numpy scalar or array
@@ -36,7 +36,7 @@ def to_json(value: Any, where: str = "value") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given (a frozen set comes back as a set, a numpy value as Python's own)."""
+    """Return the value that `to_json` was given (a frozen set comes back as a set, a numpy value as Python's own)."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

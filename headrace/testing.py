@@ -1,4 +1,4 @@
-"""Tests an environment without a run: samples, and a server that scores them as a run has them scored.
+"""Test an environment without a run: samples, and a server that scores them as in a run.
 
     from headrace.testing import sample
 
@@ -10,7 +10,8 @@
         guess = serve_environment(Guess())
         assert guess.episode(["3", "7"], public={"secret": 7}).reward == 1
 
-`serve_environment` is a fixture that pytest finds by itself. Elsewhere `with headrace.testing.served(Exact()) as exact:` does the same.
+`serve_environment` is a fixture that pytest finds automatically. Elsewhere `with headrace.testing.served(Exact()) as exact:` does the
+same.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """An episode that has ended: its outcome, and the calls of the policy that its program made."""
+    """An episode that has ended: its outcome, and its program's calls of the policy."""
 
     outcome: EpisodeOutcome
     calls: list[PolicyCall]
 
     @property
     def reward(self) -> float:
-        """Raises `AssertionError`, with the message and the traceback of the program, if it said none."""
-        assert self.outcome.score is not None, "the program said no reward, and leaves it to a grader"
+        """The reward. Raises `AssertionError`, with the program's message and traceback, if it returned none."""
+        assert self.outcome.score is not None, "the program returned no reward, and leaves it to a grader"
         return _rewarded(self.outcome.score)
 
 
@@ -74,18 +75,18 @@ def _rewarded(score: Score) -> float:
 
 
 class Served:
-    """An environment that is served, as the hub sees it. `target` is its host:port."""
+    """A served environment, as the hub sees it. `target` is its host:port."""
 
     def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
         self.target = target
         self._loop = loop
 
     def score(self, *samples: Sample, timeout_s: float = TIMEOUT_S) -> list[Score]:
-        """The scores of these samples, in order. A failure is a score too: its `status` and its `message` say what became of it."""
+        """Return the scores of these samples, in order. A failure is a score too: its `status` and `message` describe it."""
         return self._run(self._score(samples, timeout_s))
 
     def reward(self, sample: Sample, timeout_s: float = TIMEOUT_S) -> float:
-        """The reward of a sample. Raises `AssertionError`, with the message and the traceback of the environment, if it has none."""
+        """Return the reward of a sample. Raises `AssertionError`, with the environment's message and traceback, if it has none."""
         (score,) = self.score(sample, timeout_s=timeout_s)
         return _rewarded(score)
 
@@ -98,9 +99,9 @@ class Served:
         timeout_s: float = TIMEOUT_S,
         **fields: Any,
     ) -> Played:
-        """Run its program, whose calls get these answers: texts or whole messages in turn, or what a function makes of the messages of a
-        call. Past them a call is refused, as after a limit of the run. `prompt` is what the user says, or all messages; `fields` are other
-        fields of `headrace.Episode`."""
+        """Run the environment's program, whose calls get these answers: texts or whole messages in turn, or the results of a function of a
+        call's messages. Once they are used up, a call is refused as beyond a limit of the run. `prompt` is the user's message, or all
+        messages; `fields` are other fields of `headrace.Episode`."""
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
         with ScriptedPolicy() as policy:
             session = policy.session(answers)
@@ -116,7 +117,7 @@ class Served:
             return Played(self._run(self._episode(episode, timeout_s)), session.calls)
 
     def faults(self, samples: Sequence[GoldenSample] = (), timeout_s: float = conformance.TIMEOUT_S) -> list[Finding]:
-        """What `headrace env check` finds wrong with it."""
+        """Return the faults that `headrace env check` finds."""
         return [finding for finding in self._run(self._check(samples, timeout_s)) if finding.verdict == "wrong"]
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -146,7 +147,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(environment: Environment) -> Iterator[Served]:
-    """Serve `environment` on a free port of this machine, from a thread of its own, while the context is open."""
+    """Serve `environment` on a free port of this machine, from its own thread, while the context is open."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True, name="headrace-testing")
     thread.start()

@@ -1,4 +1,4 @@
-"""With how many CPU threads the trainer's ranks and the replicas of a run compute, on the cores that they share."""
+"""The numbers of CPU threads for the trainer's ranks and the replicas of a run, on the cores that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from headrace.config import Config
 
 VARIABLE = "OMP_NUM_THREADS"
-# Of the work on a token that is trained, generation has a quarter: one forward pass, where training has a forward and a backward pass.
+# Generation is a quarter of the work on a trained token: one forward pass, where training has a forward and a backward pass.
 _GENERATION = 4
 
 
@@ -28,9 +28,9 @@ class Threads:
 
 
 def of(config: Config, cores: int, environ: Mapping[str, str], *, trains: bool, generates: bool) -> Threads:
-    """What `trainer.num_threads` and `rollout.num_threads` say, and where they are auto OMP_NUM_THREADS, or else a share of `cores`.
+    """Return what `trainer.num_threads` and `rollout.num_threads` set; where they are auto, OMP_NUM_THREADS or else a share of `cores`.
 
-    `trains` and `generates`: whether that is done on these cores.
+    `trains` and `generates`: whether these cores do the training and the generation.
     """
     trainer, rollout = config.trainer.num_threads, config.rollout.num_threads
     generation = config.policy.generation.vllm_cfg
@@ -48,10 +48,10 @@ def of(config: Config, cores: int, environ: Mapping[str, str], *, trains: bool, 
 
 
 def shares(cores: int, *, ranks: int, workers: int) -> tuple[int, int]:
-    """Threads of each rank and of each worker of a replica, at least one.
+    """Return the threads of each rank and of each worker of a replica, at least one.
 
-    Generation gets a quarter of the cores, and training what that leaves. Where a quarter is less than a core, one thread of generation
-    is idle for most of a step: training then has all cores, and they share one.
+    Generation gets a quarter of the cores, and training the rest. If a quarter is less than a core, one thread of generation is idle for
+    most of a step. Training then gets all cores, and they share one.
     """
     generation = cores // _GENERATION if ranks else cores
     training = cores - generation if workers else cores
@@ -59,17 +59,18 @@ def shares(cores: int, *, ranks: int, workers: int) -> tuple[int, int]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: by its affinity, and by the quotas of its control groups."""
+    """Return the number of cores that this process may use, by its affinity and by the quotas of its control groups."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return affinity
     return max(1, math.floor(min(affinity, quota(groups))))
 
 
 def quota(groups: str, root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that the control groups of a process allow it, by the content of its /proc/…/cgroup; infinity without a limit."""
+    """Return the number of cores that a process's control groups allow, from the content of its /proc/…/cgroup; infinity without a
+    limit."""
     found = [math.inf]
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -81,7 +82,7 @@ def quota(groups: str, root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def _limits(mount: Path, path: str, version: Literal[1, 2]) -> list[float]:
-    """The limits of a group and of those that it is in. In a container the mount may be the group itself."""
+    """Return the limits of a group and of its parents. In a container the mount may be the group itself."""
     folder = mount / path.lstrip("/")
     inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
     return [limit for each in inside if (limit := _limit(each, version)) is not None]
@@ -94,6 +95,6 @@ def _limit(folder: Path, version: Literal[1, 2]) -> float | None:
         else:
             files = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
             allowed, period = (file.read_text(encoding="utf-8") for file in files)
-    except OSError:  # the root has none
+    except OSError:  # the root has no limit
         return None
     return None if allowed.strip() in ("max", "-1") else int(allowed) / int(period)

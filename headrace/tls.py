@@ -1,4 +1,4 @@
-"""TLS: the files of a certificate, read again when they change, and the contexts that HTTP servers and clients need."""
+"""TLS: certificate files, read again when they change, and the contexts for HTTP servers and clients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CertificateFiles:
     key: Path
 
     def signature(self) -> tuple[int, ...]:
-        """Changes whenever one of the files does."""
+        """Return values that change whenever one of the files does."""
         states = [path.stat() for path in (self.chain, self.key)]
         return tuple(value for state in states for value in (state.st_mtime_ns, state.st_size, state.st_ino))
 
     def context(self) -> ssl.SSLContext:
-        """A server's context. Raises `ConfigError` naming a file that can't be used."""
+        """Return a server's context. Raises `ConfigError` naming a file that can't be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.chain, self.key)
@@ -38,13 +38,13 @@ class CertificateFiles:
 
 
 class Reloading:
-    """A certificate that is read again when its files change: `current` is what the next handshake shows.
+    """A certificate that is read again when its files change, for the next handshake.
 
-    While new files can't be used (half of them written), the last good ones stay.
+    While new files can't be used (half of them written), the last good ones stay in use.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
-        """Raises `ConfigError`."""
+        """Load the files. Raises `ConfigError`."""
         self.files = files
         self._context = files.context()
         self._signature = files.signature()
@@ -64,7 +64,7 @@ class Reloading:
         return True
 
     def context(self) -> ssl.SSLContext:
-        """A server's context whose handshakes show the current certificate."""
+        """Return a server's context whose handshakes use the current certificate."""
         outer = self._context
 
         def before_handshake(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
@@ -76,7 +76,7 @@ class Reloading:
 
 
 def client_context(authorities: str | None) -> ssl.SSLContext:
-    """A client's context that trusts `authorities` (a PEM file), the system's if None. Raises `ConfigError`."""
+    """Return a client's context that trusts `authorities` (a PEM file), or the system's if None. Raises `ConfigError`."""
     try:
         return ssl.create_default_context(cafile=authorities)
     except OSError as error:
@@ -86,15 +86,15 @@ def client_context(authorities: str | None) -> ssl.SSLContext:
 
 
 def trusting(authorities: str | None, file: Path) -> dict[str, str]:
-    """The environment variables by which a user's program trusts `authorities` (`security.tls_ca`) and whom it trusts already: a gateway
-    that it calls shows a certificate of theirs. OpenSSL and httpx read the first, requests the second; `file`, which is written, holds
-    all. Empty without `authorities`. Raises `ConfigError`."""
+    """Return environment variables by which a user's program trusts `authorities` (`security.tls_ca`) in addition to those that it trusts
+    already, because a gateway that it calls may present a certificate of theirs. OpenSSL and httpx read the first variable, requests the
+    second; `file` is written with all authorities. Empty without `authorities`. Raises `ConfigError`."""
     if authorities is None:
         return {}
     import certifi
 
     client_context(authorities)
-    # SSL_CERT_FILE, if that is set and there, or the machine's own
+    # SSL_CERT_FILE, if that is set and exists, or the machine's own
     known = ssl.get_default_verify_paths().cafile or certifi.where()
     file.write_bytes(b"\n".join(Path(source).read_bytes() for source in (known, authorities)))
     return dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(file))

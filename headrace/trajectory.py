@@ -24,7 +24,7 @@ LANES = ("train", "validation")
 
 
 class Span(NamedTuple):
-    """Completion tokens `[start, end)` were sampled from the weights of `version`."""
+    """A range of completion tokens `[start, end)` that were sampled from the weights of `version`."""
 
     version: int
     start: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
+    """The sampling parameters of a group's completions. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
 
     `top_k` (None: all) keeps the largest probabilities at that temperature, and `top_p` the fewest of those that sum to at least it.
     """
@@ -49,9 +49,8 @@ class Sampling(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """One prompt and its `n` trajectories: the unit of work, of age and of loss.
 
-    `id` comes from (epoch, data set, index), so that enqueuing it again changes nothing. `order` is its place in the order
-    of prompts, a function of seed and configuration (law 5). `extra_env_info` is opaque to all but the environment and
-    must be made of JSON types.
+    `id` comes from (epoch, data set, index), so that enqueuing it again changes nothing. `order` is its place in the order of prompts, a
+    function of seed and configuration (law 5). `extra_env_info` is opaque to all but the environment, and must consist of JSON types.
     """
 
     id: str
@@ -68,12 +67,12 @@ class Group(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     loss_multiplier: float = 1.0
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry."""
+        """Encode the group. Raises `CodecError` for values that msgpack can't carry."""
         return _GROUP.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Group:
-        """Raises `CodecError` for bytes that are no group."""
+        """Decode a group. Raises `CodecError` for bytes that are not a group."""
         group = _GROUP.decode(data)
         group.check()
         return group
@@ -98,12 +97,12 @@ class Group(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """One completion as it was sampled: token in, token out, never re-tokenized.
 
-    Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, natural logarithm of the
-    probability each token was sampled with (after temperature); `loss_mask` [T] uint8, 0 on tokens the environment wrote.
-    `spans` cover [0, T) in order, without gaps. `turns` are `(start, end)` of each turn the policy wrote. `timings` are seconds.
+    Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, the natural logarithm of the probability
+    with which each token was sampled (after temperature); `loss_mask` [T] uint8, 0 on tokens that the environment wrote. `spans` cover [0,
+    T) in order, without gaps. `turns` are `(start, end)` of each turn that the policy wrote. `timings` are seconds.
 
-    `replica` finished it. `writers` are `(replica, start, end)` of the tokens that each replica sampled, in order, without gaps; empty
-    if one replica sampled all. An unfinished trajectory, saved for another replica to continue, has the finish reason "length".
+    `replica` finished it. `writers` are `(replica, start, end)` of the tokens that each replica sampled, in order, without gaps; empty if
+    one replica sampled all. An unfinished trajectory, saved for another replica to continue, has the finish reason "length".
     """
 
     group_id: str
@@ -123,12 +122,12 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def written(self) -> tuple[tuple[str, int, int], ...]:
-        """`writers`, filled in if one replica sampled all tokens."""
+        """The `writers`, filled in if one replica sampled all tokens."""
         return self.writers or ((self.replica, 0, self.completion_token_ids.size),)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token, from which age is counted (law 2)."""
+        """The version of the oldest token, from which age is counted (law 2)."""
         return min(self.spans).version  # spans compare by version first
 
     @property
@@ -147,30 +146,30 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def places(self) -> Int:
-        """[length]: where in the completion the policy's tokens are."""
+        """The places of the policy's tokens in the completion, [length]."""
         return np.flatnonzero(self.loss_mask)
 
     def paths(self) -> tuple[Trajectory]:
-        """Itself: see `EpisodeTrajectory.paths`."""
+        """Return itself as the only path; see `EpisodeTrajectory.paths`."""
         return (self,)
 
     def flat(self) -> Trajectory:
-        """Itself: see `EpisodeTrajectory.flat`."""
+        """Return itself; see `EpisodeTrajectory.flat`."""
         return self
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays: nearly all of its encoded size."""
+        """The bytes of its arrays: nearly all of its encoded size."""
         arrays = self.prompt_token_ids, self.completion_token_ids, self.logprobs, self.loss_mask
         return sum(array.nbytes for array in arrays)
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry."""
+        """Encode the trajectory. Raises `CodecError` for values that msgpack can't carry."""
         return _TRAJECTORY.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Trajectory:
-        """Raises `CodecError` for bytes that are no trajectory, or whose arrays disagree."""
+        """Decode a trajectory. Raises `CodecError` for bytes that are not a trajectory, or whose arrays disagree."""
         trajectory = _TRAJECTORY.decode(data)
         trajectory.check()
         return trajectory
@@ -191,7 +190,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         if not _are_logprobs(logprobs):
             return "a log-probability is not finite or above 0"
         if np.maximum.reduce(mask) > 1:
-            return "loss_mask holds values other than 0 and 1"
+            return "loss_mask has values other than 0 and 1"
         problem = _problem_of_spans(self.spans, length)
         if problem is not None:
             return problem
@@ -212,7 +211,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 
 def _are_logprobs(logprobs: Float32) -> bool:
-    # not the methods of arrays, which take twice as long for a short one; nan fails both comparisons
+    # the methods of arrays take twice as long for a short one; nan fails both comparisons
     return bool(np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -math.inf)
 
 
@@ -228,13 +227,13 @@ def _problem_of_spans(spans: Sequence[Span], length: int) -> str | None:
 class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """One request to the policy in an episode, as it was sampled.
 
-    `parent` is the number of the call that it continues, -1 at a root. `context_token_ids` [C] int32 are those that the policy did not
+    `parent` is the number of the call that it continues, -1 at a root. `context_token_ids` [C] int32 are the tokens that the policy did not
     write here and that follow the parent's completion: at a root the prompt, later observations and results of tools.
-    `completion_token_ids` [T] int32, `logprobs` [T] float32 and `spans` are as in a `Trajectory`. `replica` sampled it. A call that is
-    not `trained` is context of those that follow.
+    `completion_token_ids` [T] int32, `logprobs` [T] float32 and `spans` are as in a `Trajectory`. `replica` sampled the call. A call that
+    is not `trained` is context for those that follow.
 
-    For people: `messages`, what the request added to its parent's conversation (at a root all of it), and `answer`, the assistant's
-    message as the program got it. `timings` are seconds.
+    For people: `messages` are those that the request added to its parent's conversation (at a root all of them), and `answer` is the
+    assistant's message as the program got it. `timings` are seconds.
     """
 
     parent: int
@@ -251,22 +250,22 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def text(self) -> str:
-        """What the answer says."""
+        """The text of the answer."""
         return text_of(self.answer)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays and messages: nearly all of its encoded size."""
+        """The bytes of its arrays and messages: nearly all of its encoded size."""
         arrays = self.context_token_ids, self.completion_token_ids, self.logprobs
         return sum(array.nbytes for array in arrays) + len(msgspec.msgpack.encode((self.messages, self.answer)))
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry."""
+        """Encode the call. Raises `CodecError` for values that msgpack can't carry."""
         return _CALL.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        """Raises `CodecError` for bytes that are no call, or that disagree with each other."""
+        """Decode a call. Raises `CodecError` for bytes that are not a call, or whose fields disagree."""
         call = _CALL.decode(data)
         problem = call.problem()
         if problem is not None:
@@ -274,7 +273,7 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return call
 
     def problem(self) -> str | None:
-        """Why it can't be part of an episode, or None; whether its parent is before it is the episode's to say."""
+        """Return why the call can't be part of an episode, or None. The episode checks that the parent comes before it."""
         context, completion, length = self.context_token_ids, self.completion_token_ids, self.completion_token_ids.size
         if length == 0:
             return "the completion has no tokens"
@@ -295,13 +294,13 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 
 def text_of(message: Message) -> str:
-    """What a message says: its content, then the tools that it calls."""
+    """Return a message as text: its content, then its tool calls."""
     content, tools = message.get("content"), message.get("tool_calls")
     parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
     return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
-# How deep messages and artifacts of an episode are nested at most: programs write them, and every reader has to write them as JSON.
+# The deepest nesting of messages and artifacts in an episode: programs write them, and every reader must be able to write them as JSON.
 JSON_DEPTH = 64
 
 
@@ -327,11 +326,11 @@ def _is_json(value: Any, depth: int = 0) -> bool:
 
 
 class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, omit_defaults=True):
-    """What an episode wrote that has several calls, or artifacts: a tree of calls, parents before children.
+    """The record of an episode of several calls, or with artifacts: a tree of calls, parents before children.
 
-    They are the calls whose answers the program was given, and that it ended with. `truncated`: a limit of the run ended the episode.
-    `runner` ran it; `timings` are seconds. `artifacts` is what the program left for people and graders; nothing that learns reads it. A
-    record without artifacts has no such field, as before there were any.
+    They are the calls whose answers the program got, and with which it ended. `truncated`: a limit of the run ended the episode. `runner`
+    ran it; `timings` are seconds. `artifacts` is what the program left for people and graders; training does not read it. The record of
+    an episode without artifacts has no such field, so that it is the same as before the field existed.
     """
 
     group_id: str
@@ -345,7 +344,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
 
     @property
     def text(self) -> str:
-        """What its last answer says."""
+        """The text of its last answer."""
         return self.calls[-1].text
 
     @property
@@ -362,7 +361,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token that is trained, from which age is counted (law 2)."""
+        """The version of the oldest trained token, from which age is counted (law 2)."""
         return min(span for call in self._trained for span in call.spans).version
 
     @property
@@ -371,7 +370,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its calls and artifacts: nearly all of its encoded size."""
+        """The bytes of its calls and artifacts: nearly all of its encoded size."""
         return sum(call.nbytes for call in self.calls) + artifacts_bytes(self.artifacts)
 
     @property
@@ -379,24 +378,25 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
         return [call for call in self.calls if call.trained]
 
     def paths(self) -> tuple[Trajectory, ...]:
-        """Its rows for a model: one for each trained call that no other trained call continues, in their order, from its root on.
+        """Return its rows for a model: one for each trained call that no other trained call continues, in order, each starting at its
+        root.
 
-        The prompt of a path is the root's context, its completion is all that follows. `loss_mask` is 1 on the tokens that are trained and
-        that no path before it has, so that each counts once, in the context that it was sampled in. `logprobs` are 0 elsewhere; the
+        The prompt of a path is the root's context; its completion is everything that follows. `loss_mask` is 1 on the trained tokens that
+        no earlier path has, so that each token counts once, in the context in which it was sampled. `logprobs` are 0 elsewhere. The
         versions and writers of a context are those of the completion after it.
         """
         return tuple(self._row(chain, own, with_context=True) for chain, own in self._chains())
 
     def flat(self) -> Trajectory:
-        """The completions of its calls, one after the other, as if they were one completion: for people and lineage, no row of a model.
-        `loss_mask` is 1 on those that are trained, and `turns` are theirs."""
+        """Return the completions of its calls, one after the other, as if they were one completion. This is for people and lineage; it is
+        not a row for a model. `loss_mask` is 1 on the trained ones, and `turns` are their ranges."""
         everything = range(len(self.calls))
         own = {number for number in everything if self.calls[number].trained}
         return self._row(everything, own, with_context=False)
 
     @property
     def places(self) -> Int:
-        """[length]: where in the completion of `flat` the tokens are that are trained, in the order of `paths`."""
+        """The places of the trained tokens in the completion of `flat`, in the order of `paths`, [length]."""
         ends = np.cumsum([call.completion_token_ids.size for call in self.calls])
         order = [number for chain, own in self._chains() for number in chain if number in own]
         return np.concatenate(
@@ -404,7 +404,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
         )
 
     def _chains(self) -> Iterator[tuple[Sequence[int], set[int]]]:
-        """Yield the calls of each path, from its root on, and those of them that it trains."""
+        """Yield the calls of each path, from its root on, and those of them that the path trains."""
         left = {number for number, call in enumerate(self.calls) if call.trained}
         continued: set[int] = set()
         for number in left:
@@ -424,7 +424,8 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
             yield number
 
     def _row(self, numbers: Sequence[int], own: set[int], *, with_context: bool) -> Trajectory:
-        """The completions of these calls, and if `with_context` what is between them; those of `own` have a `loss_mask` of 1."""
+        """Return the completions of these calls as one trajectory, and with `with_context` the contexts between them. The completions of
+        calls in `own` have a `loss_mask` of 1."""
         tokens, logprobs, masks = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.uint8)]
         spans: list[Span] = []
         writers: list[tuple[str, int, int]] = []
@@ -467,18 +468,18 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
         )
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry."""
+        """Encode the episode. Raises `CodecError` for values that msgpack can't carry."""
         return _EPISODE.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> EpisodeTrajectory:
-        """Raises `CodecError` for bytes that are no episode, or whose calls are no trees."""
+        """Decode an episode. Raises `CodecError` for bytes that are not an episode, or whose calls don't form trees."""
         episode = _EPISODE.decode(data)
         episode.check()
         return episode
 
     def check(self) -> None:
-        """Raise `CodecError` unless its calls are trees with something to train, each of them sound."""
+        """Raise `CodecError` unless its calls form trees with something to train, and each is valid."""
         problem = self._problem()
         if problem is not None:
             raise CodecError(f"trajectory {self.group_id!r}[{self.index}]: {problem}")
@@ -499,12 +500,12 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
         return None
 
 
-# What the attempts at a group's prompt are recorded as.
+# The record of an attempt at a group's prompt.
 AnyTrajectory = Trajectory | EpisodeTrajectory
 
 
 def decode_trajectory(data: bytes) -> AnyTrajectory:
-    """The trajectory of either schema. Raises `CodecError` for bytes that are none."""
+    """Decode a trajectory of either schema. Raises `CodecError` for bytes that are not a trajectory."""
     match schema_of(data):
         case None | 1:
             return Trajectory.decode(data)
@@ -525,11 +526,11 @@ def episode_record(
     timings: dict[str, float],
     artifacts: dict[str, Any] | None = None,
 ) -> AnyTrajectory:
-    """What an episode with these calls is recorded as: one call without artifacts as the single completion that it is (schema 1),
-    everything else as a tree. Raises `CodecError` for calls and artifacts that are none.
+    """Return the record of an episode with these calls: of a single call without artifacts, the single completion that it is (schema 1);
+    otherwise a tree. Raises `CodecError` for invalid calls or artifacts.
 
-    The finish reason of a single completion says whether a limit of the run ended it, as `truncated` does; that of the call, which may be a
-    limit of its own, is not kept.
+    The finish reason of a single completion is whether a limit of the run ended it, like `truncated`. The finish reason of the call, which
+    may come from its own limit, is not kept.
     """
     episode = EpisodeTrajectory(group_id, attempt, index, tuple(calls), truncated, runner, timings, artifacts or {})
     episode.check()
@@ -538,20 +539,20 @@ def episode_record(
 
 Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]
 
-# What a score may take in the buffer, encoded (score.lua); leases reserve it.
+# The most bytes of an encoded score in the buffer (score.lua); leases reserve them.
 SCORE_BYTES = 8192
-# What the name of an environment's build may take, in UTF-8 (score.lua).
+# The most bytes of an environment's build, in UTF-8 (score.lua).
 BUILD_BYTES = 256
 
 
 class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """An environment's result for one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number.
 
-    `NOT_STARTED`: it did not begin on it. `INTERRUPTED`: its process died, or the connection to it was lost, while it was at it.
-    `UNSENDABLE` is the scorer's: no environment can be sent this trajectory.
+    `NOT_STARTED`: the environment did not start on it. `INTERRUPTED`: its process died, or the connection to it was lost, while it worked
+    on it. `UNSENDABLE` is set by the scorer: no environment can be sent this trajectory.
 
-    `timings` are seconds: `environment`, what the environment took for it, and `waiting`, the rest of the time since it was pushed (or last
-    tried), for a place in the environment above all.
+    `timings` are seconds: `environment` is the environment's own time, and `waiting` the rest of the time since the trajectory was pushed
+    (or last tried), mainly for a place in the environment.
     """
 
     status: Status
@@ -570,7 +571,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry, and for more than `SCORE_BYTES`."""
+        """Encode the score. Raises `CodecError` for values that msgpack can't carry, and for more than `SCORE_BYTES`."""
         record = _SCORE.encode(self)
         if len(record) > SCORE_BYTES:
             raise CodecError(
@@ -579,15 +580,16 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return record
 
     def fitted(self) -> Score:
-        """The score as it is, or with a note in place of metadata that are too large, and with 2,000 characters of its message."""
+        """Return the score as it is, or, if it is too large, with a note in place of its metadata and with 2,000 characters of its
+        message."""
         if len(_SCORE.encode(self)) <= SCORE_BYTES:
             return self
         note = f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
         return msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000])
 
     def storable(self) -> Score:
-        """The score as the buffer can keep it: `fitted`, or FAILED, which says why, if that is not enough: an integer of more than 64 bits
-        in its metadata, half a surrogate pair, components that are too large."""
+        """Return the score in a form that the buffer can keep: `fitted`, or FAILED with the reason if that is not enough (an integer of
+        more than 64 bits in its metadata, half a surrogate pair, components that are too large)."""
         try:
             score = self.fitted()
             score.encode()
@@ -598,7 +600,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
-        """Raises `CodecError` for bytes that are no score, and for more than `SCORE_BYTES`."""
+        """Decode a score. Raises `CodecError` for bytes that are not a score, and for more than `SCORE_BYTES`."""
         if len(data) > SCORE_BYTES:
             raise CodecError(f"score: {len(data)} bytes; it has at most {SCORE_BYTES}")
         return _SCORE.decode(data)
@@ -607,5 +609,5 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 _GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)
 _CALL, _EPISODE = Codec(Call), Codec(EpisodeTrajectory)
 
-# The array fields, and how their elements are encoded.
+# The array fields, and the encoding of their elements.
 ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes, **_EPISODE.dtypes}

@@ -1,12 +1,13 @@
-"""Plays the episodes of a verifiers environment, in a Python of its own: `PYTHON -P verifiers_worker.py check|tasks|serve`.
+"""Plays the episodes of a verifiers environment, in its own Python: `PYTHON -P verifiers_worker.py check|tasks|serve`.
 
-It imports nothing of Headrace, which that Python needn't have. The first line of its input is a JSON object that says which environment
-(`verifiers`, as the section [env] of verifiers' own configuration); it answers lines of JSON. `{"problem": …}` says why it can't.
+It imports nothing of Headrace, which that Python needn't have. The first line of its input is a JSON object that names the environment
+(`verifiers`, as in section [env] of verifiers' own configuration). It answers with lines of JSON; `{"problem": …}` is why it can't.
 
 - `check`: one line, `{}`.
-- `tasks`: a line for each task of the task set that `select` selects, of an endless one for the first `size`.
-- `serve`: `{"software": […]}`, what decides rewards; from then on each connection to the socket `address` is an episode: a line that says
-  task, base_url and api_key, and a line that says what became of it. It ends with its input; a caller that goes ends its episode.
+- `tasks`: a line for each task of the task set that `select` selects, or for the first `size` of an endless one.
+- `serve`: `{"software": […]}`, the versions that decide rewards. After that each connection to the socket `address` is an episode: a line
+  with task, base_url and api_key, answered by a line with its outcome. The process ends with its input; a caller that disconnects ends its
+  episode.
 """
 
 from __future__ import annotations
@@ -25,40 +26,40 @@ from pathlib import Path
 from typing import Any
 
 RELEASE = "0.4"
-# Of a line that says an episode, or what became of it.
+# The largest line with an episode, or its outcome.
 MOST_BYTES = 16 * 1024**2
 _TRACEBACK = 2000
-# What of a request is between two ends of one connection, or says who asks.
+# Headers of a request that belong to one connection, or identify the caller.
 _OF_A_CONNECTION = frozenset({
     "accept-encoding", "authorization", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
     "upgrade", "x-session-id",
 })  # fmt: skip
 
 
-class Unfit(Exception):
-    """What can't be done, and what to do about it."""
+class UnsupportedEnvironment(Exception):
+    """Raised when an environment, task or configuration can't be used; the message has the remedy."""
 
 
-# -- what is decided ---------------------------------------------------------------------------------------------------------
+# -- decisions ---------------------------------------------------------------------------------------------------------------
 
 
 def policy_of(agents: Mapping[str, Any]) -> str:
-    """Which of the environment's `agents`, by name, is the policy: the one without a client of its own. Raises `Unfit`."""
+    """Return the name of the agent that is the policy: the one of `agents` without its own client. Raises `UnsupportedEnvironment`."""
     policies = [name for name, agent in agents.items() if agent.client is None]
     if not policies:
-        raise Unfit(
-            f"its agents ({', '.join(agents)}) have a client each, so that none is the policy: leave client out of the one that is trained"
+        raise UnsupportedEnvironment(
+            f"its agents ({', '.join(agents)}) have a client each, so none is the policy; leave client out of the one to train"
         )
     if len(policies) > 1:
-        raise Unfit(
-            f"its agents {' and '.join(policies)} would all be the policy, each with a reward of its own, and an episode has one: give all "
-            "but the one that is trained a client and a model, as in judge: {client: {base_url: …}, model: …}"
+        raise UnsupportedEnvironment(
+            f"its agents {' and '.join(policies)} would all be the policy, each with its own reward, but an episode has one reward; give "
+            "all but the one to train a client and a model, as in judge: {client: {base_url: …}, model: …}"
         )
     return policies[0]
 
 
 def retried(retries: Mapping[str, Any]) -> str | None:
-    """Which of the `retries`, by their keys, would play an episode again within itself; None if none would."""
+    """Return the key of one of the `retries` that would repeat an episode within itself; None if there is none."""
     for key, retry in retries.items():
         if retry.max_retries or any(rule.max_retries for rule in retry.rules):
             return key
@@ -66,17 +67,17 @@ def retried(retries: Mapping[str, Any]) -> str | None:
 
 
 def outcome(episode: Any, policy: str) -> dict[str, Any]:
-    """What an episode of verifiers came to. Its reward is there if its rubric gave one: that of a trace which failed is 0."""
+    """Return the outcome of a verifiers episode. It has a reward only if the rubric gave one, as the reward of a failed trace is 0."""
     if not episode.ok:
         errors = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
         if not errors:
-            return _failed("the episode is not ok, and says no error")
+            return _failed("the episode is not ok, but has no error")
         last = errors[-1]
         return {**_failed(f"{last.type}: {last.message}"), "traceback": (last.traceback or "")[-_TRACEBACK:]}
     traces = [trace for trace in episode.traces if trace.agent.name == policy]
     if len(traces) != 1:
         return _failed(
-            f"{policy} was run {len(traces)} times in one episode, with a reward each time; an episode has one reward"
+            f"{policy} was run {len(traces)} times in one episode, with a reward each time, but an episode has one reward"
         )
     (trace,) = traces
     if not trace.rewards:
@@ -97,8 +98,8 @@ def _failed(message: str) -> dict[str, Any]:
 
 
 def row_of(task: Any) -> dict[str, Any]:
-    """What others than this process get of a task: which it is, and the messages that it begins with. One that has none, because its user
-    is played, is shown by its name."""
+    """Return what other processes get of a task: its identity, and the messages that it begins with. A task without messages, because its
+    user is played, is shown by its name."""
     data, messages = task.data, []
     if data.system_prompt:
         messages.append({"role": "system", "content": data.system_prompt})
@@ -118,36 +119,38 @@ def _text(content: Any) -> str:
 
 
 class Tasks:
-    """The tasks of a task set by their places; of an endless one as far as somebody asked."""
+    """The tasks of a task set by index. An endless task set is read as far as needed."""
 
     def __init__(self, taskset: Any) -> None:
-        """Reads all of one that ends. Raises `Unfit`."""
+        """Read the whole task set, if it ends. Raises `UnsupportedEnvironment`."""
         self._rest: Iterator[Any] = iter(taskset)
         with loading():
             self._read: list[Any] = list(self._rest) if taskset.bounded else []
 
     def find(self, asked: Any) -> Any:
-        """The task that a row names. Raises `Unfit`."""
+        """Return the task that a row names. Raises `UnsupportedEnvironment`."""
         match asked:
             case {"index": int(index), "key": str(key)} if index >= 0:
                 self._read += itertools.islice(self._rest, max(0, index + 1 - len(self._read)))
             case _:
-                raise Unfit(f"task {asked!r:.200} names no task: let the rows come from `dataset_name: verifiers`")
+                raise UnsupportedEnvironment(
+                    f"task {asked!r:.200} names no task; take the rows from `dataset_name: verifiers`"
+                )
         if index >= len(self._read):
-            raise Unfit(
-                f"there is no task {index}: the task set has {len(self._read)}, and had others when the run's rows were made"
+            raise UnsupportedEnvironment(
+                f"task {index} does not exist: the task set has {len(self._read)}, and had others when the run's rows were made"
             )
         task = self._read[index]
         if task.key != key:
-            raise Unfit(
-                f"task {index} is another than when the run's rows were made (its key is {task.key}, and was {key}): the task set must be "
+            raise UnsupportedEnvironment(
+                f"task {index} has changed since the run's rows were made (its key is {task.key}, and was {key}), but the task set must be "
                 "the same each time it is loaded; give it a seed, and all processes of the run the same version"
             )
         return task
 
 
 def sources(modules: Mapping[str, Any], names: set[str]) -> Iterator[tuple[str, str]]:
-    """The sources of the packages in which these modules are, as names and digests. That of verifiers is told by its version."""
+    """Yield the sources of the packages in which these modules are, as names and digests. verifiers itself is identified by its version."""
     for package in sorted({name.partition(".")[0] for name in names} - {"verifiers"}):
         file = Path(modules[package].__file__)
         files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
@@ -161,20 +164,20 @@ def sources(modules: Mapping[str, Any], names: set[str]) -> Iterator[tuple[str, 
 
 
 def load(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The environment, and which of its agents is the policy. Raises `Unfit`."""
+    """Return the environment, and the name of the agent that is the policy. Raises `UnsupportedEnvironment`."""
     try:
         version = importlib.metadata.version("verifiers")
         import verifiers.v1 as vf
         from verifiers.v1.configs.agent import agent_config_fields
     except ImportError as error:
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"{sys.executable} can't import verifiers ({error}); install it there: pip install 'verifiers=={RELEASE}.*' uv"
         ) from error
     if not version.startswith(f"{RELEASE}."):
-        raise Unfit(
+        raise UnsupportedEnvironment(
             f"{sys.executable} has verifiers {version}; install {RELEASE} there: pip install 'verifiers=={RELEASE}.*'"
         )
-    # after what is installed, as the modules of a function
+    # after installed packages, as for a function's modules
     sys.path.append(os.getcwd())
     try:
         resolved = vf.resolve_env_config(dict(config))
@@ -182,40 +185,44 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
         policy = policy_of(agents)
         budgets = {"retries": resolved.retries, **{f"{name}.retries": agent.retries for name, agent in agents.items()}}
         if (key := retried(budgets)) is not None:
-            raise Unfit(f"{key}: a run begins failed episodes anew itself (replay.max_attempts); leave it out")
+            raise UnsupportedEnvironment(
+                f"{key}: a run itself restarts failed episodes (replay.max_attempts); leave it out"
+            )
         return vf.load_environment(resolved), policy
-    except Unfit:
+    except UnsupportedEnvironment:
         raise
-    except Exception as error:  # what its code raises, it raises for the user
-        raise Unfit(f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # errors of its code are for the user
+        raise UnsupportedEnvironment(f"{type(error).__name__}: {error}") from error
 
 
 def selected(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """Rows of the tasks. Raises `Unfit`."""
+    """Yield the rows of the tasks. Raises `UnsupportedEnvironment`."""
     from verifiers.v1 import SelectConfig
 
     try:
         taskset = env.taskset.select(SelectConfig.model_validate(dict(select)))
     except ValueError as error:
-        raise Unfit(f"task_config {dict(select)}: verifiers refuses it as `select` ({error})") from error
+        raise UnsupportedEnvironment(
+            f"task_config {dict(select)}: verifiers refuses it as `select` ({error})"
+        ) from error
     with loading():
         yield from map(row_of, taskset if taskset.bounded else taskset.take(size))
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """What a task set's own code raises is said as it is."""
+    """Convert any exception of a task set's own code to `UnsupportedEnvironment`, with its message."""
     try:
         yield
     except Exception as error:
-        raise Unfit(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
+        raise UnsupportedEnvironment(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
 
 
 class Relay:
-    """Gives verifiers one address for all episodes, and carries each call to its episode's own. So no key is in what verifiers holds; and
-    verifiers, which keeps a client for each address until it ends, needs one.
+    """Gives verifiers one address for all episodes, and forwards each call to its episode's own address. So verifiers never has an
+    episode's key. One address is also needed because verifiers keeps a client for each address until it ends.
 
-    A call says which trace it belongs to, by 128 random bits that no other process is told.
+    A call names its trace by 128 random bits that no other process knows.
     """
 
     def __init__(self) -> None:
@@ -228,9 +235,9 @@ class Relay:
         import aiohttp
         from aiohttp import web
 
-        app = web.Application(client_max_size=0)  # the gateway bounds it
+        app = web.Application(client_max_size=0)  # the gateway limits it
         app.router.add_route("*", "/v1/{path:.+}", self._carry)
-        # a client that goes is seen to have gone, there as well
+        # a client that disconnects cancels its call at the gateway too
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         try:
@@ -238,7 +245,7 @@ class Relay:
             await site.start()
             self.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
             connector = aiohttp.TCPConnector(limit=0)
-            patience = aiohttp.ClientTimeout(total=None)  # the run has clocks
+            patience = aiohttp.ClientTimeout(total=None)  # the run has its own timeouts
             async with aiohttp.ClientSession(connector=connector, timeout=patience) as self._client:
                 yield
         finally:
@@ -250,7 +257,7 @@ class Relay:
 
         base_url, key = self.episodes.get(request.headers.get("x-session-id", ""), ("", ""))
         if not base_url:
-            return web.json_response(_error("the call is of no episode, or of one that has ended"), status=401)
+            return web.json_response(_error("the call belongs to no episode, or to one that has ended"), status=401)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _OF_A_CONNECTION}
         headers["Authorization"] = f"Bearer {key}"
         url, body = f"{base_url}/{request.match_info['path']}", await request.read()
@@ -259,8 +266,8 @@ class Relay:
         except aiohttp.ClientError as error:
             return web.json_response(_error(f"the policy can't be reached ({type(error).__name__})"), status=502)
         async with answering as answer:
-            told = {name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers}
-            response = web.StreamResponse(status=answer.status, headers=told)
+            kept = {name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers}
+            response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
             async for part in answer.content.iter_any():
                 await response.write(part)
@@ -273,7 +280,7 @@ def _error(message: str) -> dict[str, Any]:
 
 
 class Player:
-    """Plays episodes, each on a connection of its own."""
+    """Plays episodes, each on its own connection."""
 
     def __init__(self, env: Any, policy: str, relay: Relay) -> None:
         self._env, self._policy, self._relay = env, policy, relay
@@ -281,7 +288,7 @@ class Player:
         self._playing: set[asyncio.Task[dict[str, Any]]] = set()
 
     async def aclose(self) -> None:
-        """End every episode, with the processes that it has."""
+        """End every episode, with its processes."""
         for playing in self._playing:
             playing.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)
@@ -307,11 +314,11 @@ class Player:
 
         try:
             task = self._tasks.find(asked["task"])
-        except Unfit as unfit:
-            return {"status": "INVALID", "message": str(unfit)}
-        # no key of the user's is meant for the policy: nothing is under that name
+        except UnsupportedEnvironment as error:
+            return {"status": "INVALID", "message": str(error)}
+        # the policy must get no key of the user: no variable has this name
         client = EvalClientConfig(base_url=self._relay.base_url, api_key_var="HEADRACE_HAS_NO_KEY_HERE")
-        # how it samples, and for how long, the run says
+        # the run decides about sampling and limits
         context = ModelContext(client=client, model="policy", sampling=SamplingConfig())
         traces = []
 
@@ -351,7 +358,7 @@ async def _end_of_input() -> None:
 
 
 def main(mode: str) -> int:
-    told = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the environment prints must not get between the answers
 
@@ -360,16 +367,16 @@ def main(mode: str) -> int:
         answers.flush()
 
     try:
-        env, policy = load(told["verifiers"])
+        env, policy = load(request["verifiers"])
         if mode == "check":
             say({})
         elif mode == "tasks":
-            for row in selected(env, told["select"], told["size"]):
+            for row in selected(env, request["select"], request["size"]):
                 say(row)
         else:
-            asyncio.run(serve(env, policy, told["address"], say))
-    except Unfit as unfit:
-        say({"problem": str(unfit)})
+            asyncio.run(serve(env, policy, request["address"], say))
+    except UnsupportedEnvironment as error:
+        say({"problem": str(error)})
         return 1
     return 0
 

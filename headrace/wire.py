@@ -33,9 +33,11 @@ _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
 
 
 def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sample:
-    """A trajectory as its environment receives it. Its idempotency key is the same each time that it is made in `scope`: a run, or less.
+    """Return a trajectory as its environment receives it. Its idempotency key is the same each time that the sample is made in `scope`: a
+    run, or a smaller scope.
 
-    Of an episode that is what its last answer says, with the tokens of all its calls, its conversation and its artifacts."""
+    For an episode, the completion is its last answer, with the tokens of all its calls, its conversation and its artifacts.
+    """
     flat = trajectory.flat()
     tokens = flat.completion_token_ids
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8)
@@ -62,7 +64,7 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
 
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
-    """Raises `CodecError` if `extra_env_info`, `artifacts` or a message holds anything but JSON types."""
+    """Convert a sample. Raises `CodecError` if `extra_env_info`, `artifacts` or a message has anything but JSON types."""
     is_single = sample.conversation == single_conversation(sample.messages, sample.completion)
     return pb.Trajectory(
         group_id=sample.group_id,
@@ -84,7 +86,7 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
     return Sample(
         **_checked(trajectory),
         completion=trajectory.completion,
-        completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # a slice is read at once, not number by number
+        completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # slicing reads all numbers at once
         environment=trajectory.environment,
         task_name=trajectory.task_name,
         group_id=trajectory.group_id,
@@ -94,12 +96,12 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
 
 
 def check_trajectory(trajectory: pb.Trajectory) -> None:
-    """Raises `CodecError` if `sample_from_wire` would, and reads no token for it: most of the time of a long one goes there."""
+    """Raise `CodecError` if `sample_from_wire` would, but without reading tokens, which takes most of the time for a long trajectory."""
     _checked(trajectory)
 
 
 def score_to_wire(score: Score) -> pb.Result:
-    """Law 7: a score that can't be sent (metadata that is not JSON, a component that is not a number) is FAILED."""
+    """Convert a score. Law 7: one that can't be sent (metadata that is not JSON, a component that is not a number) is FAILED."""
     try:
         return pb.Result(
             status=_STATUS[score.status],
@@ -117,14 +119,14 @@ def score_to_wire(score: Score) -> pb.Result:
 
 
 def score_from_wire(result: pb.Result) -> Score:
-    """Law 7: a result that breaks the contract is FAILED, with the reason as its message."""
+    """Convert a result. Law 7: one that breaks the contract is FAILED, with the reason as its message."""
     status: Any = _STATUS_NAMES.get(result.status, "FAILED")
     try:
         if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
             raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
         for name, value in (("environment", result.environment), ("build", result.build)):
             if len(value.encode()) > BUILD_BYTES:
-                raise CodecError(f"the environment answered {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
+                raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
         if not 0 <= result.took_ms < math.inf:
             raise CodecError(f"the environment answered took_ms {result.took_ms}, not a number of milliseconds")
         return Score(
@@ -142,7 +144,8 @@ def score_from_wire(result: pb.Result) -> Score:
 
 
 def episode_to_wire(episode: Episode) -> episode_pb2.Episode:
-    """With what is left until its deadline. Raises `CodecError` if `public` or a message holds anything but JSON types."""
+    """Convert an episode, with the time left until its deadline. Raises `CodecError` if `public` or a message has anything but JSON
+    types."""
     return episode_pb2.Episode(
         group_id=episode.group_id,
         index=episode.index,
@@ -160,12 +163,12 @@ def episode_to_wire(episode: Episode) -> episode_pb2.Episode:
 
 
 def episode_from_wire(episode: episode_pb2.Episode, within_s: float | None = None) -> Episode:
-    """Its deadline is counted from now, and at most `within_s` away."""
+    """Convert an episode. Its deadline is counted from now, and is at most `within_s` away."""
     where = f"episode {episode.group_id!r}[{episode.index}]"
     if not episode.deadline_ms:
-        raise CodecError(f"{where}: deadline_ms is 0; say how many milliseconds its program has")
+        raise CodecError(f"{where}: deadline_ms is 0; give the milliseconds that its program has")
     if not episode.base_url.startswith(("http://", "https://")):
-        raise CodecError(f"{where}: base_url is not an http or https address; say where the policy is called")
+        raise CodecError(f"{where}: base_url is not an http or https address; give the address of the policy")
     return Episode(
         base_url=episode.base_url.rstrip("/"),
         api_key=episode.api_key,
@@ -183,27 +186,27 @@ def episode_from_wire(episode: episode_pb2.Episode, within_s: float | None = Non
 
 
 def outcome_to_wire(outcome: EpisodeOutcome) -> episode_pb2.EpisodeOutcome:
-    """Law 7: what can't be sent is FAILED."""
+    """Convert an outcome. Law 7: one that can't be sent is FAILED."""
     result = None if outcome.score is None else score_to_wire(outcome.score)
     try:
         return episode_pb2.EpisodeOutcome(result=result, artifacts_json=_dump(outcome.artifacts, "artifacts"))
     except CodecError as error:
         build = "" if outcome.score is None else outcome.score.build
-        refused = pb.Result(status=pb.STATUS_FAILED, message=f"what it leaves can't be sent: {error}", build=build)
+        refused = pb.Result(status=pb.STATUS_FAILED, message=f"its artifacts can't be sent: {error}", build=build)
         return episode_pb2.EpisodeOutcome(result=refused)
 
 
 def outcome_from_wire(outcome: episode_pb2.EpisodeOutcome) -> EpisodeOutcome:
-    """Law 7: an outcome that breaks the contract is FAILED, with the reason as its message."""
+    """Convert an outcome. Law 7: one that breaks the contract is FAILED, with the reason as its message."""
     score = score_from_wire(outcome.result) if outcome.HasField("result") else None
     try:
         return EpisodeOutcome(score, _load(outcome.artifacts_json, "artifacts_json"))
     except CodecError as error:
-        return EpisodeOutcome(Score("FAILED", message=f"the program answered {error}"))
+        return EpisodeOutcome(Score("FAILED", message=f"the program's outcome is invalid: {error}"))
 
 
 def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
-    """The least and the largest reward that the environment says it gives."""
+    """Return the least and the largest reward that the environment states."""
     return (
         description.reward_min if description.HasField("reward_min") else None,
         description.reward_max if description.HasField("reward_max") else None,
@@ -215,7 +218,7 @@ def _reward(result: pb.Result) -> str:
 
 
 def _checked(trajectory: pb.Trajectory) -> dict[str, Any]:
-    """The fields of a sample that may be malformed: why it ended, its messages, and what is JSON."""
+    """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
     finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
     if finish_reason is None:
@@ -255,7 +258,7 @@ def _dump(value: dict[str, Any], what: str) -> str:
 
 
 def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 _read = json.JSONDecoder(parse_constant=_no_number).decode

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.rules import Rule
-from headrace.config.nemo_rl.translate import IMPLIED, TABLE, shortened
+from headrace.config.nemo_rl.translate import IMPLIED, IMPLIED_BY, TABLE, shortened
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "from-nemo-rl.md"
 
@@ -67,7 +67,8 @@ Interpolations are resolved first. Then the first of these rules that applies de
 
 Parts that NeMo RL itself ignores are listed as such and not checked:
 
-- all of `megatron_cfg`, without `megatron_cfg.enabled`;
+- all of `megatron_cfg`, without `megatron_cfg.enabled` (a name that is nearly `enabled`, or a value that is neither true nor false, is an
+  error);
 - with `megatron_cfg.enabled`, `dtensor_cfg`, `optimizer` and `scheduler`: `megatron_cfg.optimizer` and
   `megatron_cfg.scheduler` replace the last two;
 - `async_rl`, if `async_grpo` (`async_ppo`) is given;
@@ -79,8 +80,8 @@ and transports of refits, the data plane. vLLM generates whatever `policy.genera
 
 A NeMo RL file implies the following values, unless it sets these keys itself:
 
-| key | value |
-| --- | --- |
+| key | value | in a file with |
+| --- | --- | --- |
 {implied}
 
 Details of the translation:
@@ -101,6 +102,7 @@ Older releases:
 - A `data` section without `train` is the flat form, with the validation set that came with its data set.
 - `checkpointing.metric_name: val_reward` is `val:accuracy`.
 - `ratio_eps_min` and `ratio_eps_max` are `ratio_clip_min` and `ratio_clip_max`.
+- A `truncated_importance_sampling_ratio` without the key of its type has the type `tis`. A type that is null is an error.
 
 ## The table
 
@@ -117,8 +119,11 @@ TITLES = {
 
 def page() -> str:
     marks = ", ".join(f"`{key}`" for key in NEMO_RL_KEYS)
+    rows = [(key, value, key.partition(".")[0] if key.startswith("ppo.") else "") for key, value in IMPLIED.items()]
+    rows += [(key, value, because) for key, (value, because) in IMPLIED_BY.items()]
     implied = "\n".join(
-        f"| `{key}` | `{'null' if value is None else str(value).lower()}` |" for key, value in IMPLIED.items()
+        f"| `{key}` | `{'null' if value is None else str(value).lower()}` | {because and f'`{because}`'} |"
+        for key, value, because in rows
     )
     parts = [HEAD.format(marks=marks, implied=implied)]
     for does, (title, left, right) in TITLES.items():

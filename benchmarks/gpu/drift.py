@@ -56,8 +56,8 @@ def logprobs_of(policy: PolicyModel, packing: Packing, trajectories: Sequence[Tr
         packed = pack(trajectories, rows, packing).to(policy.device)
         with torch.no_grad():
             values = policy.forward(packed, LogitsWarper()).logprobs.float().cpu().numpy()
-        ends = np.cumsum([trajectories[i].length for i in packed.order])
-        found |= dict(zip(packed.order, np.split(values, ends[:-1]), strict=True))
+        ends = np.cumsum([trajectories[i].length for i in packed.indices])
+        found |= dict(zip(packed.indices, np.split(values, ends[:-1]), strict=True))
     return np.concatenate([found[i] for i in range(len(trajectories))])
 
 

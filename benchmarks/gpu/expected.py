@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.expected          the table of docs/gpu.md
 
-NVIDIA's data sheet of the H100 SXM: 989.4 TFLOP/s in bfloat16 and 66.9 in float32 (`telemetry/flops.py`), 3.35 TB/s of memory. PCIe 5.0
-has 32 GT/s on each of 16 lanes, 63 GB/s each way.
+NVIDIA's data sheet of the H100 SXM: 989.4 TFLOP/s in bfloat16 and 66.9 in float32 (`telemetry/throughput.py`), 3.35 TB/s of memory. PCIe
+5.0 has 32 GT/s on each of 16 lanes, 63 GB/s each way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from benchmarks.gpu import channel, drift, engine, precision, refit, step
 from benchmarks.gpu.rows import Expected
 from benchmarks.gpu.sizes import SIZES
-from headrace_services.trainer.memory import GIB, ModelSize, Trainee, trainer_memory
+from headrace_services.trainer.memory import GIB, ModelSize, ModelUse, trainer_memory
 from headrace_services.trainer.network.packing import Packing, Work, pack, plan
-from headrace_services.trainer.telemetry.flops import DATA_SHEETS, Architecture
+from headrace_services.trainer.telemetry.throughput import DATA_SHEETS, Architecture
 
 SIZE = SIZES["full"]
 PEAK = DATA_SHEETS["NVIDIA H100"]
@@ -100,7 +100,7 @@ def _step(what: str, dtype: str, keys: dict[str, Any]) -> Expected:
     rate = tokens / (flops / (SHARE * PEAK[dtype] * 1e12))
     widest = max(packed.input_ids.numel() for packed in micro_batches)
     chunk = min(run.policy.chunk_size("cuda") or widest, max(packed.targets.numel() for packed in micro_batches))
-    model = Trainee(ModelSize.of(SIZE.policy_config), 2 if dtype == "bfloat16" else 4, True, chunk, recompute)
+    model = ModelUse(ModelSize.of(SIZE.policy_config), 2 if dtype == "bfloat16" else 4, True, chunk, recompute)
     parts = trainer_memory(
         {"policy": model}, widest, shards=1, copies=1, reduce_gradients="auto", device=0, bucket=0, sent=0
     )

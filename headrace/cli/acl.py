@@ -20,7 +20,7 @@ def acl(
         Path,
         typer.Option(
             "--credentials",
-            help="File with a line `redis ROLE PASSWORD` for each role. It is created, or completed with random ones.",
+            help="File with a line `redis ROLE PASSWORD` for each role. It is created, or completed with random passwords.",
             show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]
@@ -28,7 +28,7 @@ def acl(
         bool,
         typer.Option(
             "--own-server",
-            help="The server is this run's alone: its replay service may load the functions. On one that others use too, the "
+            help="The server serves this run alone, so its replay service may load the functions. On a shared server the "
             "administrator loads them (`headrace functions`).",
         ),
     ] = False,
@@ -42,4 +42,4 @@ def acl(
     known = Credentials(credentials)
     for line in users(run_id, {role: known.token(f"redis {role}") for role in REDIS_ROLES}, own_server=own_server):
         typer.echo(line)
-    typer.echo(f"services find their passwords by security.credentials={credentials}", err=True)
+    typer.echo(f"services find their passwords with security.credentials={credentials}", err=True)

@@ -1,6 +1,6 @@
 """The `headrace` command: its subcommands, and the exit code of a failure.
 
-A command is imported when it is asked for: a service that `headrace up` starts needs none of the others.
+A command is imported only when it is called: a service that `headrace up` starts needs none of the others.
 """
 
 from __future__ import annotations
@@ -16,39 +16,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from headrace.cli.commands import COMMANDS
 from headrace.cli.common import print_error
 from headrace.errors import HeadraceError
 from headrace.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
-
-# Each: the module and the function, or its group of subcommands.
-COMMANDS = {
-    "up": "up:up",
-    "status": "status:status",
-    "samples": "samples:samples",
-    "rewind": "rewind:rewind",
-    "rescore": "rescore:rescore",
-    "eval": "evaluate:evaluate",
-    "serve": "serve:serve",
-    "export": "export:export",
-    "replay": "services:replay",
-    "reward": "services:reward",
-    "rollout": "services:rollout",
-    "agents": "services:agents",
-    "trainer": "services:trainer",
-    "replay-step": "replay_step:replay_step",
-    "model": "model:model",
-    "acl": "acl:acl",
-    "functions": "functions:functions",
-    "certs": "certs:certs",
-    "credentials": "credentials:credentials",
-    "page": "page:page",
-    "env": "env:app",
-    "config": "config:app",
-    "data": "data:app",
-    "groups": "groups:app",
-    "runs": "run_list:app",
-    "plan": "plan:app",
-}
 
 
 class _Imported(Mapping[str, Any]):
@@ -81,7 +52,7 @@ def _command(name: str) -> Any:
 class _Commands(TyperGroup):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.commands = _Imported()  # type: ignore[assignment]  # which is only read
+        self.commands = _Imported()  # type: ignore[assignment]  # it is only read
 
 
 app = typer.Typer(
@@ -92,13 +63,13 @@ app = typer.Typer(
 @app.callback()
 def headrace() -> None:
     """Reinforcement-learning post-training for language models as a pipeline of independent services."""
-    # Threads that wait for each other must not hold the cores meanwhile, which other processes compute on: torch reads this when it is
-    # imported. Waiting actively, a training step with two threads on two busy cores took four times the CPU time of one.
+    # Threads that wait for each other must not occupy cores that other processes need. torch reads this when it is imported. With
+    # active waiting, a training step with two threads on two busy cores took four times the CPU time of one thread.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main() -> None:
-    """Run the command line. Exits with 1 for an error that the user must fix, 70 and a traceback for an unexpected one."""
+    """Run the command line. Exits with 1 for an error that the user must fix, and with 70 and a traceback for an unexpected one."""
     try:
         app()
     except HeadraceError as error:

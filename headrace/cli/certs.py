@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-# every certificate is also one for its own machine, by these names
+# every certificate is also valid for its own machine under these names
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _BACKDATED = datetime.timedelta(hours=1)  # clocks differ
 
@@ -26,17 +26,17 @@ def certs(
         list[str],
         typer.Argument(
             metavar="HOST…",
-            help="One certificate each: a name or an address under which others reach the machine, or several of them, NAME,NAME,…",
+            help="A machine that gets a certificate: the name or address at which others reach it, or several, NAME,NAME,…",
             show_default=False,
         ),
     ],
     directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to write them.")] = Path("certs"),
-    days: Annotated[int, typer.Option(min=1, help="How long they are valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="Days for which they are valid.")] = 365,
 ) -> None:
-    """Make DIR/HOST.pem and DIR/HOST.key for each HOST, signed by the authority DIR/ca.pem, which is made first if it isn't there.
+    """Make DIR/HOST.pem and DIR/HOST.key for each HOST, signed by the authority DIR/ca.pem, which is made first if it doesn't exist.
 
-    Each machine gets its own two files and ca.pem (security.tls_cert, tls_key, tls_ca); ca.key stays where this command runs.
-    Running services take a new certificate as soon as it lies in the place of the old one.
+    Each machine gets its own two files and ca.pem (security.tls_cert, tls_key, tls_ca). ca.key stays where this command runs.
+    Running services use a new certificate as soon as it replaces the old file.
     """
     now = datetime.datetime.now(datetime.UTC)
     try:
@@ -55,7 +55,7 @@ def certs(
 
 
 def _authority(directory: Path, now: datetime.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """The authority in `directory`, made for ten years if there is none. Raises `ConfigError`."""
+    """Return the authority in `directory`. If it has none, make one that is valid for ten years. Raises `ConfigError`."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -69,7 +69,7 @@ def _authority(directory: Path, now: datetime.datetime) -> tuple[x509.Certificat
             return x509.load_pem_x509_certificate(chain.read_bytes()), key
         except (OSError, ValueError, TypeError, AssertionError) as error:
             raise ConfigError(
-                f"{chain} with {secret} can't be used ({error}); put the key back, or take another --dir"
+                f"{chain} with {secret} can't be used ({error}); put the key back, or give another --dir"
             ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Headrace")])
@@ -133,7 +133,7 @@ def _general(name: str) -> x509.GeneralName:
     try:
         return x509.DNSName(name)
     except ValueError as error:
-        raise ConfigError(f"HOST {name!r}: neither a name nor an address ({error})") from error
+        raise ConfigError(f"HOST {name!r} is neither a name nor an address ({error})") from error
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
@@ -153,7 +153,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def _write(place: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write the key, then the certificate, which a service takes as a pair once they belong together."""
+    """Write the key, then the certificate. A service uses the pair once both match."""
     from cryptography.hazmat.primitives import serialization
 
     pem = serialization.Encoding.PEM

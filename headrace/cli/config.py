@@ -7,9 +7,9 @@ import typer
 from headrace.cli import environment_processes, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
-from headrace.config.loading import examine
+from headrace.config.loading import Loaded, examine
 from headrace.config.text import dump
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MissingPackage
 from headrace.model_name import tokenizer_is_here
 from headrace.printable import printable
 
@@ -29,21 +29,17 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Exit with 0 if the configuration is valid and what it names is there, else say what is wrong. Counts and measures the prompts. For a
-    NeMo RL file, also say how it was translated."""
+    """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
+    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone."""
     examined = examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
-        warnings, lines = preflight.look(examined), list[str]()
+        warnings, lines = _looked_at(examined)
     except ConfigError:
-        for line in translated:  # it was read, whatever is missing here
+        for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
-    if tokenizer_is_here(*examined.config.tokenizer):
-        count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
-        lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))
-        warnings += of_prompts
     for warning in [*warnings, *runs.busy_ports(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
@@ -51,18 +47,34 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
+def _looked_at(examined: Loaded) -> tuple[list[str], list[str]]:
+    """Return warnings and lines to print about the data and models that the configuration names. Raises `ConfigError`."""
+    try:
+        warnings = preflight.look(examined)
+    except MissingPackage:
+        lacking = "data and model were not looked at: pip install 'headrace[trainer]'"
+        return list(examined.config.warnings), [lacking]
+    if not tokenizer_is_here(*examined.config.tokenizer):
+        return warnings, []
+    count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
+    lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))
+    return warnings + of_prompts, lines
+
+
 def age_bound(config: Config) -> str:
-    """What the age policy guarantees, in one line."""
+    """Describe in one line what the age policy guarantees."""
     algorithm = config.algorithm
     age, policy = algorithm.max_age, algorithm.asynchrony.staleness_policy
     ahead = f"at most {(algorithm.ahead_steps + 1) * algorithm.num_prompts_per_step} groups ahead of the trainer"
     bound = f"a trajectory trained at step t has no token older than weights t - {age}"
     if policy == "drop":
-        return f"drop: {bound}; {ahead}, trained as they get ready; one over age by then is generated again"
+        return (
+            f"drop: {bound}; {ahead}, trained as they become ready; a group that is over age by then is generated again"
+        )
     if policy == "mask":
         return (
             f"mask: tokens older than weights t - {age} leave the policy loss of step t, and their trajectory stays; {ahead}, "
-            "trained as they get ready; one without a younger token is generated again"
+            "trained as they become ready; a trajectory without a younger token is generated again"
         )
     if age == 0:
         return f"strictly on-policy: step t trains on trajectories of weights t alone; {ahead}"
@@ -70,7 +82,7 @@ def age_bound(config: Config) -> str:
 
 
 def optimizer_steps(config: Config) -> str:
-    """The optimizer steps of a trainer step, in one line."""
+    """Describe in one line the optimizer steps of a trainer step."""
     algorithm = config.algorithm
     batch = f"{algorithm.num_prompts_per_step} x {algorithm.num_generations_per_prompt} trajectories"
 
@@ -79,12 +91,13 @@ def optimizer_steps(config: Config) -> str:
         passes = f" in each of {epochs} passes" if epochs > 1 else ""
         return f"{each} optimizer step{'s' if each > 1 else ''}{passes}"
 
-    if config.ppo is None:
-        return f"grpo: {batch} a step, {steps(config.policy_batch, 1)}"
-    ppo = config.ppo
-    told = f"ppo: {batch} a step, {steps(config.policy_batch, ppo.ppo_epochs)} of the policy"
-    if ppo.policy_training_start_step:
-        told += f" from step {ppo.policy_training_start_step} on"
-    if not ppo.adv_estimator.has_value_model:
-        return f"{told}, no value model"
-    return f"{told}, {steps(config.value_batch, ppo.value_epochs)} of the value model"
+    start = algorithm.first_policy_step
+    line = f"{algorithm.name}: {batch} a step, {steps(config.policy_batch, algorithm.policy_epochs(start))}"
+    if not algorithm.value_epochs:
+        return line
+    line += " of the policy"
+    if start:
+        line += f" from step {start} on"
+    if not algorithm.adv_estimator.has_value_model:
+        return f"{line}, no value model"
+    return f"{line}, {steps(config.value_batch, algorithm.value_epochs)} of the value model"

@@ -1,4 +1,4 @@
-"""`headrace credentials`: tokens for a run whose services are on several machines, in a file for each service."""
+"""`headrace credentials`: tokens for a run with services on several machines, one file per service."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def credentials(
         Path, typer.Option("--dir", metavar="DIR", help="Where to write them.", show_default=False)
     ] = ...,  # type: ignore[assignment]
 ) -> None:
-    """Write DIR/credentials, which has all tokens of the run, and beside it a file for each service with those that it needs.
+    """Write DIR/credentials with all tokens of the run, and beside it a file for each service with the tokens that it needs.
 
-    Tokens that DIR/credentials has are kept: after changing it, run this again and copy the files.
+    Existing tokens in DIR/credentials are kept. After changing that file, run this again and copy the files.
     """
     loaded = load(config, overrides or ())
     whole = directory / FILE
@@ -34,7 +34,7 @@ def credentials(
 
 
 def needed(config: Config) -> dict[str, list[str]]:
-    """The roles whose tokens each service accepts or presents, and those of each environment in a process of its own."""
+    """Return the roles whose tokens each service accepts or presents, and those of each environment in its own process."""
     known = names_of(config, redis=False)
     served = [name for name in known if name.startswith("environment ")]
     runners = [name for name in known if name == "agents"]

@@ -26,19 +26,21 @@ def prompts() -> None:
 def show(
     config: ConfigArgument,
     overrides: Overrides = None,
-    count: Annotated[int, typer.Option("-n", min=1, help="How many prompts.")] = 3,
-    split: Annotated[Literal["train", "validation"], typer.Option("--split", help="Which of them.")] = "train",
-    tokens: Annotated[bool, typer.Option("--tokens", help="Each token, on a line of its own.")] = False,
+    count: Annotated[int, typer.Option("-n", min=1, help="Number of prompts.")] = 3,
+    split: Annotated[
+        Literal["train", "validation"], typer.Option("--split", help="Training or validation prompts.")
+    ] = "train",
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print each token on its own line.")] = False,
 ) -> None:
-    """Print the first prompts in the order of the run, as the model will see them, and what the environment is given with each.
+    """Print the first prompts in the order of the run, as the model will see them, and what the environment gets with each.
 
-    Nothing is started. Every data set is read, so a prompt or a line of a file that can't be used is named here as by a run.
+    Nothing is started. Every data set is read, so a prompt or a line of a file that can't be used is reported as in a run.
     """
     loaded = load(config, overrides or ())
     tokenizer, found = read_prompts(loaded)
     groups: list[Group] = found.train(range(min(count, found.total))) if split == "train" else found.validation(0)
     if not groups:
-        raise ConfigError(f"{config}: there is no prompt to show in data.{split}; name a data set there")
+        raise ConfigError(f"{config}: data.{split} has no prompts to show; name a data set there")
     console = Console(width=WIDTH)
     for group in groups[:count]:
         _show(console, group, tokenizer, tokens=tokens)
@@ -47,7 +49,7 @@ def show(
 
 
 def read_prompts(config: Config) -> tuple[Any, Any]:
-    """The tokenizer and the prompts of a run. Raises `ConfigError` for what can't be loaded or asked."""
+    """Return the tokenizer and the prompts of a run. Raises `ConfigError` if either can't be loaded, or a prompt can't be used."""
     tokenizer = load_entry_point("headrace.tools", "tokenizer", extra="trainer")(config)
     return tokenizer, load_entry_point("headrace.tools", "prompts", extra="trainer")(config, tokenizer)
 

@@ -1,5 +1,5 @@
-"""Which GPU each process of a run on this machine gets, and how many CPU threads: planned from the configuration, told to each process,
-and shown."""
+"""Plans from the configuration which GPUs, and how many CPU threads, each process of a run on this machine gets. The plan reaches each
+process through its environment variables, and users through `headrace status`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.files import atomic_write
 from headrace.threads import Threads
 
 FILE = "devices.json"
-# Shares of a device that the trainer and a replica share: what is left is for both CUDA contexts.
+# Memory shares on a device that the trainer and a replica share. The rest is for both CUDA contexts.
 TRAINER_SHARE = 0.5
 ROLLOUT_SHARE = 0.45
 _REPLICA = "rollout-"
@@ -25,12 +25,12 @@ _THREADS = "threads"
 
 
 def of(config: Config) -> DevicePlan | None:
-    """The plan for this machine; None if nothing of the run computes on a GPU. Raises `ServiceError` if the devices don't reach."""
+    """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices."""
     return planned(config, devices.visible(os.environ), devices.installed_versions())
 
 
 def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
-    """`of`, for an inventory and the versions of what is installed (`devices.installed_versions`)."""
+    """Return the plan as `of` does, for a given inventory and given package versions (`devices.installed_versions`)."""
     ranks, replicas = config.trainer.num_processes, config.rollout.replicas
     if not _on_gpu(config.trainer.device, inventory, devices.is_for_cuda(versions, "torch")):
         ranks = 0
@@ -48,7 +48,7 @@ def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -
             wanted.append(f"rollout.replicas {replicas} x policy.generation.vllm_cfg.tensor_parallel_size {slice_size}")
         raise ServiceError(
             f"the run needs {error.needed} GPUs ({', '.join(wanted)}), and this machine has {len(inventory.devices)} for it "
-            f"({devices.VISIBLE} chooses): lower these, or set trainer.device or rollout.device to cpu. As far as they reach:\n"
+            f"({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to cpu. The plan so far:\n"
             + "\n".join(lines(error.partial))
         ) from error
 
@@ -58,7 +58,7 @@ def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
 
 
 def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
-    """The thread counts of the run's processes; those that compute on no device of the plan share the cores of this machine."""
+    """Return the thread counts of the run's processes. Processes that use no device of the plan share the cores of this machine."""
     return threads.of(
         config,
         threads.usable_cores(),
@@ -68,8 +68,9 @@ def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
     )
 
 
-def told_threads(planned: Threads, config: Config, child: str) -> dict[str, str]:
-    """What a child's environment has of the threads, unless they are configured: torchrun would set OMP_NUM_THREADS for its ranks."""
+def thread_variables(planned: Threads, config: Config, child: str) -> dict[str, str]:
+    """Return the environment variables that set a child's thread count, unless it is configured. Without them torchrun would set
+    OMP_NUM_THREADS for its ranks."""
     if child == "trainer" and config.trainer.num_threads == "auto" and planned.trainer is not None:
         return {"HEADRACE_TRAINER__NUM_THREADS": str(planned.trainer)}
     if child.startswith(_REPLICA) and config.rollout.num_threads == "auto":
@@ -77,8 +78,8 @@ def told_threads(planned: Threads, config: Config, child: str) -> dict[str, str]
     return {}
 
 
-def told(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
-    """What a child's environment has of the plan: its devices, and its share of one that is shared, unless that is configured."""
+def device_variables(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
+    """Return the environment variables that set a child's devices, and its share of a shared device unless that is configured."""
     if child == "trainer":
         own, share, key = plan.trainer, TRAINER_SHARE, "trainer.gpu_memory_fraction"
         configured = config.trainer.gpu_memory_fraction
@@ -99,7 +100,7 @@ def _uuids(own: Sequence[Device]) -> str:
 
 
 def rows(plan: DevicePlan) -> dict[str, list[str]]:
-    """The devices of each process, by its name."""
+    """Return the devices of each process, by its name."""
     table = {"trainer": _names(plan.trainer)}
     table |= {f"{_REPLICA}{number + 1}": _names(slice_) for number, slice_ in enumerate(plan.replicas)}
     return table | ({_REST: _names(plan.rest)} if plan.rest else {})
@@ -110,20 +111,20 @@ def _names(own: Sequence[Device]) -> list[str]:
 
 
 def lines(plan: DevicePlan) -> list[str]:
-    """A line about each process."""
-    shared = [_line("shared", ["each takes a part of its memory, and the weights go through the host's"])]
+    """Return a line about each process."""
+    shared = [_line("shared", ["each uses a part of its memory, and the weights go through host memory"])]
     return [_line(*row) for row in rows(plan).items()] + (shared if plan.is_shared else [])
 
 
 def record(plan: DevicePlan | None, planned: Threads, folder: Path) -> None:
-    """Keep both in the run's folder, for `headrace status`."""
+    """Store both in the run's folder, for `headrace status`."""
     table = {**(rows(plan) if plan is not None else {}), _THREADS: [str(planned)]}
     with atomic_write(folder / FILE) as unfinished:
         unfinished.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded(folder: Path) -> list[tuple[str, str]]:
-    """The lines of `headrace status`: which process has which devices, and how many threads; none of a run that `up` never started."""
+    """Return the lines of `headrace status` about the devices and threads of each process; none for a run that `up` never started."""
     try:
         table = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -16,16 +16,16 @@ from headrace.printable import printable
 from headrace.repeats import Repeats
 
 SHOWN_STEPS = 10
-# The metric of a step: prompts that failed since the step before.
+# A step's metric: prompts that failed since the previous step.
 FAILED = "failed_prompts"
 # The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
 UPDATING = "updating"
-# That of a service whose turn has not come; no line either.
+# The state of a service that is not to be started yet. `Display` prints no line for it either.
 NOT_STARTED = "not started"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
 
 
-# Shorter waits are no lines in a log; of a longer one there is a line a minute.
+# Shorter waits get no line in a log. A longer one gets a line a minute.
 _WORTH_A_LINE_S, _LINES_EVERY_S = 3.0, 60.0
 
 
@@ -40,7 +40,7 @@ class ServiceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Whom the run waits for, for how long by now, and why."""
+    """A wait of the run: for what, for how long so far, and why."""
 
     whom: str
     seconds: float
@@ -52,29 +52,29 @@ class Wait:
 
 @dataclasses.dataclass
 class RunSummary:
-    """What is known of a run. `train` and `validation` hold each step's metrics; a step that is trained again replaces the old one."""
+    """The known facts about a run. `train` and `validation` hold each step's metrics; a step that is trained again replaces the old one."""
 
     run_id: str
     max_steps: int
-    folder: str = ""  # of the run, as the other commands find it
-    evaluates: bool = False  # and trains nothing
+    folder: str = ""  # the run's, as the other commands find it
+    evaluates: bool = False  # an evaluation trains nothing
     services: list[ServiceLine] = dataclasses.field(default_factory=list)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     train: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     validation: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     last_entry: str = "0"
-    buffer: str = ""  # why the buffer can't be read at the moment
+    buffer: str = ""  # why the buffer can't be read now
     waits: list[Wait] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)  # the most frequent reasons of failed prompts
 
     @property
     def failed(self) -> int:
-        """Training prompts that ended as failed."""
+        """The number of training prompts that failed."""
         return self.counts.get("failed", 0)
 
     @property
     def evaluated(self) -> int:
-        """The prompts that have ended, of a run that evaluates."""
+        """The number of an evaluation's prompts that have ended."""
         return self.counts.get("evaluated", 0) + self.counts.get("failed", 0)
 
     def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -92,10 +92,10 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._states: dict[str, str] = {}
-        self._waits: dict[str, float] = {}  # the seconds that the last line told of, by whom the run waits for
+        self._waits: dict[str, float] = {}  # by what the run waits for: the seconds that the last line reported
         self._failed = 0
         self._failures = Repeats(_LINES_EVERY_S)
-        self._tenths = 0  # of an evaluation, that a line has told of
+        self._tenths = 0  # of an evaluation, as last reported
 
     def print(self, line: str) -> None:
         say(self.console, line, keep="\n")
@@ -134,13 +134,13 @@ class Display:
 
     def _print_waits(self, waits: Sequence[Wait]) -> None:
         for wait in waits:
-            told = self._waits.get(wait.whom)
-            if wait.seconds >= (_WORTH_A_LINE_S if told is None else told + _LINES_EVERY_S):
+            reported = self._waits.get(wait.whom)
+            if wait.seconds >= (_WORTH_A_LINE_S if reported is None else reported + _LINES_EVERY_S):
                 self._waits[wait.whom] = wait.seconds
                 self.print(str(wait))
         for whom in self._waits.keys() - {wait.whom for wait in waits}:
             del self._waits[whom]
-            self.print(f"waits no longer for {whom}")
+            self.print(f"no longer waits for {whom}")
 
 
 class LiveDisplay(Display):
@@ -151,7 +151,7 @@ class LiveDisplay(Display):
         self.live = live
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Does nothing: `update` draws them."""
+        """Do nothing: `update` draws the metrics."""
 
     def update(self, run: RunSummary) -> None:
         self.live.update(draw(run), refresh=True)
@@ -189,7 +189,7 @@ def draw(run: RunSummary) -> RenderableType:
 
 
 def failures(run: RunSummary) -> str:
-    """How many prompts failed, and a line for each of the most frequent reasons."""
+    """Return the number of prompts that failed, and a line for each of the most frequent reasons."""
     head = f"{run.failed} prompts failed; `headrace samples {run.folder} --failed` shows them"
     return "\n".join([head, *(f"  {reason}" for reason in run.failures)])
 
@@ -219,7 +219,7 @@ def _steps(run: RunSummary) -> Table:
 
 
 def closing_table(run: RunSummary, seconds: float) -> Table:
-    """The table at the end of a run: the first and the last values."""
+    """Return the table at the end of a run: the first and the last values."""
     table = Table(title=f"run {run.run_id}", title_justify="left", show_header=True, header_style="bold")
     for column in ("", "start", "end"):
         table.add_column(column)
@@ -238,7 +238,8 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
 
 
 def waited(run: RunSummary) -> str | None:
-    """For what the trainer waited in the run as a whole, or None: by the means of its steps, but for the first after each start."""
+    """Return what the trainer waited for in the run as a whole, or None. It is judged by the means over all steps except the first after
+    each start."""
     steps = [metrics for metrics in run.train.values() if not follows_start(metrics)]
     names = [name for name in (steps[-1] if steps else ()) if name.startswith(("timing/train/", "scoring_"))]
     return waiting({name: sum(metrics.get(name, 0.0) for metrics in steps) / len(steps) for name in names})

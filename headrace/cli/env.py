@@ -1,4 +1,5 @@
-"""`headrace env`: serve an environment, attach one to a run, the token that this takes on another machine, and how those of a run fare."""
+"""`headrace env`: create, check, try and serve an environment, attach one to a run, print the token for that on another machine, and list a
+run's environments."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ _HUB_S = 5.0
 _AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
 _log = logging.getLogger("headrace.environment")
 
-app = typer.Typer(help="Environments: serve one, attach one to a run, see how they fare.", no_args_is_help=True)
+app = typer.Typer(help="Environments: serve one, attach one to a run, list those of a run.", no_args_is_help=True)
 
 Target = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py[:CLASS]",
-        help="A subclass of headrace.Environment; FILE.py alone if it has just one.",
+        help="A subclass of headrace.Environment; FILE.py is enough if it has just one.",
         show_default=False,
     ),
 ]
@@ -54,21 +55,23 @@ def serve(
             min=0,
             max=65535,
             envvar=environment_processes.PORT,
-            help="Where it listens; 0 takes a free one, and logs it.",
+            help="The port to listen on; 0 chooses a free one and logs it.",
             show_default=False,
         ),
     ],
-    host: Annotated[str, typer.Option(envvar=environment_processes.HOST, help="Where it listens.")] = LOOPBACK,
+    host: Annotated[str, typer.Option(envvar=environment_processes.HOST, help="The host to listen on.")] = LOOPBACK,
     token_file: Annotated[
         str | None,
         typer.Option(
-            envvar=environment_processes.TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False
+            envvar=environment_processes.TOKEN_FILE,
+            help="A file with a line `environment NAME TOKEN`.",
+            show_default=False,
         ),
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
 ) -> None:
-    """Serve an environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
+    """Serve an environment over gRPC until SIGTERM or Ctrl-C, like headrace.serve."""
     log_lines()
     loaded = environment_file.load(environment_file.completed(target))
     headrace.serve(loaded, port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
@@ -79,25 +82,23 @@ def attach(
     target: Target,
     hub: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's reward hub.", show_default=False)],
     name: Annotated[
-        str | None, typer.Option(help="As env.NAME names it; otherwise its own name.", show_default=False)
+        str | None, typer.Option(help="The name in env.NAME; by default the environment's own.", show_default=False)
     ] = None,
     capacity: Annotated[
-        int | None, typer.Option(min=1, help="Samples that it works on at a time.", show_default=False)
+        int | None, typer.Option(min=1, help="Samples to work on at a time.", show_default=False)
     ] = None,
     token_file: Annotated[
-        str | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
+        str | None, typer.Option(help="A file with a line `environment NAME TOKEN`.", show_default=False)
     ] = None,
     tls_ca: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
-    reload: Annotated[
-        bool, typer.Option("--reload", help="Load the file again, and attach anew, when it changes.")
-    ] = False,
+    reload: Annotated[bool, typer.Option("--reload", help="Reload the file and attach again when it changes.")] = False,
 ) -> None:
-    """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, as headrace.attach does. It listens nowhere."""
+    """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, like headrace.attach. It listens on no port."""
     log_lines()
     target = environment_file.completed(target)
     file, attached, changed = environment_file.path_of(target), None, True
     while changed:
-        seen = _stamp(file)  # before it is read: what is written meanwhile is another change
+        seen = _stamp(file)  # before the file is read, so that a later write counts as another change
         try:
             loaded = environment_file.load(target)
             name = name or loaded.label
@@ -108,7 +109,7 @@ def attach(
         except ConfigError as error:
             if attached is None:
                 raise
-            _log.error("%s\nThe former one goes on until the file is repaired.", error)
+            _log.error("%s\nThe previous environment stays attached until the file is fixed.", error)
         changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
 
 
@@ -117,7 +118,7 @@ def _differs(file: Path, seen: tuple[int, ...]) -> bool:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """What changes with the file; nothing while it isn't there."""
+    """Return values that change whenever the file does; an empty tuple while it doesn't exist."""
     try:
         found = file.stat()
     except OSError:
@@ -129,8 +130,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 def list_environments(
     run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
 ) -> None:
-    """Show the environments of a running run as its hubs see them: who is attached and where, builds, work in hand, and how each fared in
-    the last minute; and which the run waits for. Exits with 1 if a hub doesn't answer."""
+    """Show the environments of a running run as its hubs see them: attached processes, builds, work in progress, and the results of the
+    last minute. Also shows which environments the run waits for. Exits with 1 if a hub doesn't answer."""
     config = _started(run)
     hubs, away, states = asyncio.run(_read(config))
     if as_json:
@@ -143,7 +144,7 @@ def list_environments(
                 say(console, f"hub {address}")
             console.print(environment_table(hub.environments))
         for address, reason in away.items():
-            say(console, f"hub {address} doesn't answer ({reason}): start it again, or take it out of reward.address")
+            say(console, f"hub {address} doesn't answer ({reason}); restart it, or remove it from reward.address")
         for title, line in waits_for(states):
             say(console, f"{title:14}{line}")
     if away:
@@ -151,12 +152,12 @@ def list_environments(
 
 
 def _started(run: str) -> Config:
-    """The configuration of a run that was up, and has its credentials. Raises `ServiceError` for one that was not."""
+    """Return the configuration of a run that has been up and has its credentials. Raises `ServiceError` for any other."""
     config = runs.with_credentials(runs.find(run))
     own = config.run_folder.absolute() / FILE
     if config.security.credentials == str(own) and not own.exists():
         raise ServiceError(
-            f"run {config.run.id} has no {own}, which `headrace up` makes when it starts a run for the first time: "
+            f"run {config.run.id} has no {own}; `headrace up` makes it when it first starts the run: "
             f"{runs.resume_hint(config)}"
         )
     return config
@@ -165,7 +166,8 @@ def _started(run: str) -> Config:
 async def _read(
     config: Config,
 ) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
-    """What each hub says, by its address; why others don't answer; and the buffer. Raises `ServiceError` if none answers."""
+    """Return each hub's answer by its address, why other hubs don't answer, and the buffer's states of the environments. Raises
+    `ServiceError` if no hub answers."""
     credentials = credentials_of(config)
     token = None if credentials is None else credentials.presented("reader")
     hubs, away = {}, {}
@@ -184,7 +186,7 @@ async def _read(
 
 
 def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:
-    """A line for each environment, and below an attached one a line for each process."""
+    """Return a table with a row for each environment, and below an attached one a row for each process."""
     table = plain_table(
         "environment", "kind", "where", "build", "in hand", "capacity", "scores/s", "p50", "p99", "failed", "state"
     )
@@ -199,7 +201,7 @@ def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> T
         texts = each.name, kind, where, described.build or "-", *counts, *took, f"{recent.failed}", state
         table.add_row(*map(cell, texts))
         for process in each.processes:
-            state = "at work" if process.works else "waits: a newer build has the work, or it leaves"
+            state = "at work" if process.works else "idle: a newer build gets the work, or the process is leaving"
             counts = f"{process.in_hand}", f"{process.capacity}", ""
             texts = "", "", process.address, process.build or "-", *counts, "", "", "", state
             table.add_row(*map(cell, texts))
@@ -216,12 +218,12 @@ def token(
     name: Annotated[str, typer.Argument(help="The environment, as env.NAME names it.", show_default=False)],
     run: RunOption,
 ) -> None:
-    """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Who has it may attach as NAME."""
+    """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Its holder may attach as NAME."""
     config = _started(run)
     if name not in config.env or not config.env[name].is_served:
         known = ", ".join(other for other, env in config.env.items() if env.is_served) or "none"
         raise ConfigError(
-            f"{name}: run {config.run.id} has no such environment in a process of its own (it has {known})"
+            f"{name}: run {config.run.id} has no environment of this name in its own process; it has {known}"
         )
     role = f"environment {name}"
     typer.echo(f"{role} {Credentials(Path(str(config.security.credentials))).token(role)}")

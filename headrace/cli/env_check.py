@@ -1,4 +1,4 @@
-"""`headrace env check`: what is right and what is wrong with an environment, before a run relies on it."""
+"""`headrace env check`: find an environment's faults before a run relies on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET|FILE.py[:CLASS]",
-        help="The host:port of an environment that is served, in any language; or a file with a subclass of headrace.Environment.",
+        help="The host:port of a served environment, in any language; or a file with a subclass of headrace.Environment.",
         show_default=False,
     ),
 ]
@@ -41,23 +41,23 @@ def check(
         typer.Option(
             "--samples",
             metavar="FILE.jsonl",
-            help="Samples of yours, and what they earn, one a line: completion, extra_env_info, prompt, reward, components, status.",
+            help="Your samples and their expected results, one per line: completion, extra_env_info, prompt, reward, components, status.",
             show_default=False,
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that one call may take: env.NAME.timeout_s.")
+        float, typer.Option(min=0.1, help="Timeout of one call in seconds, like env.NAME.timeout_s.")
     ] = conformance.TIMEOUT_S,
     token_file: Annotated[
-        Path | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
+        Path | None, typer.Option(help="A file with a line `environment NAME TOKEN`.", show_default=False)
     ] = None,
     name: Annotated[str, typer.Option(help="With --token-file: the NAME.", show_default=False)] = "",
     tls_ca: Annotated[
-        str | None, typer.Option(help="PEM file of the authority of its certificate.", show_default=False)
+        str | None, typer.Option(help="PEM file of the authority that signed its certificate.", show_default=False)
     ] = None,
-    insecure: Annotated[bool, typer.Option(help="Without TLS to another machine.")] = False,
+    insecure: Annotated[bool, typer.Option(help="Connect to another machine without TLS.")] = False,
 ) -> None:
-    """Drive an environment through what a run does to it, and say what is right, what is wrong, and how to mend it.
+    """Call an environment in all the ways that a run does, and print what is right, what is wrong, and how to fix it.
 
     It scores 100 to 300 samples. Exits with 1 if anything is wrong.
     """
@@ -68,7 +68,7 @@ def check(
     console.print(table(findings))
     wrong = [each for each in findings if each.verdict == "wrong"]
     for each in wrong:
-        say(console, f"to mend {each.check}: {each.remedy}")
+        say(console, f"to fix {each.check}: {each.remedy}")
     skipped = sum(each.verdict == "not looked at" for each in findings)
     total = f"{len(wrong)} of {len(findings)} wrong" if wrong else "nothing is wrong"
     say(console, f"{target}: {total}" + (f", {skipped} not looked at" if skipped else ""))
@@ -76,7 +76,7 @@ def check(
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A row for each."""
+    """Return a table with a row for each finding."""
     made = plain_table("verdict", "check", show_header=False)
     made.add_column("said", overflow="fold")
     for each in findings:
@@ -85,10 +85,10 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def _options(target: str, token_file: Path | None, name: str, tls_ca: str | None, insecure: bool) -> DialOptions:
-    """How the environment is dialled. Raises `ConfigError`."""
+    """Return how to dial the environment. Raises `ConfigError`."""
     if token_file is not None and not name:
         raise ConfigError(
-            f"--token-file {token_file}: which of its tokens? give --name NAME, for the line `environment NAME TOKEN`"
+            f"--token-file {token_file} without --name; give --name NAME to choose the line `environment NAME TOKEN`"
         )
     tls = tls_ca is not None or not (insecure or environment_file.is_file(target) or target_is_local(target))
     if token_file is None:

@@ -1,4 +1,4 @@
-"""`headrace env new`: the folder that an environment of one's own begins with."""
+"""`headrace env new`: make the folder of a new environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, ServiceError
 
 _PROBLEMS = 1000
 _ENVIRONMENT = Template('''\
-"""The reward of $name: 1 for the expected number, and nothing else. Change it; docs/environments.md has the whole contract."""
+"""The reward of $name: 1 for exactly the expected number, else 0. Change it; docs/environments.md has the whole contract."""
 
 import headrace
 
@@ -31,11 +31,11 @@ class $class_name(headrace.Environment):
         if "answer" not in sample.extra_env_info:
             return headrace.Score("INVALID", message="extra_env_info has no answer")
         correct = float(sample.completion.strip() == sample.extra_env_info["answer"])
-        stopped = float(sample.finish_reason == "stop")  # not cut off at the longest length
+        stopped = float(sample.finish_reason == "stop")  # not cut off at the maximum length
         return headrace.Score("SCORED", correct * stopped, components={"correct": correct, "stopped": stopped})
 ''')
 _TEST = Template('''\
-"""`pytest` runs these without a run: `serve_environment` is a fixture of headrace."""
+"""Tests that `pytest` runs without a run of Headrace: `serve_environment` is a fixture of headrace."""
 
 from pathlib import Path
 
@@ -68,14 +68,14 @@ def test_a_problem_without_an_answer_can_not_be_scored($name):
     assert score.status == "INVALID"
 
 
-def test_it_holds_under_all_that_a_run_does($name):
-    """As `headrace env check $name.py --samples golden.jsonl`."""
+def test_it_keeps_the_contract($name):
+    """The same checks as `headrace env check $name.py --samples golden.jsonl`."""
     assert not $name.faults(read_samples(Path(__file__).with_name("golden.jsonl")))
 ''')
 _CONFIG = Template("""\
 # Trains on the reward of $name.py, on two CPU cores. In this folder:
 #
-#   headrace model tiny models/tiny        once: makes a small model that adds, and often forgets to carry
+#   headrace model tiny models/tiny        once: makes a small model that adds, but often forgets to carry
 #   headrace up $name.yaml
 
 grpo:
@@ -105,7 +105,7 @@ policy:
 
 data:
   train:
-    data_path: problems.jsonl    # `input` is asked; all other fields are the environment's extra_env_info, `output` as `answer`
+    data_path: problems.jsonl    # `input` is the prompt; the environment gets all other fields as extra_env_info, `output` as `answer`
     env_name: $name
     split_validation_size: 0.2
 
@@ -115,7 +115,7 @@ env:
     timeout_s: 30
 
 replay:
-  retain_steps: 5    # `headrace rescore` scores what these steps were trained on with another reward
+  retain_steps: 5    # `headrace rescore` can score the completions of these steps with another reward
 
 trainer:
   num_threads: 1
@@ -137,7 +137,10 @@ _GOLDEN = (
 
 def new(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Of the environment, its file and its folder.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME", help="The name of the environment, its file and its folder.", show_default=False
+        ),
     ],
 ) -> None:
     """Make a folder with an environment, its test, golden samples, problems, and a configuration that trains on them."""
@@ -150,7 +153,7 @@ def new(
     except OSError as error:
         raise ServiceError(f"{folder.absolute()}: can't be written ({error.strerror})") from error
     typer.echo(
-        f"{folder}/ has {name}.py, its test, golden.jsonl, problems.jsonl and {name}.yaml. There:\n"
+        f"{folder}/ has {name}.py, its test, golden.jsonl, problems.jsonl and {name}.yaml. Run there:\n"
         "  pytest\n"
         f"  headrace env check {name}.py --samples golden.jsonl\n"
         "  headrace model tiny models/tiny\n"
@@ -160,7 +163,7 @@ def new(
 
 
 def files(name: str) -> dict[str, str]:
-    """What is in the folder of a new environment."""
+    """Return the text of each file in the folder of a new environment."""
     names = {"name": name, "class_name": "".join(word.capitalize() for word in name.split("_"))}
     drawn = random.Random(name)
     pairs = dict.fromkeys((drawn.randrange(100), drawn.randrange(100)) for _ in range(_PROBLEMS))
@@ -178,15 +181,15 @@ def _lines(records: Iterable[Mapping[str, object]]) -> str:
 
 
 def _check(folder: Path) -> None:
-    """Raise `ConfigError` for a name that can't be that of a module, a class and an environment, and for a folder that is there."""
+    """Raise `ConfigError` for a name that is not valid for a module, a class and an environment, and for a folder that exists."""
     name = folder.name
     if str(folder) != name or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ConfigError(
-            f"{folder}: give a name of small letters, digits and single underscores, which begins with a letter"
+            f"{folder} is not a valid name; use lower-case letters, digits and single underscores, with a letter first"
         )
     if name in sys.stdlib_module_names or name in ("headrace", "pytest"):
         raise ConfigError(
-            f"{name}: its file would hide Python's module {name}; give another name, {name}_reward perhaps"
+            f"{name}: its file would hide Python's module {name}; give another name, for example {name}_reward"
         )
     if folder.exists():
-        raise ConfigError(f"{name}: {folder.absolute()} is there already; give another name, or remove it")
+        raise ConfigError(f"{name}: {folder.absolute()} already exists; give another name, or remove it")

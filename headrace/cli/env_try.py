@@ -1,4 +1,4 @@
-"""`headrace env try`: what a model writes, and what a reward makes of it, before anything is trained on it."""
+"""`headrace env try`: see what a model writes, and how an environment scores it, before any training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, ServiceError
 from headrace.rescoring import rewards
 from headrace.samples import SampleFiles, SampleGroup, by_group
 
-# As the configuration names the environment.
+# The environment's name in the configuration.
 _NAME = "tried"
 
 
@@ -34,48 +34,49 @@ def try_(
         Path,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Problems, one a line: `input` is asked, `output` is the answer, and all other fields are for the environment.",
+            help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment.",
             show_default=False,
         ),
     ],
     model: Annotated[
-        str, typer.Option(metavar="RUN[@STEP]|DIR|MODEL", help="What writes, as for headrace eval.", show_default=False)
+        str,
+        typer.Option(
+            metavar="RUN[@STEP]|DIR|MODEL", help="The model that writes, as for headrace eval.", show_default=False
+        ),
     ],
     samples: Annotated[int, typer.Option("-n", min=1, help="Completions of each prompt.")] = 8,
-    first: Annotated[int, typer.Option(min=1, help="How many prompts, from the first line on.")] = 8,
+    first: Annotated[int, typer.Option(min=1, help="Number of prompts, from the first line on.")] = 8,
     config: Annotated[
         Path | None,
         typer.Option(
             "--config",
             "-c",
-            help="A YAML with the sampling and the sizes to use, else the run's own.",
+            help="A YAML with the sampling and the sizes to use; by default the run's own.",
             show_default=False,
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="key=value", help="Override a key of it; may be given several times.", show_default=False
-        ),
+        typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write them as a page.", show_default=False)
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write them as an HTML page.", show_default=False)
     ] = None,
 ) -> None:
-    """Sample a few completions of some prompts, and show them with rewards, components and spread, and how many groups would teach nothing.
+    """Sample a few completions of some prompts, and show their rewards, components and spread, and how many groups would teach nothing.
 
-    Every service starts as for `headrace eval`, and stops in the end or on Ctrl-C.
+    Every service starts as for `headrace eval`, and stops at the end or on Ctrl-C.
     """
     found = weights.find(model)
     if page is not None and not page.absolute().parent.is_dir():
-        raise ConfigError(f"--html {page}: there is no folder {page.absolute().parent}")
+        raise ConfigError(f"--html {page}: the folder {page.absolute().parent} does not exist")
     environment = environment_at(target)
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "prompts.jsonl"
         asked.write_text(_first(prompts, first), encoding="utf-8")
         if config is None and found.run is None:
             config = Path(folder) / "config.yaml"
-            config.write_text("{}\n", encoding="utf-8")  # what is not set has its default
+            config.write_text("{}\n", encoding="utf-8")  # all defaults
         made = evaluation(config, found, environment, asked, samples, overrides or ())
         check(made)
         try:
@@ -99,7 +100,7 @@ def try_(
 
 
 def summary(groups: Sequence[SampleGroup]) -> Iterator[str]:
-    """What the rewards of these groups say, a line each."""
+    """Yield the lines that sum up the rewards of these groups."""
     each = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
     found = rewards([group for group in each if group])
     if found is None:
@@ -116,16 +117,17 @@ def summary(groups: Sequence[SampleGroup]) -> Iterator[str]:
 
 
 def failures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each prompt that failed."""
+    """Yield a line for each prompt that failed."""
     for record in records:
         yield f"{record['group']} failed: {record['reason']}"
 
 
 def _first(prompts: Path, count: int) -> str:
-    """A file of JSON lines up to its first `count` problems; each keeps the number of its line. Raises `ConfigError` if there are none."""
+    """Return the lines of a file of JSON lines up to its first `count` problems, which keep their line numbers. Raises `ConfigError` if it
+    has no problems."""
     found, problems = [], 0
     try:
-        # not `splitlines`: what else may end a line may stand in a JSON text
+        # not `splitlines`: other characters that it splits at may occur in a JSON text
         with prompts.open(encoding="utf-8-sig") as file:
             for line in file:
                 found.append(line)
@@ -135,7 +137,7 @@ def _first(prompts: Path, count: int) -> str:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--prompts {prompts}: can't be read ({error}); give a file of JSON lines") from error
     if not problems:
-        raise ConfigError(f"--prompts {prompts}: has no problem; each line is one, as JSON")
+        raise ConfigError(f"--prompts {prompts} has no problems; give one per line, as JSON")
     return "".join(found)
 
 
@@ -147,14 +149,14 @@ def evaluation(
     samples: int,
     overrides: Sequence[str],
 ) -> Config:
-    """The configuration of the run that asks these prompts, with this environment alone. Raises `ConfigError`."""
+    """Return the configuration of a run that asks these prompts, with this environment alone. Raises `ConfigError`."""
     given, place = evaluate.configuration(found, config, overrides)
     sets = evaluate.data_sets([str(prompts)], given, overrides)
     alone = given.model_copy(
         update={
             "env": {_NAME: environment},
             "data": given.data.model_copy(update={"train": [], "validation": []}),
-            # a run's own get no token of this environment
+            # a run's own credentials have no token for this environment
             "security": given.security
             if found.run is None
             else given.security.model_copy(update={"credentials": None}),

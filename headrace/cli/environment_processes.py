@@ -1,4 +1,4 @@
-"""The environments of a run that `headrace up` starts: whether it can, and how."""
+"""Checks, describes and starts the environments of a run that `headrace up` starts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headrace.errors import ConfigError
 from headrace.tls import trusting
 
 _IMPORT_S = 120.0
-# How an environment that `headrace up` starts is told what to serve.
+# The variables that tell an environment what `headrace up` wants it to serve.
 NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
 
 def check(config: Config) -> None:
-    """Refuse environments that can't start: a file, class, program, function or verifiers environment that isn't there. Raises
+    """Refuse environments that can't start because their file, class, program, function or verifiers environment doesn't exist. Raises
     `ConfigError`."""
     for name, env in config.env.items():
         if env.command is not None and shutil.which(env.command[0]) is None:
             raise ConfigError(
-                f"env.{name}.command {env.command[0]!r}: no such program; give its path, as seen from this folder"
+                f"env.{name}.command {env.command[0]!r} is not a program; give its path, relative to this folder"
             )
         if env.is_started and env.target is not None:
             try:
@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 
 
 def _check_function(name: str, function: str) -> None:
-    """In a process of its own, as it will run: what it imports is no business of this one."""
+    """Import the function in its own process, as a run does, so that its imports can't affect this one."""
     argv = [sys.executable, "-P", "-m", "headrace.program_function", name, function]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -54,38 +54,38 @@ def _check_function(name: str, function: str) -> None:
 
 
 def described(config: Config) -> Iterator[str]:
-    """A line about each environment that is code of the user's own."""
+    """Yield a line about each environment that is the user's own code."""
     for name, env in config.env.items():
         if env.command is not None:
             yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
         elif env.is_started:
             yield f"environment {name}: `headrace up` serves {env.target}"
         elif env.attached:
-            yield f"environment {name}: processes that attach (`headrace.attach`), for one of which the run waits"
+            yield f"environment {name}: processes attach (`headrace.attach`); the run waits until one has"
         elif env.kind(name) == "function":
-            yield f"environment {name}: the reward service runs {env.function}, in a process of its own"
+            yield f"environment {name}: the reward service runs {env.function}, in its own process"
         elif env.kind(name) == "verifiers":
             yield f"environment {name}: the reward service plays {env.verifiers['taskset']['id']} of verifiers, in {env.python}"
         elif env.is_served:
-            yield f"environment {name}: {env.target}, which the run waits for if it isn't there"
+            yield f"environment {name}: {env.target}; the run waits until it is up"
 
 
 def children(config: Config, logs: Path) -> dict[str, Child]:
-    """The processes of the environments that `headrace up` starts, by name. Their ports are settled.
+    """Return the processes of the environments that `headrace up` starts, by name. Their ports must be settled.
 
-    A program is told by ENVIRONMENT_* where to listen and which token to ask for, trusts `security.tls_ca`, and gets the user's own
-    environment otherwise.
+    ENVIRONMENT_* variables give a program its address and the token to ask for. It trusts `security.tls_ca`, and otherwise inherits the
+    user's environment.
     """
     started = {}
     trusts = trusting(config.security.tls_ca, logs.parent / "authorities.pem")
     for name, env in config.env.items():
         if not env.is_started:
             continue
-        told = {NAME: name, HOST: LOOPBACK, PORT: str(env.port), TOKEN_FILE: str(token_file(config, name))}
+        serves = {NAME: name, HOST: LOOPBACK, PORT: str(env.port), TOKEN_FILE: str(token_file(config, name))}
         own = child_environ(os.environ)
         if env.command is not None:
             argv = list(env.command)
-            # a user's program finds its modules as it does without us
+            # a user's program finds its modules as it does outside a run
             own = {**own, "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "")}
             source = None
         else:
@@ -93,6 +93,6 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
             argv = [sys.executable, "-m", "headrace.cli", "env", "serve", str(env.target)]
         label = f"environment-{name}"
         started[name] = Child(
-            label, argv, logs / f"{label}.log", environ={**own, **trusts, **told}, is_user_code=True, source=source
+            label, argv, logs / f"{label}.log", environ={**own, **trusts, **serves}, is_user_code=True, source=source
         )
     return started

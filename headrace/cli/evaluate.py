@@ -1,4 +1,4 @@
-"""`headrace eval`: what a model earns on data sets, in the pipeline that trained it: the same sampling, environments and retries."""
+"""`headrace eval`: evaluate a model on data sets, in the pipeline that trained it, with the same sampling, environments and retries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace.samples import SampleFiles
 from headrace.service import bind
 
 FOLDER = "evals"  # in the run's folder
-# what a data set on the command line takes from those of the run
+# keys that a data set on the command line inherits from those of the run
 _SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file", "processor")
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -43,8 +43,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN[@STEP]|DIR|MODEL",
-            help="A run and which of its checkpoints: `latest` (the default), `best`, a number, 0 for the initial model. Or a model's "
-            "directory, or its name on the hub, with --config.",
+            help="A run and one of its checkpoints: `latest` (the default), `best`, a number, or 0 for the initial model. Or, with "
+            "--config, a model's directory or its name on the Hugging Face Hub.",
             show_default=False,
         ),
     ],
@@ -52,8 +52,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[DATA]…",
-            help="`validation` (the default) and `train` of the run, JSONL and Parquet files, folders, data sets of the hub (gsm8k, "
-            "owner/name).",
+            help="`validation` (the default) and `train` of the run, JSONL and Parquet files, folders, data sets on the Hugging Face Hub "
+            "(gsm8k, owner/name).",
             show_default=False,
         ),
     ] = None,
@@ -61,24 +61,24 @@ def evaluate(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="0 is greedy; else policy.generation.val_temperature of the run.", show_default=False
+            min=0.0,
+            help="0 is greedy; by default policy.generation.val_temperature of the run.",
+            show_default=False,
         ),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="The reward from which on a completion has passed.")] = THRESHOLD,
+    threshold: Annotated[float, typer.Option(help="The lowest reward with which a completion passes.")] = THRESHOLD,
     config: Annotated[
         Path | None,
         typer.Option(
             "--config",
             "-c",
-            help="The YAML whose environments and sampling are used, else the run's own.",
+            help="The YAML with the environments and the sampling to use; by default the run's own.",
             show_default=False,
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="key=value", help="Override a key of it; may be given several times.", show_default=False
-        ),
+        typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)
@@ -86,11 +86,11 @@ def evaluate(
 ) -> None:
     """Evaluate a model: pass@k, rewards and lengths on data sets, scored by the run's own environments.
 
-    Every service starts as for a run, with a folder of its own under the run's `evals/`, and stops in the end or on Ctrl-C.
+    Every service starts as for a run, with its own folder under the run's `evals/`, and stops at the end or on Ctrl-C.
     """
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
+        raise ConfigError(f"--json {output}: the folder {output.absolute().parent} does not exist")
     asked, place = configuration(found, config, overrides or ())
     evaluation = evaluation_config(
         asked,
@@ -123,30 +123,30 @@ def evaluate(
     empty = [name for name, each in reports.items() if not each.evaluated]
     if empty or not reports:
         raise ServiceError(
-            f"no prompt of {', '.join(empty) or 'any data set'} was evaluated; {evaluation.run_folder} holds the logs"
+            f"no prompt of {', '.join(empty) or 'any data set'} was evaluated; the logs are in {evaluation.run_folder}"
         )
 
 
 def configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
-    """The configuration under which is evaluated, and where the evaluation's folder is made."""
+    """Return the configuration of the evaluation, and the parent of its folder."""
     if found.run is not None:
         folder = found.run.config.run_folder
         asked = load(given, overrides) if given is not None else runs.load_saved(folder / runs.SAVED, overrides)
         return asked, folder / FOLDER
     if given is None:
         raise ConfigError(
-            f"{found.name}: there is no run of this name here; to evaluate a model that no run made, give --config FILE, the YAML of a run "
+            f"{found.name}: no run of this name exists here; to evaluate a model that no run made, give --config FILE, the YAML of a run "
             "with the environments and the sampling to use"
         )
     config = load(given, overrides)
     return config, Path(config.run.dir) / FOLDER
 
 
-# -- what is asked
+# -- what to ask
 
 
 def data_sets(names: Sequence[str], config: Config, overrides: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """`data.evaluate` for the data sets that the command line names. Raises `ConfigError` for one that there is not."""
+    """Return `data.evaluate` for the data sets that the command line names. Raises `ConfigError` if one does not exist."""
     found: dict[str, dict[str, Any] | None] = {}
     for name in names:
         label, source = _data_set(name, config, overrides)
@@ -160,7 +160,9 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
     if name in OWN:
         held_out = bool(data.validation) or any(source.split_validation_size for source in data.train)
         if not (held_out if name == OWN[0] else data.train):
-            raise ConfigError(f"{name}: the configuration has no data.{name}; name a file or a data set of the hub")
+            raise ConfigError(
+                f"{name}: the configuration has no data.{name}; name a file, or a data set on the Hugging Face Hub"
+            )
         return name, None
     label = runs.plain(Path(name).stem if Path(name).is_file() else Path(name).name)[:56]
     if Path(name).is_file():
@@ -173,17 +175,20 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
         source = {"data_path": name}
     else:
         raise ConfigError(
-            f"{name}: no such data set; give {' or '.join(OWN)}, a file or folder that is there, or one of the hub: "
+            f"{name} is not a data set; give {' or '.join(OWN)}, an existing file or folder, or a data set on the Hugging Face Hub: "
             f"{', '.join(get_args(HubName))}, owner/name"
         )
-    keys = [key for key in _SHARED if key != "processor" or "data_path" in source]  # the rows of the others are known
+    keys = [
+        key for key in _SHARED if key != "processor" or "data_path" in source
+    ]  # the rows of named data sets are known
     shared = {key: _shared(name, key, config, overrides) for key in keys}
-    # whole: what `data.default` says of another data set (its generator, its size) is not for this one
+    # dumped whole, so that `data.default`, which may describe another data set (its generator, its size), adds nothing to it
     return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")
 
 
 def _shared(name: str, key: str, config: Config, overrides: Sequence[str]) -> Any:
-    """What a data set takes from those of the run, which agree in it, unless it is overridden for all."""
+    """Return the value that a data set inherits: `data.default`'s if an override sets it, else the value on which all data sets of the run
+    agree."""
     data = config.data
     default = getattr(data.default, key)
     if any(override.partition("=")[0].strip() == f"data.default.{key}" for override in overrides):
@@ -191,8 +196,8 @@ def _shared(name: str, key: str, config: Config, overrides: Sequence[str]) -> An
     values = {getattr(source, key) for source in data.validation or data.train} or {default}
     if len(values) > 1:
         raise ConfigError(
-            f"{name}: the data sets of the run differ in {key} ({', '.join(sorted(map(repr, values)))}); say what holds for this one "
-            f"by --set data.default.{key}=VALUE"
+            f"{name}: the data sets of the run differ in {key} ({', '.join(sorted(map(repr, values)))}); choose a value with "
+            f"--set data.default.{key}=VALUE"
         )
     return values.pop()
 
@@ -207,8 +212,8 @@ def evaluation_config(
     place: Path,
     now: datetime.datetime,
 ) -> Config:
-    """The configuration of the run that asks these data sets: model, sampling, environments and deadlines of `config`, nothing that learns,
-    a buffer of its own, and this machine alone. Raises `ConfigError`."""
+    """Return the configuration of the run that asks these data sets. It has the model, sampling, environments and deadlines of `config`. It
+    trains nothing, has its own buffer, and uses this machine alone. Raises `ConfigError`."""
     given = config.model_dump(mode="json")
     here = {"host": LOOPBACK, "port": 0}
     with bind(LOOPBACK, 0, "replay.redis_port") as free:
@@ -225,7 +230,7 @@ def evaluation_config(
             "val_at_end": True,
         },
         "loss_fn": {"reference_policy_kl_penalty": 0},
-        # what a run with an adapter saved has it merged
+        # checkpoints of a run with an adapter have it merged
         "policy": given["policy"]
         | {"model_name": _absolute(found.model), "train_global_batch_size": None, "lora_cfg": {"enabled": False}},
         "data": given["data"]
@@ -252,12 +257,12 @@ def evaluation_config(
 
 
 def refuse_ignored(overrides: Sequence[str], given: Config, evaluation: Config) -> None:
-    """Raise `ConfigError` for an override that the evaluation doesn't follow, because it sets the key itself."""
+    """Raise `ConfigError` for an override of a key that the evaluation sets itself."""
     changed = diff(given, evaluation)
     for override in overrides:
         key = override.partition("=")[0].strip()
         if any(f"{change.key}.".startswith(f"{key}.") for change in changed):
-            raise ConfigError(f"--set {override}: an evaluation sets {key} itself; leave this out")
+            raise ConfigError(f"--set {override}: an evaluation sets {key} itself; leave it out")
 
 
 def validation_temperature(config: Config) -> float:
@@ -289,7 +294,7 @@ def ask(config: Config, found: NamedModel) -> None:
             raise typer.Exit(128 + interrupted.signum) from None
 
 
-# -- telling
+# -- the results
 
 
 def _write(output: Path, results: Mapping[str, Any]) -> None:
@@ -303,7 +308,7 @@ def _write(output: Path, results: Mapping[str, Any]) -> None:
 
 
 def table(title: str, reports: Mapping[str, DataSetReport]) -> Table:
-    """One row for each data set. Of the k of pass@k it shows the powers of two and the largest; JSON has all."""
+    """Return a table with a row for each data set. Of pass@k it shows the powers of two and the largest k; the JSON file has all."""
     largest = max((each.samples for each in reports.values()), default=0)
     shown = [k for k in range(1, largest + 1) if k == largest or k & (k - 1) == 0]
     made = plain_table(title=printable(title), title_justify="left")
@@ -327,11 +332,11 @@ def table(title: str, reports: Mapping[str, DataSetReport]) -> Table:
 
 
 def failures(reports: Mapping[str, DataSetReport]) -> Iterator[str]:
-    """A line for each reason why prompts failed."""
+    """Yield a line for each reason why prompts failed."""
     for name, each in reports.items():
         for reason, times in each.failures.items():
             yield printable(
-                f"{name}: {times} of {each.evaluated + each.failed} prompts failed and count nowhere: {reason}"
+                f"{name}: {times} of {each.evaluated + each.failed} prompts failed and are left out of the results: {reason}"
             )
 
 

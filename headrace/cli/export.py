@@ -1,4 +1,4 @@
-"""`headrace export`: a checkpoint as one folder that transformers, vLLM and others load."""
+"""`headrace export`: write a checkpoint as one folder that transformers, vLLM and other tools load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.errors import ConfigError, ServiceError
 from headrace.files import fsync
 
 CARD = "README.md"
-# what decides which weights a run makes; addresses, periods and secrets don't
+# the sections that decide which weights a run makes; addresses, periods and secrets don't
 _TRAINING = {"grpo", "ppo", "loss_fn", "value_loss_fn", "policy", "value", "data", "env"}
 
 _ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -35,7 +35,7 @@ def export(
         Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder, or an empty one.", show_default=False)
     ],
 ) -> None:
-    """Write a model to a folder of its own: weights, tokenizer, chat template and a model card that says where it came from."""
+    """Write a model to its own folder: weights, tokenizer, chat template, and a model card that states its origin."""
     found = weights.find_local(model)
     _refuse_patchwork(found)
     copy(found, output)
@@ -43,7 +43,7 @@ def export(
 
 
 def _refuse_patchwork(found: NamedModel) -> None:
-    """Raise `ConfigError` for an initial model that the run completes by its configuration."""
+    """Raise `ConfigError` for an initial model that the run's configuration changes."""
     policy = found.run.config.policy if found.run is not None and found.run.step == 0 else None
     for key, value in (
         ("policy.tokenizer.name", policy and policy.tokenizer.name),
@@ -51,21 +51,21 @@ def _refuse_patchwork(found: NamedModel) -> None:
     ):
         if value:
             raise ConfigError(
-                f"{found.name}: the initial model alone is not what the run began with ({key} {value!r}); export a later step, which "
-                "contains that"
+                f"{found.name}: the run did not start from the initial model alone ({key} {value!r}); export a later step, which includes "
+                "this"
             )
 
 
 def copy(found: NamedModel, output: Path) -> None:
     """Copy a model to `output`, which then has all of it or does not exist, and add a card if it has none. Raises `ConfigError` for a
-    folder with something in it, `ServiceError` for a disk that can't take it."""
+    folder that is not empty, `ServiceError` if the disk can't take the model."""
     source = Path(found.model)
     if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: there is something in this folder; give a new one, or an empty one")
+        raise ConfigError(f"--output {output}: the folder is not empty; give a new or an empty folder")
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output}: there is a file of this name; give a new folder, or an empty one")
+        raise ConfigError(f"--output {output} is a file; give a new or an empty folder")
     if output.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"--output {output}: this is inside the model's own folder; give another")
+        raise ConfigError(f"--output {output} is inside the model's own folder; give another")
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with _unfinished(output) as folder:
@@ -78,22 +78,22 @@ def copy(found: NamedModel, output: Path) -> None:
             fsync(output.absolute().parent)
     except OSError as error:
         raise ServiceError(
-            f"can't export {found.name} to {output} ({error}); nothing is left there. Free space, or give another folder"
+            f"can't export {found.name} to {output} ({error}); nothing was left there. Free space, or give another folder"
         ) from error
 
 
 @contextlib.contextmanager
 def _unfinished(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that is gone in the end, unless it was renamed."""
+    """Yield a folder beside `output` that is removed at the end unless it was renamed."""
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.unfinished-") as outer:
-        # one of its own, whose mode is the umask's: nobody else may enter the outer one
+        # an inner folder, with the umask's mode: others may not enter the outer one
         folder = Path(outer) / output.name
         folder.mkdir()
         yield folder
 
 
 def _copied(source: Path, target: Path) -> Iterator[Path]:
-    """Copy the content of `source` (of links, what they lead to), with the modes of new files; yields every file and folder made."""
+    """Copy the content of `source`, following links, with the modes of new files. Yields every file and folder made."""
     for path in sorted(source.iterdir()):
         made = target / path.name
         if path.is_dir():
@@ -106,14 +106,14 @@ def _copied(source: Path, target: Path) -> Iterator[Path]:
 
 
 def card(found: NamedModel) -> str:
-    """The model card: YAML that the hub reads, and what the model is in words."""
+    """Return the model card: YAML for the Hugging Face Hub, and a table that describes the model."""
     head: dict[str, object] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["headrace", "reinforcement-learning"],
     }
     base = found.run.config.policy.model_name if found.run is not None else None
-    if base is not None and _ON_THE_HUB.fullmatch(base) and not Path(base).is_dir():  # the hub takes no paths
+    if base is not None and _ON_THE_HUB.fullmatch(base) and not Path(base).is_dir():  # the Hub accepts no paths
         head["base_model"] = base
     rows = {"model": found.name} if found.run is None else _origin(found.run)
     table = "".join(f"| {name} | `{str(value).replace('|', '/')}` |\n" for name, value in rows.items())
@@ -136,6 +136,6 @@ def _origin(run: RunCheckpoint) -> dict[str, object]:
 
 
 def digest(config: Config) -> str:
-    """SHA-256 of the sections that decide which weights a run makes, as canonical JSON."""
+    """Return the SHA-256 of the sections that decide which weights a run makes, as canonical JSON."""
     values = config.model_dump(mode="json", include=_TRAINING)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

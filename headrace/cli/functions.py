@@ -1,4 +1,4 @@
-"""`headrace functions`: the buffer's Redis functions, for the administrator of a server to load."""
+"""`headrace functions`: print the buffer's Redis functions, for a server's administrator to load."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from headrace.cli.common import load_entry_point
 
 
 def functions() -> None:
-    """Print the buffer's functions of this build: headrace functions | redis-cli -u URL -x FUNCTION LOAD REPLACE."""
+    """Print this build's Redis functions of the buffer; load them with: headrace functions | redis-cli -u URL -x FUNCTION LOAD REPLACE."""
     sys.stdout.write(load_entry_point("headrace.tools", "functions", extra="replay")())

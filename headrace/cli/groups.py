@@ -24,11 +24,9 @@ from headrace.printable import printable
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
 
-app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
+app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
-StateOption = Annotated[
-    list[str] | None, typer.Option("--state", help="Only groups in this state; may be given several times.")
-]
+StateOption = Annotated[list[str] | None, typer.Option("--state", help="Only groups in this state; may be repeated.")]
 
 
 @app.command()
@@ -38,8 +36,8 @@ def show(
     text: Annotated[bool, typer.Option("--text", help="Show the prompt and the completions too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show which replica and weights wrote which tokens of each trajectory, what scored it, and which step trained on it; of a group that
-    failed, the completion that it failed with."""
+    """Show which replica and weights wrote which tokens of each trajectory, which environment scored it, and which step trained on it. For
+    a failed group, also show the completion that it failed with."""
     config = runs.find(run)
     found, held = _find(config, group)
     text = text or found.state == "failed"
@@ -72,7 +70,7 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="JSON lines.", show_default=False)],
     state: StateOption = None,
 ) -> None:
-    """Write every trajectory that the buffer holds, waiting or retained (replay.retain_steps), one a line; `headrace.export` reads them."""
+    """Write every trajectory in the buffer, waiting or retained (replay.retain_steps), one per line. `headrace.export` reads them."""
     written = asyncio.run(_export(runs.find(run), output, _states(state)))
     typer.echo(f"{written} trajectories in {output}")
 
@@ -84,20 +82,20 @@ def retry(
         list[str] | None, typer.Argument(metavar="[ID]…", help="Groups that failed.", show_default=False)
     ] = None,
     reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="All whose reason contains this text.", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="All groups whose reason contains this text.", show_default=False)
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that failed.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All groups that failed.")] = False,
 ) -> None:
-    """Have failed training groups generated again: name them by id, by their reason, or all. The trainer queues them when it is up."""
+    """Have failed training groups generated again, chosen by id, by reason, or all. The trainer queues them when it is up."""
     if (groups is not None) + (reason is not None) + every != 1:
-        raise ConfigError("which groups? give their ids, or --reason TEXT, or --all")
+        raise ConfigError("give exactly one of group ids, --reason TEXT and --all")
     again = asyncio.run(_retry(runs.find(run), groups, reason))
     typer.echo(f"{again} groups will be generated again")
 
 
 async def _retry(config: Config, groups: Sequence[str] | None, reason: str | None) -> int:
     async with runs.open_buffer(config, "operator") as replay:
-        # before the groups are looked at, so that each failure is the one that was seen
+        # before the groups are read, so that only failures that were read are retried
         ended = await replay.ended()
         orders = set(ended.failed_orders())
         if groups is not None:
@@ -112,7 +110,7 @@ async def _retry(config: Config, groups: Sequence[str] | None, reason: str | Non
 
 
 async def _failed_order(replay: ReplayClient, group: str) -> int:
-    """The place of a failed training group in the run's order. Raises `HeadraceError` if there is no such group."""
+    """Return the place of a failed training group in the run's order. Raises `HeadraceError` if it is not one."""
     found = await replay.group(group)
     if found is None or found["lane"] != "train" or found["state"] != "failed":
         state = (
@@ -128,7 +126,7 @@ def _states(names: Sequence[str] | None) -> Collection[str]:
     known = get_args(GroupState)
     for name in names or ():
         if name not in known:
-            raise ConfigError(f"--state {name}: no such state; there are {', '.join(known)}")
+            raise ConfigError(f"--state {name} is not a state; use one of {', '.join(known)}")
     return names or known
 
 
@@ -150,7 +148,7 @@ async def _export(config: Config, output: Path, states: Collection[str]) -> int:
 
 
 def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
-    """The group's lineage, and what the buffer holds of it unless it was trained."""
+    """Return the group's lineage, and, unless the group was trained, the buffer's record of it."""
     files = LineageFiles(config.checkpoint_folder / FOLDER)
     trained = files.find(group)
     if trained is not None:
@@ -165,19 +163,19 @@ def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
         waiting, held = asyncio.run(ask())
     except ReplayUnavailable as error:
         raise ReplayUnavailable(
-            f"group {group!r} is not among those trained ({files.folder}), and what waits can't be looked at: {error}"
+            f"group {group!r} is not among those trained ({files.folder}), and waiting groups can't be read: {error}"
         ) from error
     if waiting is None:
         raise HeadraceError(
-            f"no group {group!r}: it was not trained ({files.folder}), and the buffer does not hold it; it may have ended as "
-            f"filtered, or long ago as failed. `headrace groups list --run {config.run_folder}` shows those there are"
+            f"no group {group!r}: it was not trained ({files.folder}), and the buffer does not hold it; it may have been "
+            f"filtered, or have failed long ago. `headrace groups list --run {config.run_folder}` lists the groups"
         )
     return waiting, held
 
 
 def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> SampleGroup:
-    """Prompt and completions of a group: a trained one's from the samples of its step, a waiting one's from the buffer, a failed one's as
-    far as they were kept. Raises `HeadraceError` if those of its step are no longer kept."""
+    """Return the prompt and completions of a group. A trained group's are from the samples of its step, a waiting group's from the buffer;
+    of a failed group those that were kept. Raises `HeadraceError` if the samples of its step are no longer kept."""
     files = SampleFiles(config.log_folder, config.logger.keep_step_data)
     if held is not None:
         samples = [sample_of(held.group, *pair) for pair in held.trajectories]
@@ -189,14 +187,14 @@ def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> Sampl
     trained = [sample for sample in files.samples("train", found.step) if sample.group == found.group]
     if not trained:
         raise HeadraceError(
-            f"the text of group {found.group!r} is no longer kept: {files.path('train', found.step)} does not have it "
+            f"the text of group {found.group!r} is no longer kept: it is not in {files.path('train', found.step)} "
             f"(logger.keep_step_data {files.keep})"
         )
     return by_group(trained)[0]
 
 
 def describe(found: GroupLineage) -> Iterator[str]:
-    """Yield the lines of a text: the group, then a table of its trajectories with a line for each range of tokens."""
+    """Yield the lines of a text about the group, then a table of its trajectories with a line for each range of tokens."""
     yield f"group       {found.group} ({found.state})"
     yield f"prompt      {found.order} of the run's order, task {found.task}, environment {found.env}"
     if found.step is not None:
@@ -206,7 +204,7 @@ def describe(found: GroupLineage) -> Iterator[str]:
         yield f"reason      {found.reason}"
     if not found.trajectories:
         if found.state != "failed":
-            yield "no trajectory has come in yet"
+            yield "no trajectory has arrived yet"
         return
     rows = [("index", "attempt", "reward", "advantage", "scored by", "tokens", "weights", "replica")]
     for origin in found.trajectories:

@@ -1,8 +1,8 @@
 """A small process that outlives the supervisor: when the supervisor dies, even by SIGKILL, it ends the services left behind.
 
-The supervisor writes `+PGID` and `-PGID` lines to its standard input; the pipe closes when the supervisor ends, for whatever
-reason. Every service leads a process group of its own, so that this reaches grandchildren too (engine processes, torchrun
-ranks, the embedded server); the kernel's parent-death signal reaches direct children only.
+The supervisor writes `+PGID` and `-PGID` lines to the guard's standard input; the pipe closes when the supervisor ends, for whatever
+reason. Every service leads its own process group. So the guard reaches grandchildren too (engine processes, torchrun ranks, the embedded
+server), while the kernel's parent-death signal reaches direct children only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # it ends only when the supervisor does
+        signal.signal(signum, signal.SIG_IGN)  # the guard ends only when the supervisor does
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

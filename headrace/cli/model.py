@@ -1,4 +1,4 @@
-"""`headrace model`: the models of the examples."""
+"""`headrace model`: make the models of the examples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def model(
     name: Annotated[str, typer.Argument(help="tiny, tiny-two-turns, tiny-calculator or smollm2.", show_default=False)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.", show_default=False)],
 ) -> None:
-    """Make a model: `tiny`, a small arithmetic model warmed up on the spot, `tiny-two-turns`, which was asked again after wrong answers,
-    `tiny-calculator`, which seldom calls the tool that it has, or `smollm2`, the real SmolLM2-135M-Instruct."""
+    """Make a model: `tiny`, a small arithmetic model that is warmed up now; `tiny-two-turns`, which was asked again after wrong answers;
+    `tiny-calculator`, which seldom calls its tool; or `smollm2`, the real SmolLM2-135M-Instruct."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     load_entry_point("headrace.models", name, extra="trainer")(directory)
     typer.echo(f"{directory}")

@@ -1,4 +1,4 @@
-"""The services of a run as local processes, from the first to start to the last to stop: what `headrace up` and `headrace eval` run."""
+"""Runs the services of a run as local processes, for `headrace up` and `headrace eval`."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from headrace.tls import client_context
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
-# How long a trainer that is stopped may take for its step and a checkpoint.
+# How long a trainer that is being stopped may take for its step and a checkpoint.
 SAVE_DEADLINE_S = 600.0
 POLL_S = 1.0
 # While services start.
 LOOK_S = 0.2
-# Longest time between two questions that counts as a service's silence.
-LONGEST_GAP_S = 10.0
-# In place of a status: the service took the connection, and said nothing.
+# The most that one poll adds to the silence of a service that did not answer.
+LONGEST_PROBE_GAP_S = 10.0
+# In place of a status: the service accepted the connection, but did not answer.
 NO_ANSWER = 504
 
 
 def check(config: Config) -> None:
-    """Refuse, before anything is written, what can't be started. Raises `ConfigError`."""
+    """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
     for service in ("replay", "reward", "rollout", *(["agents"] if config.has_episodes else []), "trainer"):
         exposure.check(config, service)
     environment_processes.check(config)
 
 
 def settled(config: Config) -> tuple[Config, Path]:
-    """What the services of a run need before they start: ports, credentials, and the configuration that was saved for them, also its path.
-    Raises `ConfigError`, `ServiceError`."""
+    """Settle and save what the services need before they start: ports, credentials and configuration. Returns the saved configuration and
+    its path. Raises `ConfigError`, `ServiceError`."""
     config = runs.settle_ports(config)
     runs.make_credentials(config)
     return config, runs.save(config)
@@ -75,7 +75,7 @@ def open_display(console: Console) -> Iterator[Display]:
 
 
 def pages_of(config: Config) -> list[tuple[str, str, int]]:
-    """Host and port of each service's pages that the configuration names; the buffer knows the replicas'."""
+    """Return the service, host and port of each page that the configuration names. The buffer knows those of the replicas."""
     return [
         ("replay", config.replay.host, config.replay.port),
         ("reward", config.reward.host, config.reward.http_port),
@@ -108,8 +108,8 @@ class Children:
 
     @classmethod
     def of(cls, config: Config, saved: Path, plan: DevicePlan | None) -> Children:
-        """The services of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it, and
-        is told how many threads to compute with."""
+        """Return the services of a run whose resolved configuration was saved as `saved`. Each gets the devices that `plan` gives it, and
+        its number of threads."""
 
         def child(name: str, service: str, ends_run: bool = False) -> Child:
             launcher = [sys.executable, "-m"]
@@ -131,16 +131,16 @@ class Children:
         )
         threads = device_plan.threads_of(config, plan)
         for each in children:
-            told = device_plan.told_threads(threads, config, each.name)
+            variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
-                told |= device_plan.told(plan, config, each.name)
+                variables |= device_plan.device_variables(plan, config, each.name)
             own = child_environ(os.environ) if each.environ is None else each.environ
-            each.environ = {**own, **told}
+            each.environ = {**own, **variables}
         return children
 
 
 class Pipeline:
-    """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended it. Either way no process is left."""
+    """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended the run. Either way no process is left."""
 
     def __init__(self, config: Config, saved: Path, plan: DevicePlan | None, display: Display) -> None:
         self.config = config
@@ -158,19 +158,19 @@ class Pipeline:
             evaluates=config.data.evaluate is not None,
         )
         self.supervisor = Supervisor(child_environ(os.environ), display.print)
-        self._asked = time.monotonic()  # when the services were asked for the last time
-        # the newest step that was ever taken (one that is taken again is no progress), or the prompts evaluated
+        self._asked = time.monotonic()  # when the services were last probed
+        # the newest step ever taken (repeating a step is not progress), or the prompts evaluated
         self._furthest = -1
         self._joined = 0  # replicas alive that were started elsewhere
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
-        self._environments: list[dict[str, Any]] = []  # as the hub reported them last
-        self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, as the buffer has them
-        self._waiting_since: dict[str, float] = {}  # when the run began to wait for whom
-        self._notes: dict[str, str] = {}  # why a service is not ready, by its name
+        self._environments: list[dict[str, Any]] = []  # the hub's last report
+        self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
+        self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
+        self._notes: dict[str, str] = {}  # by service: why it is not ready
 
     async def run(self) -> RunSummary:
-        """Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't go on."""
+        """Run until the trainer has finished. Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't continue."""
         interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._on_signals(interrupted)
         work = asyncio.create_task(self._work())
@@ -206,7 +206,7 @@ class Pipeline:
                 first = (self.children.replay, self.children.reward, *self.children.environments.values())
                 running = [tasks.create_task(supervise(child)) for child in first]
                 await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
-                # one that can't be served is known before a model is loaded; one that others start is waited for as long as it takes
+                # before any model is loaded: an environment that can't be served is an error, one that others start is waited for
                 while any(child.state != "ready" for child in self.children.environments.values()):
                     await self._look_at_environments(0.0)
                     self._show([])
@@ -234,20 +234,21 @@ class Pipeline:
             raise _first(ours) from None
 
     async def _supervise_rollout(self, child: Child) -> None:
-        """`Supervisor.supervise`, but a replica that can't go on ends the run only if it was the last one."""
+        """Supervise a replica. One that can't continue ends the run only if it was the last."""
         try:
             await self.supervisor.supervise(child)
         except ServiceFailed as failed:
             if self._joined == 0 and all(other.state == "failed" for other in self.children.rollouts):
                 raise
-            self.display.print(f"{failed}\nThe run goes on with the other replicas.")
+            self.display.print(f"{failed}\nThe run continues with the other replicas.")
 
     def _ready_pages(self) -> list[tuple[Child, str, int]]:
         by_name = {child.name: child for child in self.children}
         return [(by_name[name], host, port) for name, host, port in pages_of(self.config)]
 
     async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
-        """Ask a service whether it is alive and ready. A refused connection is a process that starts or ends, not one that hangs."""
+        """Ask a service whether it is alive and ready. A refused connection means that the process is starting or ending, not that it
+        hangs."""
         alive, _ = await self._ask(host, port, "/healthz")
         status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
         ready = status == 200
@@ -257,7 +258,7 @@ class Pipeline:
             child.heard(alive not in (503, NO_ANSWER), after_s)
 
     async def _look_at_environments(self, after_s: float) -> None:
-        """Ask the hub which environments it can reach. While it does not answer, nothing is known of them."""
+        """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
         config, now = self.config.reward, time.monotonic()
         status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
         found = _json(answer) if status == 200 else None
@@ -270,13 +271,13 @@ class Pipeline:
         for name, child in self.children.environments.items():
             if child.state not in ("restarting", "failed"):
                 child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
-                # one that is too busy to answer is not hung: its breaker is closed
+                # while its breaker is closed, an environment that does not answer is busy, not hung
                 child.heard(name in reached or name not in self._broken, after_s)
             if name in self._broken and child.source_changed():
                 self.supervisor.replace(child, f"{child.source} has changed")
 
     def _waits(self) -> list[Wait]:
-        """For whom the run waits: environments that can't be reached, or whose breaker is open."""
+        """Return what the run waits for: environments that can't be reached, or whose breaker is open."""
         now = time.monotonic()
         known = {each["name"]: each for each in self._environments}
 
@@ -292,11 +293,9 @@ class Pipeline:
         ]
 
     def _repair(self, environment: str) -> str:
-        """What makes the run go on, where a broken environment is served from a file."""
+        """Return the remedy for a broken environment that is served from a file; empty for any other."""
         child = self.children.environments.get(environment)
-        return (
-            f"; correct {child.source}, and the run goes on" if child is not None and child.source is not None else ""
-        )
+        return f"; fix {child.source}, and the run continues" if child is not None and child.source is not None else ""
 
     async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
         return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
@@ -323,7 +322,7 @@ class Pipeline:
         self._show([])
 
     async def _until_loaded(self, client: ReplayClient) -> None:
-        """Wait until each replica's engine is up: while vLLM starts, it takes what others allocate on its device for its own."""
+        """Wait until each replica's engine is up. While vLLM starts, it attributes other processes' allocations on its device to itself."""
         loaded: set[Any] = set()
         while any(child.pid not in loaded for child in self.children.rollouts):
             await asyncio.sleep(LOOK_S)
@@ -339,16 +338,16 @@ class Pipeline:
             self._show([])
 
     async def _recall(self, client: ReplayClient) -> None:
-        """Read what earlier starts of the run trained, which is no news of this one."""
+        """Read what earlier starts of the run trained, so that it is not displayed as new."""
         with contextlib.suppress(ReplayUnavailable):
             for entry in await client.metrics(self.summary.last_entry):
                 self.summary.add(*entry)
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        # a supervisor that was itself frozen, or waited for the buffer, must not take its own silence for a service's
+        # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
         now = time.monotonic()
-        after_s, self._asked = min(now - self._asked, LONGEST_GAP_S), now
+        after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
         await asyncio.gather(
             *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
         )
@@ -380,7 +379,7 @@ class Pipeline:
         self._show(replicas, after_s, runners)
 
     async def _counts(self, client: ReplayClient) -> dict[str, int]:
-        """The groups by state, of the lane that the run is about."""
+        """Return the groups by state, of the lane that the run is about."""
         if not self.summary.evaluates:
             return (await client.state()).counts
         counts: dict[str, int] = (await client.stats())["counts"]["validation"]
@@ -394,7 +393,7 @@ class Pipeline:
                     child.fruitless = 0
 
     def _say_prompts(self) -> None:
-        """Say how many prompts there are, once the trainer has counted them."""
+        """Print the numbers of prompts, once the trainer has counted them."""
         if (written := _written(self._prompts)) != self._prompts_before:
             self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
@@ -441,7 +440,7 @@ class Pipeline:
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written; None if there is none."""
+    """Return when a file was written; None if it doesn't exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -449,7 +448,7 @@ def _written(path: Path) -> int | None:
 
 
 def _json(text: str) -> Any:
-    """The JSON value, or None for text that was cut off because its sender died."""
+    """Return the JSON value, or None for text that was cut off because its sender died."""
     try:
         return json.loads(text)
     except ValueError:
@@ -457,7 +456,7 @@ def _json(text: str) -> Any:
 
 
 def _reason(answer: str) -> str:
-    """Why a service is not ready, of the answer of its `/readyz`."""
+    """Return why a service is not ready, from the answer of its `/readyz`."""
     said = _json(answer)
     return str(said.get("reason") or "") if isinstance(said, dict) else ""
 
@@ -478,7 +477,7 @@ def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
 async def http_get(
     host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
 ) -> tuple[int, str]:
-    """(status, body) of a GET over HTTP/1.0; status 0 if nothing listens there, `NO_ANSWER` if what listens is silent."""
+    """GET over HTTP/1.0. Return (status, body). The status is 0 if nothing listens there, and `NO_ANSWER` if the listener is silent."""
     target = reached(host)
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""`headrace plan memory`: what a run takes of its GPUs, before there are any."""
+"""`headrace plan memory`: the GPU memory that a run needs, computed without GPUs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from headrace.cli.common import WIDTH, ConfigArgument, Overrides, load_entry_poi
 from headrace.config import load
 from headrace.errors import ConfigError
 
-app = typer.Typer(help="What a run takes.", no_args_is_help=True)
+app = typer.Typer(help="Plan the resources of a run.", no_args_is_help=True)
 
 GIB = 2**30
 
 
 @app.callback()
 def plans() -> None:
-    """What a run takes."""
+    """Plan the resources of a run."""
 
 
 @app.command()
 def memory(
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[str, typer.Option("--gpus", help="Numbers of GPUs of the trainer.")] = "1,4,8,16",
-    per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="How many of them a host has.")] = 8,
-    size: Annotated[float, typer.Option("--gpu-memory", min=1, help="GiB of a GPU.")] = 80,
+    gpus: Annotated[str, typer.Option("--gpus", help="Numbers of the trainer's GPUs to compare.")] = "1,4,8,16",
+    per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
+    size: Annotated[float, typer.Option("--gpu-memory", min=1, help="Memory of a GPU in GiB.")] = 80,
 ) -> None:
-    """Print the memory that the trainer takes on each of its GPUs, and a replica on its own, part by part in GiB.
+    """Print the memory that the trainer needs on each of its GPUs, and a replica on each of its own, part by part in GiB.
 
-    Nothing is started and no weight is read: the model's config.json is enough, or the name of a model that is known here.
+    Nothing is started and no weights are read. The model's config.json is enough, or the name of a model that Headrace knows.
     """
     loaded, plan = load(config, overrides or ()), load_entry_point("headrace.tools", "plan-memory", extra="trainer")
     counts = _counts(gpus, per_host, loaded.trainer.shard_within_host)
@@ -59,7 +59,7 @@ def _total(parts: Mapping[str, int], size: float) -> str:
 def _counts(text: str, per_host: int, whole_hosts: bool) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise ConfigError(f"--gpus {text}: give numbers of GPUs, as 1,4,8,16")
+        raise ConfigError(f"--gpus {text}: give numbers of GPUs, for example 1,4,8,16")
     if whole_hosts and any(count > per_host and count % per_host for count in counts):
         raise ConfigError(
             f"--gpus {text}: trainer.shard_within_host needs whole hosts, of {per_host} GPUs (--gpus-per-host); give multiples of "

@@ -1,4 +1,4 @@
-"""What a configuration names is looked at before anything starts: files, models, environments, ports and metrics."""
+"""Checks what a configuration names before anything starts: files, models, environments, ports and metrics."""
 
 from __future__ import annotations
 
@@ -22,44 +22,43 @@ _PING_S = 2.0
 
 
 def look(loaded: Loaded) -> list[str]:
-    """Warnings about what the configuration names. Raises `ConfigError`, one line a problem, with the place of each in its file."""
+    """Return warnings about what the configuration names. Raises `ConfigError` with one line per problem, each with its place in its
+    file, and `MissingPackage` if the trainer's packages are not installed."""
+    named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
     warnings = list(config.warnings)
-    problems, told = [], set[str]()
+    problems, reported = [], set[str]()
     named = [(model_is_here, *each) for each in config.models.items()]
     named += [(tokenizer_is_here, *each) for each in _tokenizers(config).items()]
     for is_here, key, name in named:
-        if key in told:
+        if key in reported:
             continue
         origin = loaded.origin(tuple(key.split(".")))
         try:
             if not is_here(key, name):
-                told.add(key)
+                reported.add(key)
                 warnings.append(
-                    f"{key}: {name} is neither a local directory nor in the hub's cache: it must be downloaded{origin}"
+                    f"{key}: {name} is neither a local directory nor in the Hugging Face cache; it must be downloaded{origin}"
                 )
         except ServiceError as error:
-            told.add(key)
+            reported.add(key)
             problems.append(f"{error}{origin}")
-    problems += [
-        f"{message}{loaded.origin(keys)}"
-        for keys, message in load_entry_point("headrace.tools", "look", "trainer")(config)
-    ]
+    problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials
-    # `up` makes the file if it isn't there
+    # `up` makes the file if it doesn't exist
     credentials = credentials_of(config) if path is not None and Path(path).exists() else None
     return warnings + asyncio.run(_unreachable(config, credentials))
 
 
 def _tokenizers(config: Config) -> dict[str, str]:
-    """The tokenizers that the run loads, by key: its own, and its teacher's."""
+    """Return the tokenizers that the run loads, by key: its own, and its teacher's."""
     return dict([config.tokenizer]) | {key: name for key, name in config.models.items() if key == TEACHER_KEY}
 
 
 async def _unreachable(config: Config, credentials: Credentials | None) -> list[str]:
-    """A line for each served environment that does not answer now."""
+    """Return a line for each served environment that does not answer now."""
     served = {name: env.target for name, env in config.env.items() if env.target is not None and not env.is_started}
     answers = await asyncio.gather(*(_ping(config, credentials, name, target) for name, target in served.items()))
     return [
@@ -70,7 +69,7 @@ async def _unreachable(config: Config, credentials: Credentials | None) -> list[
 
 
 async def _ping(config: Config, credentials: Credentials | None, name: str, target: str) -> str | None:
-    """Ask the environment at `target`. Returns None if it answers, else what is wrong."""
+    """Ask the environment at `target` for its description. Return None if it answers, else what is wrong."""
     channel = rpc.channel(
         target,
         security=None if target_is_local(target) else config.security,
@@ -81,7 +80,7 @@ async def _ping(config: Config, credentials: Credentials | None, name: str, targ
             environment_pb2.DescribeRequest(), timeout=_PING_S
         )
     except grpc.aio.AioRpcError as error:
-        if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there, and says nothing of itself
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it answers, but does not describe itself
             return None
         return f"{error.code().name}: {error.details()}"
     finally:

@@ -1,4 +1,4 @@
-"""`headrace replay-step`: a step once more."""
+"""`headrace replay-step`: recompute a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def replay_step(
     run: RunOption,
     tolerance: Annotated[
         float,
-        typer.Option(min=0.0, help="Largest difference, relative to the logged value or to 0.01, whichever is more."),
+        typer.Option(
+            min=0.0, help="Largest allowed difference, relative to the logged value or to 0.01, whichever is larger."
+        ),
     ] = 1e-3,
 ) -> None:
     """Recompute loss, gradient norm and reward of a step that the buffer retained (replay.retain_steps), from its checkpoint.
@@ -37,6 +39,8 @@ def replay_step(
         typer.echo(f"{name:10}{logged:16.9g}{now:16.9g}{now - logged:14.3g}")
     differing = result.differing(tolerance)
     if differing:
-        typer.echo(f"{', '.join(differing)}: more than the tolerance {tolerance:g} away from what was logged", err=True)
+        typer.echo(
+            f"{', '.join(differing)}: differs from the logged value by more than the tolerance {tolerance:g}", err=True
+        )
         raise typer.Exit(1)
     typer.echo(f"all within the tolerance {tolerance:g}")

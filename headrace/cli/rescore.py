@@ -1,4 +1,4 @@
-"""`headrace rescore`: trajectories that a run keeps, scored again by another environment or another build of one."""
+"""`headrace rescore`: score the trajectories that a run keeps with another environment, or another build of one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from headrace.wire import sample_to_wire, scoring_sample
 # States of groups that may have scores.
 _STATES = ("open", "scoring", "ready", "reserved", "trained", "evaluated")
 _PAUSE_S = 0.1
-# What the hub has beyond the environment's time.
+# The hub's time beyond the environment's timeout.
 _MARGIN_S = 5.0
 _START_S = 10.0
 
@@ -48,7 +48,7 @@ def rescore(
         typer.Option(
             "--env",
             metavar="NAME|FILE.py[:CLASS]|HOST:PORT",
-            help="What scores: an environment of the run's configuration, as it is now; a file; or a process that serves one.",
+            help="The environment that scores: one of the run's configuration, as it is now; a file; or a process that serves one.",
             show_default=False,
         ),
     ],
@@ -57,17 +57,19 @@ def rescore(
         typer.Option(
             "--set",
             metavar="key=value",
-            help="Override a key of the run's configuration, env.NAME.threshold perhaps; may be given several times.",
+            help="Override a key of the run's configuration, for example env.NAME.threshold; may be repeated.",
             show_default=False,
         ),
     ] = None,
     of: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only groups that this environment scored, by env.NAME.", show_default=False),
+        typer.Option(metavar="NAME", help="Only groups that environment env.NAME scored.", show_default=False),
     ] = None,
-    count: Annotated[int, typer.Option("-n", min=0, help="How many of those that differ most are shown.")] = 10,
+    count: Annotated[
+        int, typer.Option("-n", min=0, help="Show this many of the completions whose rewards differ most.")
+    ] = 10,
 ) -> None:
-    """Score the groups that a run keeps (replay.retain_steps) with another reward, and show what differs. The run is left as it is."""
+    """Score the groups that a run keeps (replay.retain_steps) with another reward, and show what differs. The run is not changed."""
     config = runs.find(run, overrides or ())
     name, environment = _environment(config, env)
     rescored = asyncio.run(_rescore(config, name, environment, of))
@@ -77,16 +79,16 @@ def rescore(
     if found.before is not None:
         console.print(table(found))
     for reason, times in found.failures.items():
-        say(console, f"{times} got no reward, and count nowhere, nor do their groups: {reason}")
+        say(console, f"{times} got no reward, and are left out together with their groups: {reason}")
     most = sorted((each for each in rescored if each.differs), key=lambda each: -abs(each.change))[:count]
     if most:
         console.print(differing(most))
     if found.before is None:
-        raise ServiceError(f"{env} scored no group whole")
+        raise ServiceError(f"{env} scored no group completely")
 
 
 def table(found: Comparison) -> Table:
-    """The rewards before and after, over the groups that were scored whole."""
+    """Return a table of the rewards before and after, over the groups that were scored completely."""
     made = plain_table(
         f"{found.groups} groups", "mean reward", "deviation", "spread in a group", "groups that teach nothing"
     )
@@ -110,26 +112,24 @@ def differing(rescored: Sequence[Rescored]) -> Table:
 
 
 def _environment(config: Config, env: str) -> tuple[str, EnvConfig]:
-    """The environment that `--env` means, and its name. Raises `ConfigError`."""
+    """Return the environment that `--env` names, and its name. Raises `ConfigError`."""
     if env in config.env:
         name, found = env, config.env[env]
     elif environment_file.is_file(env) or ":" in env:
         name, found = "rescored", environment_at(env)
     else:
         known = ", ".join(config.env) or "none"
-        raise ConfigError(
-            f"--env {env}: the run has no such environment ({known}), and it is neither FILE.py nor HOST:PORT"
-        )
+        raise ConfigError(f"--env {env} is neither an environment of the run ({known}) nor FILE.py nor HOST:PORT")
     if found.attached or found.command is not None:
         raise ConfigError(
-            f"--env {env}: only the run itself reaches env.{env}; name its file, or the address of a process that serves it"
+            f"--env {env}: only the run itself can reach env.{env}; give its file, or the address of a process that serves it"
         )
     target, security = found.target, config.security
     is_far = target is not None and not (found.is_started or target_is_local(target))
     if is_far and security.tls and security.tls_ca is None:
-        # the hub of this process has no certificate, and without either it would dial in plain text
+        # the hub of this process has no certificate, and without an authority too it would dial in plain text
         raise ConfigError(
-            f"--env {env}: {target} is on another machine; name the authority of its certificate: --set security.tls_ca=FILE"
+            f"--env {env}: {target} is on another machine; give the authority of its certificate with --set security.tls_ca=FILE"
         )
     return name, found
 
@@ -139,15 +139,15 @@ async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | 
     if not stored:
         which = "" if of is None else f" of environment {of}"
         raise HeadraceError(
-            f"the buffer of {config.run_folder} holds no scored trajectory{which}; replay.retain_steps=N keeps those of the newest N steps "
-            f"that were trained (it is {config.replay.retain_steps})"
+            f"the buffer of {config.run_folder} holds no scored trajectory{which}; replay.retain_steps=N keeps those of the newest N "
+            f"trained steps (it is {config.replay.retain_steps})"
         )
     async with _hub(config, name, environment) as (stub, size):
         return await _score(stub, name, environment, stored, size)
 
 
 async def _stored(config: Config) -> list[Scored]:
-    """What the buffer holds that has a reward."""
+    """Return the trajectories in the buffer that have a reward."""
     async with runs.open_buffer(config) as replay:
         groups = [group_id async for group_id, _ in replay.groups(_STATES)]
         held = [await replay.held(group_id) for group_id in dict.fromkeys(groups)]
@@ -164,18 +164,18 @@ def _scored(held: HeldGroup) -> list[Scored]:
 
 @contextlib.asynccontextmanager
 async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterator[tuple[Any, int]]:
-    """A reward hub of this process with that environment alone; yields its stub, and how many trajectories it can be at work on."""
+    """Run a reward hub in this process with that environment alone. Yields its stub, and how many trajectories it can work on at a time."""
     running = load_entry_point("headrace.tools", "hub", extra="reward")
     async with contextlib.AsyncExitStack() as stack:
         if environment.is_started:
-            environment = environment.model_copy(update={"port": 0})  # a process of this hub's own, not the run's
+            environment = environment.model_copy(update={"port": 0})  # this hub starts its own process
         here = {"host": LOOPBACK, "port": 0, "http_port": 0, "address": None}
         alone = config.model_copy(
             update={
                 "run": config.run.model_copy(update={"id": None}),
                 "env": {name: environment, **{part: config.env[part] for part in environment.parts}},
                 "reward": config.reward.model_copy(update=here),
-                # what is for this process alone needs no certificate
+                # a hub for this process alone needs no certificate
                 "security": config.security.model_copy(update={"tls_cert": None, "tls_key": None}),
             }
         )
@@ -188,7 +188,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
 
 
 async def _capacity(stub: Any, name: str) -> int:
-    """The capacity of the environment. Raises `ServiceError` if it can't score."""
+    """Return the capacity of the environment. Raises `ServiceError` if it can't score."""
     until = time.monotonic() + _START_S
     while True:
         listed = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_MARGIN_S)
@@ -201,16 +201,16 @@ async def _capacity(stub: Any, name: str) -> int:
 
 
 async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[Scored], size: int) -> list[Rescored]:
-    """In the order of `stored`, `size` at a time. Raises `ServiceError` if the environment begins on none of them in its time."""
+    """Return the scores in the order of `stored`, requested `size` at a time. Raises `ServiceError` if the environment starts none of them
+    within its timeout."""
 
     async def send(samples: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
         request = reward_pb2.ScoreRequest(trajectories=map(sample_to_wire, samples))
         results: Sequence[trajectory_pb2.Result] = (await stub.Score(request, timeout=within_s)).results
         return results
 
-    scope = (
-        f"rescore-{secrets.token_hex(8)}"  # under keys of its own: an environment may remember what it answered the run
-    )
+    # its own keys: an environment may remember its answers to the run
+    scope = f"rescore-{secrets.token_hex(8)}"
     samples = [
         dataclasses.replace(scoring_sample(group, trajectory, scope), environment=name)
         for group, trajectory, _ in stored
@@ -222,7 +222,7 @@ async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[
         answered = await ask(send, [samples[place] for place in part], environment.timeout_s + _MARGIN_S)
         begun = {place: score for place, score in zip(part, answered, strict=True) if score.status != "NOT_STARTED"}
         if not begun:
-            raise ServiceError(f"{name} scores no more: {answered[0].message}")
+            raise ServiceError(f"{name} stopped scoring: {answered[0].message}")
         scores |= begun
         left = [place for place in left if place not in scores]
     return [Rescored(*each, scores[place]) for place, each in enumerate(stored)]

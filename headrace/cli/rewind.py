@@ -24,23 +24,25 @@ WHY = "WHY.txt"
 def rewind(
     run: RunArgument,
     version: Annotated[
-        int, typer.Argument(metavar="VERSION", help="The checkpoint to go on from.", show_default=False)
+        int, typer.Argument(metavar="VERSION", help="The checkpoint to continue from.", show_default=False)
     ],
-    folder: Annotated[Path | None, typer.Option("--dir", help="Where RUN is, in place of ./runs.", hidden=True)] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="The folder of RUN, instead of ./runs.", hidden=True)
+    ] = None,
 ) -> None:
     """Move the checkpoints newer than VERSION aside, so that the next start of the run continues from VERSION.
 
-    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts. A run that is not stopped is refused,
-    wherever its trainer is at work.
+    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts. A run that is still up is refused,
+    wherever its trainer runs.
     """
     config = runs.find(run if folder is None else str(folder / run))
     name = config.run_folder.name
     with runs.locked(config), _no_trainer_in(config.checkpoint_folder, name):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
     if not moved:
-        typer.echo(f"run {name}: checkpoint {version} is the newest already")
+        typer.echo(f"run {name}: checkpoint {version} is already the newest")
         return
-    typer.echo(f"run {name} goes on from checkpoint {version}; set aside in {place}: {_listed(moved)}")
+    typer.echo(f"run {name} continues from checkpoint {version}; newer ones are in {place}: {_listed(moved)}")
 
 
 @contextlib.contextmanager
@@ -60,16 +62,17 @@ def _no_trainer_in(checkpoints: Path, run: str) -> Iterator[None]:
 
 
 def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[list[int], Path]:
-    """Move the checkpoints newer than `version` to a folder with a note; returns their versions and the folder.
+    """Move the checkpoints newer than `version` to a folder with a note. Returns their versions and the folder.
 
-    The chain is cut first, so that no trainer goes on from one of them, and none that wakes up late publishes another. If this is
-    interrupted, the same command finishes the job. Raises `ServiceError` if there is no such checkpoint, or the folder can't be written.
+    The chain is cut first. So no trainer resumes from one of them, and a trainer that wakes up late publishes no other. If this is
+    interrupted, the same command finishes the job. Raises `ServiceError` if the checkpoint does not exist, or the folder can't be
+    written.
     """
     there = folders.published(checkpoints)
     if version not in there:
         raise ServiceError(
-            f"{checkpoints} holds no checkpoint of version {version}: {_listed(there)}. The initial model is none: to start "
-            "from it, give run.id another name"
+            f"{checkpoints} has no checkpoint of version {version}; it has {_listed(there)}. The initial model is not a checkpoint: to "
+            "start from it, give another run.id"
         )
     place = checkpoints / f"set-aside-{now:%Y%m%d-%H%M%S}"
     newer = [step for step in _steps(checkpoints) if step > version]
@@ -77,9 +80,9 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
         if newer:
             place.mkdir(exist_ok=True)
             (place / WHY).write_text(
-                f"{now:%Y-%m-%d %H:%M:%S}: the run was set back to checkpoint {version} by `headrace rewind`. These are the newer "
-                f"ones: {_listed(newer)}.\nNothing needs them any more; remove them, or load them as any Hugging Face checkpoint. To take "
-                "this back before the run has started again, remove the last line of ../chain.jsonl and move them back.\n",
+                f"{now:%Y-%m-%d %H:%M:%S}: `headrace rewind` set the run back to checkpoint {version}. These are the newer "
+                f"checkpoints: {_listed(newer)}.\nNothing needs them any more. Remove them, or load them like any Hugging Face checkpoint. "
+                "To undo this before the run has started again, remove the last line of ../chain.jsonl and move them back.\n",
                 encoding="utf-8",
             )
             folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))
@@ -91,10 +94,10 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
 
 
 def _steps(checkpoints: Path) -> dict[int, Path]:
-    """Checkpoint folders, complete or not, oldest first."""
+    """Return the checkpoint folders, complete or not, oldest first."""
     named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in checkpoints.glob("step_*"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def _listed(versions: list[int]) -> str:
-    return ", ".join(map(str, versions)) or "there is none"
+    return ", ".join(map(str, versions)) or "none"

@@ -1,4 +1,4 @@
-"""`headrace runs`, `headrace runs compare`: the runs of a folder, and two of them side by side."""
+"""`headrace runs`, `headrace runs compare`: list the runs of a folder, and compare two of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.history import Metric, RunHistory
 from headrace.printable import printable
 from headrace.replay.connection import shown
 
-# Steps of the table of a comparison: the first, the last, and some between them.
+# The number of steps in the table of a comparison: the first, the last, and some between them.
 SHOWN_STEPS = 11
 _COLOURS = {"running": "green", "failed": "red", "killed": "red"}
 
@@ -34,12 +34,12 @@ app = typer.Typer(help="List the runs of a folder, or compare two.", invoke_with
 def list_runs(
     context: typer.Context, folder: Annotated[Path, typer.Option("--dir", help="The folder of runs.")] = Path("runs")
 ) -> None:
-    """List the runs of a folder: how each stands and why, when it was started, how many steps it has trained, and its best."""
+    """List the runs of a folder: each run's state and its reason, when it was started, how many steps it has trained, and its best."""
     if context.invoked_subcommand is not None:
         return
     saved = sorted(folder.glob(f"*/{runs.SAVED}"))
     if not saved:
-        raise ConfigError(f"{folder} holds no run; --dir names another folder of runs")
+        raise ConfigError(f"{folder} holds no runs; give another folder of runs with --dir")
     show_runs(sys.stdout, [(path.parent.name, _read(str(path.parent))) for path in saved])
 
 
@@ -52,7 +52,7 @@ def compare(
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="A metric to show step by step, as train:NAME or val:NAME; may be given several times.",
+            help="A metric to show step by step, as train:NAME or val:NAME; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -61,9 +61,9 @@ def compare(
         typer.Option("--html", metavar="FILE", help="Also write a page with both runs' curves.", show_default=False),
     ] = None,
 ) -> None:
-    """Show two runs side by side: how they stand, their best, time, metrics at the same steps, and where their configurations differ."""
+    """Show two runs side by side: their states, best values, times, metrics at the same steps, and where their configurations differ."""
     if first == second:
-        raise ConfigError(f"{first} and {second} are one run; name another")
+        raise ConfigError(f"{first} and {second} are the same run; give two different ones")
     found = {name: history.read(runs.find(name)) for name in (first, second)}
     lines = [line for each in found.values() for line in each.lines]
     wanted = [history.parse_metric(name, lines) for name in metrics or ()]
@@ -71,7 +71,7 @@ def compare(
         known = {known for line in lines if line.kind == kind for known in line.metrics}
         if metric not in known:
             raise HeadraceError(
-                f"--metric {name}: neither run has it; there are {', '.join(sorted(known)) or 'none yet'}"
+                f"--metric {name}: neither run has this metric; known ones are {', '.join(sorted(known)) or 'none yet'}"
             )
     show_comparison(sys.stdout, found, wanted or [("train", "reward"), ("validation", "accuracy")])
     if page is not None:
@@ -84,7 +84,7 @@ def compare(
 
 
 def _read(run: str) -> RunHistory | HeadraceError:
-    """One that can't be read must not hide the others."""
+    """Return the run's history. An error is returned too, so that one unreadable run doesn't hide the others."""
     try:
         return history.read(runs.find(run))
     except HeadraceError as error:
@@ -133,7 +133,7 @@ def show_comparison(out: TextIO, found: Mapping[str, RunHistory], metrics: Seque
     for step in _some(common):
         cells = [f"{of_run[step]:.4g}" if step in of_run else "-" for of_metric in of_runs for of_run in of_metric]
         table.add_row(str(step), *cells)
-    console.print(table if common else Text("the two have no step in common"), Text(), sep="\n")
+    console.print(table if common else Text("the two runs have no step in common"), Text(), sep="\n")
     differing = list(differences(*(each.config for each in found.values())))
     console.print(f"{len(differing)} keys differ" + (":" if differing else " (ports and addresses of the run aside)"))
     for change in differing:
@@ -144,7 +144,8 @@ _PREFIX = {"train": "train", "validation": "val"}
 
 
 def differences(first: Any, second: Any) -> Iterator[str]:
-    """Keys in which two runs differ, each with both values; names, folders and ports that every run has of its own aside."""
+    """Yield the keys in which two runs differ, each with both values. Names, folders and ports are left out, because they differ between
+    any two runs."""
     for change in diff(first, second):
         own = change.key in ("run.id", "run.dir", "security.credentials") or change.key.endswith("port")
         if not own:
@@ -158,7 +159,7 @@ def _without_password(change: Change) -> Change:
 
 
 def _some(steps: Sequence[int]) -> list[int]:
-    """At most `SHOWN_STEPS` of the steps, the first and the last among them."""
+    """Return at most `SHOWN_STEPS` of the steps, including the first and the last."""
     if len(steps) <= SHOWN_STEPS:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / (SHOWN_STEPS - 1))] for place in range(SHOWN_STEPS)]
@@ -172,11 +173,11 @@ def when(moment: float | None) -> str:
 
 
 def steps(each: RunHistory) -> str:
-    """How many steps it has trained, and how many there are to be."""
+    """Return the number of steps trained, and the number planned."""
     return "-" if each.last_step is None else f"{each.last_step + 1} of {each.config.algorithm.max_num_steps}"
 
 
 def brief(reason: str) -> str:
-    """A reason in one line: the first and the last of its lines."""
+    """Return a reason in one line: the first and the last of its lines."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return " … ".join([lines[0], lines[-1]] if len(lines) > 1 else lines)

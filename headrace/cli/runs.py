@@ -1,4 +1,4 @@
-"""A run as the command line sees it: its id, its folder with the resolved configuration and a lock, its ports, and its buffer."""
+"""A run as the command line sees it: its id, its folder (with the resolved configuration and a lock), its ports, and its buffer."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _CONNECT_S = 3.0
 
 
 def new_id(name: str, now: datetime.datetime) -> str:
-    """`<name>-<YYYYmmdd-HHMMSS>`, of what an id may have."""
+    """Return `<name>-<YYYYmmdd-HHMMSS>`, with only the characters that an id may have."""
     return f"{plain(name).lstrip('._-')[:48] or 'run'}-{now:%Y%m%d-%H%M%S}"
 
 
 def plain(name: str) -> str:
-    """A name without what the ids of runs, and of data sets, may not have."""
+    """Return the name without characters that the ids of runs and data sets may not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """Load the run's configuration; also returns what changed in it since the run was last up. Credentials lie in the run's folder unless
-    the configuration says where.
+    """Load the run's configuration. Also returns what changed in it since the run was last up. Credentials are in the run's folder unless
+    the configuration gives another place.
 
-    Raises `ConfigError` with the diff if a key differs that may not change.
+    Raises `ConfigError` with the differences if a fixed key has changed.
     """
     config = load(config_file, overrides)
     here = config_file.resolve().parent
@@ -73,7 +73,7 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     if fixed and (trained := _trained(before) or _trained(config)):
         keys = "\n".join(f"  {change}" for change in fixed)
         raise ConfigError(
-            f"run {config.run.id} has {trained}, and can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
+            f"run {config.run.id} has {trained}, and can't continue with these keys changed; restore them, or give another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
 
@@ -84,24 +84,24 @@ def _is_same_path(one: object, other: object) -> bool:
 
 def _renamed(folder: Path, config: Config) -> ConfigError:
     return ConfigError(
-        f"{folder} is the folder of run {config.run.id}, renamed or copied, and a run goes on under its own name alone: "
+        f"{folder} is the folder of run {config.run.id}, renamed or copied, and a run can continue only under its own name: "
         f"{resume_hint(config.placed(folder))}"
     )
 
 
 def resume_hint(config: Config) -> str:
-    """What makes the run in this folder go on."""
+    """Return the command that makes the run in this folder continue."""
     folder = config.run_folder
     if folder.name == config.run.id:
         return f"headrace up {folder / SAVED}"
     return (
-        f"rename the folder to {config.run.id}; or start a new run from its weights, by run.id=NAME "
+        f"rename the folder to {config.run.id}; or start a new run from its weights, with run.id=NAME "
         f"policy.model_name={folder}/checkpoints/step_<version>/policy"
     )
 
 
 def _trained(config: Config) -> str | None:
-    """What the run has that its configuration made, if anything: until then nothing is fixed."""
+    """Return a description of the run's training results, or None. Until there are any, no key is fixed."""
     if checkpoints := published(config.checkpoint_folder):
         return f"checkpoint {checkpoints[-1]}"
     trained = any(line.kind == "train" for line in read_journal(config.run_folder / JOURNAL))
@@ -109,14 +109,14 @@ def _trained(config: Config) -> str | None:
 
 
 def with_credentials(config: Config) -> Config:
-    """The configuration with the credentials in the run's folder, unless it says where they are."""
+    """Return the configuration with the credentials in the run's folder, unless it gives another place."""
     if config.security.credentials is not None:
         return config
     return _with(config, config.run_folder.absolute() / credentials.FILE)
 
 
 def _with_own_credentials(config: Config) -> Config:
-    """The configuration with the credentials in the run's folder, if it was saved with them, wherever the folder was then."""
+    """Return the configuration with the credentials in the run's folder if it was saved with them, wherever the folder was then."""
     saved, own = Path(config.security.credentials or ""), config.run_folder.absolute() / credentials.FILE
     is_own = (saved.parent.name, saved.name) == (config.run.id, own.name) and own.exists()
     return _with(config, own) if is_own else config
@@ -127,10 +127,10 @@ def _with(config: Config, path: Path) -> Config:
 
 
 def make_credentials(config: Config) -> None:
-    """Add what the credentials of a run lack, and keep others out of its folder. Each environment that is started here gets a file with
-    its own token alone. Raises `ConfigError`."""
+    """Add the missing credentials of a run, and make its folder private. Each environment that is started here gets a file with its own
+    token alone. Raises `ConfigError`."""
     config.run_folder.chmod(0o700)
-    # the users of a server that isn't ours are its administrator's
+    # on an external server, its administrator manages the users
     names = credentials.names_of(config, redis=config.replay.redis_url is None)
     whole = Path(config.security.credentials or "")
     credentials.complete(whole, names)
@@ -142,23 +142,23 @@ def make_credentials(config: Config) -> None:
 
 
 def token_file(config: Config, environment: str) -> Path:
-    """The credentials of an environment that `headrace up` starts."""
+    """Return the path of the credentials of an environment that `headrace up` starts."""
     return config.run_folder.absolute() / f"environment-{environment}.{credentials.FILE}"
 
 
 def find(run: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the run in folder `run`, or with this id under `./runs`, wherever it was started from, and wherever its folder
-    is now. Raises `ConfigError` if there is none."""
+    """Return the configuration of the run in folder `run`, or with this id under `./runs`. It doesn't matter where the run was started, or
+    whether its folder has moved. Raises `ConfigError` if it does not exist."""
     return load_saved(_saved(run), overrides)
 
 
 def load_saved(saved: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
+    """Return the configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
     return _with_own_credentials(load(saved, overrides).placed(saved.resolve().parent))
 
 
 def may_be_up(config: Config) -> bool:
-    """Whether somebody may be at work on the run in its folder. Of a renamed or copied one, what listens on its ports may be the
+    """Whether some process may be running the run in its folder. For a renamed or copied folder, the listener on its ports may be the
     original."""
     folder = config.run_folder
     return folder.name == config.run.id or config.replay.redis_url is not None or is_locked(folder / RUN_LOCK)
@@ -167,22 +167,22 @@ def may_be_up(config: Config) -> bool:
 def _saved(run: str) -> Path:
     saved = saved_in(run)
     if saved is None:
-        raise ConfigError(f"{run}: no run there; there is neither {' nor '.join(map(str, places(run)))}")
+        raise ConfigError(f"{run} is not a run: neither {' nor '.join(map(str, places(run)))} exists")
     return saved
 
 
 def saved_in(run: str) -> Path | None:
-    """The saved configuration of a run; None if there is none at its `places`."""
+    """Return the path of the saved configuration of a run; None if it is at none of its `places`."""
     return next((place for place in places(run) if place.is_file()), None)
 
 
 def places(run: str) -> list[Path]:
-    """Where the saved configuration of a run may be, which is named by its folder or by its id under `./runs`."""
+    """Return the possible paths of a run's saved configuration. `run` is the run's folder, or its id under `./runs`."""
     return [Path(run) / SAVED, Path("runs") / run / SAVED]
 
 
 def save(config: Config) -> Path:
-    """Write the resolved configuration into the run's folder; returns its absolute path."""
+    """Write the resolved configuration into the run's folder. Returns its absolute path."""
     path = config.run_folder.absolute() / SAVED
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     start = os.path.relpath(Path.cwd(), path.parent.resolve())
@@ -201,7 +201,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(config: Config) -> Iterator[None]:
-    """Hold the run's lock. A folder that has nothing else in the end is removed. Raises `ServiceError` if another process holds it."""
+    """Hold the run's lock. If the folder contains nothing else at the end, it is removed. Raises `ServiceError` if another process holds
+    the lock."""
     folder = config.run_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,7 @@ def locked(config: Config) -> Iterator[None]:
             handle.seek(0)
             owner = handle.read().strip() or "another process"
             raise ServiceError(
-                f"run {config.run.id} is already up (process {owner}); stop it first, or take another run.id"
+                f"run {config.run.id} is already up (process {owner}); stop it first, or give another run.id"
             ) from None
         handle.truncate(0)
         handle.write(f"{os.getpid()}\n")
@@ -230,17 +231,17 @@ def locked(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusable(config: Config) -> Iterator[None]:
-    """Put the record of the run back, its configuration and how it stands, if a start of it ends before a trainer has gone on with it.
-    A run that has no past keeps what its first start wrote."""
+    """Restore the record of the run (its configuration and its state) if a start ends before a trainer has resumed the run. A run that has
+    never trained keeps what its first start wrote."""
     folder = config.run_folder
     past = read_bytes(folder / JOURNAL) if folder.is_dir() else b""
     record = {path: path.read_bytes() for path in (folder / SAVED, folder / RECORD) if past and path.exists()}
     try:
         yield
     except BaseException:
-        # a trainer that goes on notes it there first of all
+        # a trainer that resumes notes this in the journal first
         if record and read_bytes(folder / JOURNAL) == past:
-            with contextlib.suppress(OSError):  # what ended the start is the news
+            with contextlib.suppress(OSError):  # the error that ended the start matters more
                 for path, before in record.items():
                     _replace(path, before)
         raise
@@ -248,7 +249,7 @@ def refusable(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsupervised(config: Config, given: Path) -> Iterator[None]:
-    """Keep the record of the run of a trainer that `up` didn't start (in a container, or by hand), so that `--run` finds it. `given` is
+    """Keep the record of the run for a trainer that `up` didn't start (in a container, or by hand), so that `--run` finds it. `given` is
     the file that the trainer was started with. Raises `ServiceError`."""
     saved = config.run_folder.absolute() / SAVED
     with refusable(config):
@@ -261,7 +262,7 @@ def unsupervised(config: Config, given: Path) -> Iterator[None]:
             yield
 
 
-# What listens: host, port, and what else must hold for it to listen on this machine.
+# By key, the host and port of each listener; None if it does not listen on this machine.
 _LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
     "replay.redis_port": lambda c: None if c.replay.redis_url else (c.replay.redis_host, c.replay.redis_port),
     "replay.port": lambda c: (c.replay.host, c.replay.port),
@@ -273,12 +274,13 @@ _LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
     "trainer.port": lambda c: (c.trainer.host, c.trainer.port),
     "weight_channel.port": lambda c: (c.weight_channel.host or LOOPBACK, c.weight_channel.port),
 }
-# Those that the services of a run must know of each other; the others choose for themselves.
+# The ports that the services of a run must know of each other; the other services choose their own.
 _KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port")
 
 
 def _chosen(config: Config) -> list[str]:
-    """The ports that `up` chooses: they are 0, or were not given. A service that is started by itself then takes the default."""
+    """Return the ports that `up` chooses: those that are 0, or were not given. A service that is started alone uses the default for the
+    latter."""
     found = [f"env.{name}.port" for name, env in config.env.items() if env.is_started and env.port == 0]
     for key in _KNOWN:
         section, _, name = key.partition(".")
@@ -289,7 +291,7 @@ def _chosen(config: Config) -> list[str]:
 
 
 def busy_ports(config: Config) -> list[str]:
-    """A line for each port that the configuration gives and something listens on."""
+    """Return a line for each configured port that is in use."""
     lines = []
     for key, listener in _LISTENERS.items():
         place = listener(config)
@@ -302,19 +304,20 @@ def busy_ports(config: Config) -> list[str]:
 
 
 def settle_ports(config: Config) -> Config:
-    """Check that the ports that were given are free, and choose free ones for the others that services need to know of each other.
+    """Check that the configured ports are free, and choose free ones for the others that services need to know of each other.
 
-    Raises `ServiceError` naming the key of a busy port and who has it, `ConfigError` if several replicas would share one.
+    Raises `ServiceError` naming the key of a busy port and the process that uses it, `ConfigError` if several replicas would share a
+    port.
     """
     if config.rollout.port and config.rollout.replicas > 1:
         raise ConfigError(
             f"rollout.port {config.rollout.port} with rollout.replicas {config.rollout.replicas}: "
-            "each replica needs a port of its own; set rollout.port to 0"
+            "each replica needs its own port; set rollout.port to 0"
         )
     for key, port in (("agents.port", config.agents.port), ("agents.http_port", config.agents.http_port)):
         if port and config.agents.runners > 1:
             raise ConfigError(
-                f"{key} {port} with agents.runners {config.agents.runners}: each runner needs a port of its own; set {key} to 0"
+                f"{key} {port} with agents.runners {config.agents.runners}: each runner needs its own port; set {key} to 0"
             )
     chosen, settled = _chosen(config), dict[str, dict[str, int]]()
     with contextlib.ExitStack() as held:
@@ -343,8 +346,8 @@ def settle_ports(config: Config) -> Config:
 
 
 def _holder(port: int) -> str:
-    """Who listens on `port`, as the end of a message; nothing if this user can't tell."""
-    import psutil  # only a message needs it
+    """Describe the process that listens on `port`, as the end of a message; empty if this user can't see it."""
+    import psutil  # needed only for this message
 
     from headrace.listeners import listener, saved_config
 
@@ -355,16 +358,16 @@ def _holder(port: int) -> str:
         return f"; process {process.pid} has it, of run {saved.parent.name} in {saved.parent}"
     try:
         return f"; process {process.pid} has it ({' '.join(process.cmdline()):.80})"
-    except psutil.Error:  # it has ended meanwhile, or is another user's
+    except psutil.Error:  # it has ended meanwhile, or belongs to another user
         return f"; process {process.pid} has it"
 
 
 @contextlib.asynccontextmanager
 async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[ReplayClient]:
-    """A client of the run's buffer, whether the run is up or not. With `role` "operator" it may also change something.
+    """Open a client of the run's buffer, whether the run is up or not. With `role` "operator" the client may also change the buffer.
 
-    If the run is down, its embedded server is started from the append-only file for as long as the context is open; the run
-    can't be started meanwhile. Raises `ReplayUnavailable` if there is neither, `ServiceError` while another process starts the run.
+    If the run is down, its embedded server is started from the append-only file while the context is open; the run can't be started
+    meanwhile. Raises `ReplayUnavailable` if neither a server nor a file exists, `ServiceError` while another process starts the run.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -387,12 +390,12 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
                 raise
             address = with_port(config.replay.redis_host, config.replay.redis_port)
             raise ReplayUnavailable(
-                f"run {config.run.id} is not up: its buffer can't be reached at {address}, and {folder}, where it would be kept, is not "
-                f"there. To start it: {resume_hint(config)}"
+                f"run {config.run.id} is not up: its buffer can't be reached at {address}, and its folder {folder} doesn't exist. "
+                f"To start the run: {resume_hint(config)}"
             ) from error
     make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
     stack.enter_context(locked(config))
-    # a port of its own: another run may be up on the configured one
+    # a free port: another run may be up on the configured one
     with bind(LOOPBACK, 0, "replay.redis_port") as free:
         port = free.getsockname()[1]
     server = make.of(config, LOOPBACK, port)

@@ -1,4 +1,4 @@
-"""`headrace samples`: prompts, what the policy wrote, and what it was worth."""
+"""`headrace samples`: show prompts, what the policy wrote, and its rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headrace.samples import (
     group_of,
 )
 
-# Completions stand side by side as long as each has this many columns of the terminal; conversations, this many.
+# The columns that a completion, and a conversation, needs to stand beside others.
 NARROWEST, NARROWEST_CONVERSATION = 38, 56
 
 TokenText = Callable[[int], str]
@@ -40,25 +40,25 @@ TokenText = Callable[[int], str]
 def samples(
     run: RunArgument,
     step: Annotated[
-        int | None, typer.Option(min=0, help="The step; without it the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="The step; by default the newest.", show_default=False)
     ] = None,
     validation: Annotated[
-        bool, typer.Option("--validation", help="Of a validation: STEP is the version that it evaluated.")
+        bool, typer.Option("--validation", help="Show a validation; the step is the version that it evaluated.")
     ] = False,
     best: Annotated[bool, typer.Option("--best", help="Groups with the highest mean reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest mean reward first.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Groups that failed, the newest first, and why.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Groups that failed, newest first, and why.")] = False,
     prompt: Annotated[
         str, typer.Option(metavar="TEXT", help="Only groups with this text in their prompt.", show_default=False)
     ] = "",
-    tokens: Annotated[bool, typer.Option("--tokens", help="Each token with its log-probability.")] = False,
-    count: Annotated[int, typer.Option("-n", min=1, help="How many groups.")] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token with its log-probability.")] = False,
+    count: Annotated[int, typer.Option("-n", min=1, help="Number of groups.")] = 3,
 ) -> None:
     """Show prompts and their completions, the expected answer, rewards, and which completions were truncated or failed."""
     if best + worst + failed > 1:
         raise ConfigError("--best, --worst, --failed: give one of them")
     if failed and (step is not None or validation):
-        raise ConfigError("--failed shows groups that are of no step: leave out --step and --validation")
+        raise ConfigError("--failed shows groups that belong to no step; leave out --step and --validation")
     config = runs.find(run)
     files = SampleFiles(config.log_folder, config.logger.keep_step_data)
     if failed:
@@ -79,12 +79,12 @@ def samples(
 
 
 def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
-    """`step`, or the newest of the kind. Raises `HeadraceError` naming the steps whose samples are kept."""
+    """Return `step`, or the newest step of the kind. Raises `HeadraceError` naming the steps whose samples are kept."""
     kept = files.steps(kind)
     if kept and (step is None or step in kept):
         return kept[-1] if step is None else step
     what = "validation of version" if kind == "val" else "step"
-    there = f"there are those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
+    there = f"it has those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
     raise HeadraceError(
         f"no samples of {'a ' if step is None else ''}{what}{'' if step is None else f' {step}'} in {files.folder}: {there} "
         f"(logger.keep_step_data {files.keep})"
@@ -92,8 +92,8 @@ def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
 
 
 async def _failed(config: Config, files: SampleFiles, text: str, most: int) -> list[SampleGroup]:
-    """The newest groups that failed: those that the buffer holds, then older ones of which a completion is kept. If the buffer can't be
-    reached, the latter alone; raises what is wrong with it if there is none."""
+    """Return the newest groups that failed: those in the buffer, then older ones of which a completion was kept. If the buffer can't be
+    reached, only the kept ones are returned, or its error is raised if none were kept."""
     kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.failed))}
     try:
         async with runs.open_buffer(config) as replay:
@@ -108,24 +108,24 @@ async def _failed(config: Config, files: SampleFiles, text: str, most: int) -> l
     except (ReplayUnavailable, ServiceError) as error:
         if not kept:
             raise
-        typer.echo(f"groups that failed without a completion are not shown: {printable(str(error))}", err=True)
+        typer.echo(f"failed groups without a completion are not shown: {printable(str(error))}", err=True)
         found = []
     return [*found, *choose_groups(kept.values(), None, text, most - len(found))]
 
 
 def token_texts(config: Config) -> TokenText:
-    """What a token id means to the run's tokenizer. Raises `HeadraceError` if it can't be loaded."""
+    """Return a function that decodes one token id with the run's tokenizer. Raises `HeadraceError` if the tokenizer can't be loaded."""
     load: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")
     tokenizer = load(config)
     return lambda token: str(tokenizer.decode([token]))
 
 
-# -- how a group looks
+# -- drawing a group
 
 
 def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | None = None) -> RenderableType:
-    """The group: its prompt, and its completions side by side, or below each other where `width` is small. With `text_of` each token of a
-    completion has a line."""
+    """Draw a group: its prompt, and its completions side by side, or below each other where `width` is small. With `text_of` each token of
+    a completion has its own line."""
     mean = group.mean_reward
     heading = [printable(group.id), printable(group.task), title]
     if mean is not None:
@@ -169,7 +169,8 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
 
 
 def _said(sample: StoredSample) -> Iterator[RenderableType]:
-    """What was said in a call is indented, also where a line is broken: nothing of it passes for the head of a call."""
+    """Yield the text of a sample. The messages of a call are indented, broken lines too, so that nothing in them looks like the head of a
+    call."""
     if not sample.calls:
         yield _text(sample.content)
     for head, parts in sample.conversation:
@@ -183,7 +184,7 @@ def _left(sample: StoredSample) -> Iterator[RenderableType]:
 
 
 def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
-    """A line for each token: its log-probability, its id, and its text. Tokens that the environment wrote have no log-probability."""
+    """Draw a line for each token: its log-probability, its id, and its text. Tokens that the environment wrote have no log-probability."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("log p", "id"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -196,5 +197,5 @@ def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
 
 
 def _text(text: str, style: str = "", keep: str = "\n\t") -> Text:
-    """What others wrote: no markup, no control characters, and nothing cut off."""
+    """Return text from outside for display: without markup and control characters, and not cut off."""
     return Text(printable(text, keep=keep), style=style, overflow="fold")

@@ -1,4 +1,4 @@
-"""`headrace serve`: a model behind vLLM's own OpenAI-compatible server."""
+"""`headrace serve`: serve a model with vLLM's own OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, ServiceError
 from headrace.service import bind
 
 _SERVER = "vllm.entrypoints.openai.api_server"
-# For what is being answered when the server is stopped.
+# For requests in progress when the server is stopped.
 _GRACE_S = 10.0
 
 
@@ -33,7 +33,7 @@ def serve(
     options: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- VLLM_OPTION…]", help="Options of vLLM's server, as `vllm serve` has them.", show_default=False
+            metavar="[-- VLLM_OPTION…]", help="Options of vLLM's server, as for `vllm serve`.", show_default=False
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = LOOPBACK,
@@ -41,23 +41,23 @@ def serve(
     tls_cert: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Certificate chain (PEM); else security.tls_cert of the run.", show_default=False
+            metavar="FILE", help="Certificate chain (PEM); by default security.tls_cert of the run.", show_default=False
         ),
     ] = None,
     tls_key: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Its private key (PEM); else security.tls_key of the run.", show_default=False
+            metavar="FILE", help="Its private key (PEM); by default security.tls_key of the run.", show_default=False
         ),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond the loopback interface without TLS.")
     ] = False,
 ) -> None:
-    """Serve a model over OpenAI's API until it is stopped: /v1/chat/completions and the rest, under the name RUN@STEP.
+    """Serve a model over OpenAI's API (/v1/chat/completions and the rest) under the name RUN@STEP, until the command is stopped.
 
-    The engine of a run's model is set up as the run's replicas are (policy.generation.vllm_cfg); what follows `--` outranks that. With
-    VLLM_API_KEY in the environment a client needs that key, and beyond the loopback interface there must be one.
+    The engine of a run's model is configured like the run's replicas (policy.generation.vllm_cfg); options after `--` override that. With
+    VLLM_API_KEY in the environment a client needs that key. Beyond the loopback interface a key is required.
     """
     found = weights.find(model)
     tls = _tls(found.run.config if found.run is not None else None, tls_cert, tls_key)
@@ -78,22 +78,22 @@ def serve(
 
 
 def check(host: str, options: Sequence[str], environ: Mapping[str, str], *, tls: bool, insecure: bool) -> None:
-    """Refuse to be reached beyond the loopback interface without TLS and a key. Raises `ConfigError` naming the remedy."""
+    """Refuse to listen beyond the loopback interface without TLS and a key. Raises `ConfigError` naming the remedy."""
     if any(option.replace("_", "-").partition("=")[0] == "--api-key" for option in options):
         raise ConfigError(
-            f"--api-key: everybody on this machine can read a command line; give the key in the environment, as {api_key.VARIABLE}"
+            f"--api-key: everybody on this machine can read a command line; give the key in the variable {api_key.VARIABLE}"
         )
     if is_loopback(host):
         return
     if not environ.get(api_key.VARIABLE):
         raise ConfigError(
-            f"--host {host}: beyond the loopback interface nothing is served without a key; set {api_key.VARIABLE} (`openssl rand -hex 32` "
-            "makes one), which clients then present as their API key"
+            f"--host {host}: a key is required beyond the loopback interface; set {api_key.VARIABLE} (`openssl rand -hex 32` makes one), "
+            "which clients then present as their API key"
         )
     if not tls and not insecure:
         raise ConfigError(
-            f"--host {host}: nothing is served beyond the loopback interface without TLS; give --tls-cert and --tls-key "
-            "(`headrace certs` makes both), or --insecure to go without in a network that you trust"
+            f"--host {host}: TLS is required beyond the loopback interface; give --tls-cert and --tls-key (`headrace certs` makes both), "
+            "or --insecure to do without on a network that you trust"
         )
 
 
@@ -108,18 +108,19 @@ def _tls(config: Config | None, cert: str | None, key: str | None) -> tuple[str,
 def arguments(
     found: NamedModel, host: str, port: int, tls: tuple[str, str] | None, options: Sequence[str], *, on_cpu: bool
 ) -> list[str]:
-    """The arguments of vLLM's server. Of two equal ones it takes the last: the user's win over the run's, and where it listens is ours."""
+    """Return the arguments of vLLM's server, which uses the last of two equal options: the user's override the run's, and Headrace decides
+    the address."""
     ours = ["--host", host, "--port", str(port)]
     if tls is not None:
         ours += ["--ssl-certfile", tls[0], "--ssl-keyfile", tls[1]]
     if not is_loopback(host):
-        # vLLM itself asks for the key under /v1 and the like alone
+        # vLLM itself asks for the key only under some paths, such as /v1
         ours += ["--middleware", f"{api_key.__name__}.{api_key.KeyGuard.__name__}"]
     return ["--model", found.model, "--served-model-name", found.name, *_engine(found, on_cpu), *options, *ours]
 
 
 def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
-    """The engine of the run's replicas."""
+    """Return the engine options of the run's replicas."""
     if found.run is None:
         return []
     policy = found.run.config.policy
@@ -140,10 +141,10 @@ def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
 
 
 def environment(found: NamedModel, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of vLLM's server; what is set already stays."""
+    """Return the environment variables of vLLM's server. Variables that are already set stay."""
     ours = {"VLLM_NO_USAGE_STATS": "1"}
     if found.run is not None:
-        # a server has the machine to itself
+        # no trainer runs beside a server
         ours[threads.VARIABLE] = str(
             threads.of(found.run.config, threads.usable_cores(), environ, trains=False, generates=True).rollout
         )
@@ -153,9 +154,10 @@ def environment(found: NamedModel, environ: Mapping[str, str]) -> dict[str, str]
 
 
 async def _run(options: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run vLLM's server until it ends or is stopped; returns its exit code, or 128 + the signal. No process is left.
+    """Run vLLM's server until it ends or is stopped. Returns its exit code, or 128 + the signal. No process is left.
 
-    It is not left to itself: while its engine loads it loses a signal, and goes on waiting for an engine that it no longer answers.
+    The server can't stop itself reliably: while its engine loads it loses a signal, and keeps waiting for an engine that it no longer
+    answers.
     """
     supervisor = Supervisor(environ, lambda line: typer.echo(line, err=True), grace_s=_GRACE_S)
     server = Child("vLLM", [sys.executable, "-m", _SERVER, *options], log=None)

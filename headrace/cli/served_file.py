@@ -1,4 +1,4 @@
-"""Environments that a command is given by their target; the class of a file is served while the command asks it."""
+"""Environments that a command is given by target. The class of a file is served while the command runs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from headrace.service import bind
 
 _LOOK_S = 0.05
 _GRACE_S = 3.0
-# Of the end of what it wrote.
+# The shown part of the end of its output, in characters.
 _SHOWN = 2000
 
 
 def environment_at(target: str) -> EnvConfig:
-    """The environment that a configuration with this `target` has; of a file without a class, its only one. Raises `ConfigError`."""
+    """Return the environment that a configuration with this `target` has; for a file without a class, its only class. Raises
+    `ConfigError`."""
     try:
         return EnvConfig(target=environment_file.completed(target))
     except ValidationError as error:
         raise ConfigError(
-            f"{target}: neither FILE.py nor the host:port of a process that serves an environment"
+            f"{target} is neither FILE.py nor the host:port of a process that serves an environment"
         ) from error
 
 
 class ServedFile:
-    """A process that serves `FILE.py:CLASS` at `address`. What it writes is in the file `log`."""
+    """A process that serves `FILE.py:CLASS` at `address`. Its output goes to the file `log`."""
 
     def __init__(self, target: str, log: Path) -> None:
         self.target, self.log = target, log
@@ -47,7 +48,7 @@ class ServedFile:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Return once it listens. Raises `ConfigError`, with what it said, if it ends before."""
+        """Return once the process listens. Raises `ConfigError` with its output if it ends before."""
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -67,7 +68,7 @@ class ServedFile:
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
-        """With all that it started, whether it heeds SIGTERM or not."""
+        """Stop the process and everything that it started, even if they ignore SIGTERM."""
         if self._process is not None:
             await asyncio.to_thread(guard.end_groups, [self._process.pid], _GRACE_S)
             await self._process.wait()
@@ -77,7 +78,7 @@ class ServedFile:
         await self.start()
 
     def said(self) -> str:
-        """The end of what it wrote."""
+        """Return the end of its output."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
 
 

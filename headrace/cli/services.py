@@ -1,4 +1,4 @@
-"""`headrace replay`, `reward`, `rollout`, `agents`, `trainer`: one service as a process of its own."""
+"""`headrace replay`, `reward`, `rollout`, `agents`, `trainer`: run one service as its own process."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ _log = logging.getLogger("headrace.security")
 
 
 def replay(config: ConfigOption, overrides: Overrides = None) -> None:
-    """The replay buffer: its state machine in Redis, the scorer and the HTTP API."""
+    """Run the replay buffer: its state machine in Redis, the scorer and the HTTP API."""
     _run("replay", config, overrides)
 
 
 def reward(config: ConfigOption, overrides: Overrides = None) -> None:
-    """The gRPC hub of reward environments."""
+    """Run the gRPC hub of reward environments."""
     _run("reward", config, overrides)
 
 
 def rollout(config: ConfigOption, overrides: Overrides = None) -> None:
-    """One generation replica: a vLLM engine. Start as many as you like, at any time."""
+    """Run one generation replica: a vLLM engine. Start as many as you like, at any time."""
     _run("rollout", config, overrides)
 
 
 def agents(config: ConfigOption, overrides: Overrides = None) -> None:
-    """A runner of episodes, and the gateway that their programs call. Start as many as you like, at any time."""
+    """Run a runner of episodes, with the gateway that their programs call. Start as many as you like, at any time."""
     _run("agents", config, overrides)
 
 
 def trainer(config: ConfigOption, overrides: Overrides = None) -> None:
-    """The trainer; under torchrun, one of its ranks."""
+    """Run the trainer; under torchrun, one of its ranks."""
     _run("trainer", config, overrides)
 
 
 def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     config = load(file, overrides or ())
     if config.run.id is None:
-        raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
+        raise ConfigError("run.id is not set; give run.id=NAME (`headrace up` makes one automatically)")
     common.log_lines()
     exposure.check(config, name)
     if config.security.credentials is None:
-        _log.warning("security.credentials is not set: everybody who reaches this service may use it")
+        _log.warning("security.credentials is not set: everybody who can reach this service may use it")
     service = common.load_entry_point("headrace.services", name, extra=name)
     leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
-    # `up` says itself how its run ends
+    # `up` itself records how its run ends
     unsupervised = leads and not is_locked(config.run_folder / history.RUN_LOCK)
     try:
         with _noted(config, file) if unsupervised else contextlib.nullcontext():
@@ -70,6 +70,6 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
 
 
 def _noted(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:
-    from headrace.cli import runs  # which every other service can do without
+    from headrace.cli import runs  # the other services don't need it
 
     return runs.unsupervised(config, file)

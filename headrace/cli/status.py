@@ -25,7 +25,7 @@ from headrace.history import RunHistory
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
-# Entries of the metric stream to read: in most runs they include the last validation.
+# The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
 
 
@@ -45,7 +45,7 @@ def status(
         ),
     ] = None,
 ) -> None:
-    """Show the run, its steps, and the replicas with their URLs; of a run that has ended, what its folder says."""
+    """Show the run, its steps, and the replicas with their URLs. For a run that has ended, show what its folder records."""
     if (config is None) == (run is None):
         raise ConfigError("give either CONFIG or a run")
     if config is not None and not config.is_file():
@@ -60,7 +60,7 @@ def status(
         if run is None:
             raise
         past = history.read(loaded)
-        # of a buffer elsewhere, whoever runs the run may be elsewhere too, and its locks not to be seen
+        # with a buffer on another machine the run may be up there too, and its locks can't be seen from here
         if past.state == "running" or (loaded.replay.redis_url is not None and past.state in ("killed", "unknown")):
             raise
         show_past(sys.stdout, past)
@@ -76,7 +76,7 @@ def status(
 
 
 def show_past(out: TextIO, past: RunHistory) -> None:
-    """Print what is known of a run that is down, one line per fact."""
+    """Print what is known about a run that is down, one line per fact."""
     config = past.config
     versions = published(config.checkpoint_folder)
     newest: Newest = [("", line.kind, line.step, line.metrics) for line in reversed(past.lines)]
@@ -92,7 +92,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
-        ("go on", runs.resume_hint(config)),
+        ("continue", runs.resume_hint(config)),
     ):
         say(console, f"{name:14}{value}")
 
@@ -116,17 +116,17 @@ async def _read(
 
 
 def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:
-    """Lines about the training prompts that failed: how many, and the most frequent of the newest `reasons`."""
+    """Yield lines about the training prompts that failed: how many, and the most frequent of the newest `reasons`."""
     if failed := state.counts.get("failed", 0):
         yield (
             "failed",
-            f"{failed} prompts; `headrace samples {folder} --failed` shows them. Of the newest {len(reasons)}:",
+            f"{failed} prompts; `headrace samples {folder} --failed` shows them. Reasons of the newest {len(reasons)}:",
         )
         yield from (("", reason) for reason in frequent(reasons))
 
 
 def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, str]]:
-    """Lines about the broken environments: since when, what waits for each, what it said, and the traceback."""
+    """Yield lines about the broken environments: since when, what waits for each, its message, and the traceback."""
     for each in environments:
         if each.broken:
             waiting = each.waiting + each.taken
@@ -138,7 +138,8 @@ def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, s
 
 
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
-    """Lines about the newest step and validation, alarms, and what the trainer waited for; `logs` is the folder of an alarm's picture."""
+    """Return lines about the newest step and validation, alarms, and what the trainer waited for. `logs` is the folder of an alarm's
+    picture."""
     lines = []
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
         found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
@@ -165,7 +166,7 @@ def show(
     bias_warning: float | None,
     progress: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Print one line per fact, then the replicas and runners; plain enough for a pipe."""
+    """Print one line per fact, then the replicas and runners, in a form that suits a pipe."""
     console = Console(file=out, width=WIDTH)
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
     for name, value in (
@@ -203,12 +204,12 @@ def is_without_runner(state: RunState) -> bool:
 
 def _address(member: Replica | Runner) -> str:
     if "unreadable" in member.info:
-        return f"what it says of itself can't be read ({member.info['unreadable']})"
+        return f"its description of itself can't be read ({member.info['unreadable']})"
     return str(member.info.get("url", ""))
 
 
 def _described(meter: TrajectoryMeter) -> str:
-    """The number of trajectories, and mean and deviation of each quantity that was measured."""
+    """Return the number of trajectories, and mean and deviation of each measured quantity."""
     parts = []
     for quantity, unit in (("length", ""), ("reward", ""), ("latency", " s"), ("age", "")):
         distribution: Distribution = getattr(meter, quantity)

@@ -19,13 +19,13 @@ from headrace.errors import ServiceError
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
 
 LOG_TAIL_LINES = 15
-# A log that has grown to this is moved to NAME.log.1, in place of the one there.
+# A log that has grown to this size is moved to NAME.log.1, replacing an older one.
 LOG_BYTES = 64 * 1024**2
 _LOOK_AT_LOGS_S = 5.0
 
 
 class ServiceFailed(ServiceError):
-    """A service can't go on; the message includes the end of its log."""
+    """Raised when a service can't continue; the message includes the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,11 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
-    """Decides what to do when a service exits: at most `limit` restarts in a row without progress between them, with exponential backoff.
+    """Decides what to do when a service exits: at most `limit` restarts in a row without progress between them, with exponential
+    backoff.
 
-    A time window would be wrong either way: a service that takes minutes to start would be restarted for ever, and one whose work goes
-    on between its deaths would be given up.
+    A limit per time window would be wrong in both directions. It would restart a service that takes minutes to start for ever, and give up
+    one whose work progresses between its deaths.
     """
 
     limit: int = 10
@@ -59,13 +60,13 @@ class RestartPolicy:
     def decide(
         self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int, is_user_code: bool = False
     ) -> Restart | GiveUp | Finished:
-        """`exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
+        """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
 
-        There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer
-        that never existed won't come back), and none after a clean exit of a service that ends the run.
+        There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer that
+        never existed won't come back), and none after a clean exit of a service that ends the run.
 
-        A user's environment has exit codes of its own. One that ends before it was ready is for the user to mend; one that worked is
-        started again however often, because the run waits for it.
+        A user's environment has its own exit codes. One that ends before it was ready is for the user to fix. One that worked is restarted
+        without limit, because the run waits for it.
         """
         if exit_code == 0 and ends_run:
             return Finished()
@@ -84,9 +85,9 @@ class RestartPolicy:
 
 @dataclasses.dataclass
 class Child:
-    """A service under supervision. `state` is what the display shows; `restarts` counts all, `fruitless` those since the last progress.
-    What it writes goes to `log`, or, without one, to where the supervisor writes. `environ` takes the place of the supervisor's.
-    `is_user_code`: an environment, whose class is in `source`, if it is known."""
+    """A service under supervision. `state` is what the display shows; `restarts` counts all restarts, `fruitless` those since the last
+    progress. Output goes to `log`, or, if that is None, to the supervisor's output. `environ` replaces the supervisor's environment.
+    `is_user_code` marks an environment, whose class is in `source`, if that is known."""
 
     name: str
     argv: Sequence[str]
@@ -95,7 +96,7 @@ class Child:
     environ: Mapping[str, str] | None = None
     is_user_code: bool = False
     source: Path | None = None
-    source_time: int = 0  # when `source` was changed last, as of the current process
+    source_time: int = 0  # when the `source` of the current process was last changed
     was_ready: bool = False
     state: str = "not started"
     pid: int | None = None
@@ -106,7 +107,7 @@ class Child:
     log_start: int = 0  # where in the log the current process began
 
     def source_changed(self) -> bool:
-        """Whether the current process runs an older `source` than the one that is there: once for each change."""
+        """Whether the current process runs an older `source` than the present one. Returns True once for each change."""
         now = _time_of(self.source)
         changed = self.pid is not None and now not in (0, self.source_time)
         if changed:
@@ -120,9 +121,11 @@ class Child:
             self.state = "ready" if ready else otherwise
 
     def keep_log_small(self, limit: int) -> None:
-        """Move the log to `NAME.log.1` once it has `limit` bytes. The running process goes on in the same file, at its start.
+        """Move the log to `NAME.log.1` once it has `limit` bytes. The running process continues to write to the same file, from its
+        start.
 
-        What it writes between the copy and the cut, a moment later, is lost: it holds the file itself, so the file can't be replaced.
+        Output between the copy and the truncation, a moment later, is lost: the process holds the file open, so the file can't be
+        replaced.
         """
         if self.log is not None and self.log.exists() and self.log.stat().st_size >= limit:
             older = self.log.with_name(self.log.name + ".1")
@@ -131,13 +134,13 @@ class Child:
             self.log_start = 0
 
     def heard(self, answered: bool, after_s: float) -> None:
-        """Note whether the current process answered when it was asked, `after_s` since it was asked before. One that has not answered
-        yet is still starting: its silence doesn't count."""
+        """Note whether the current process answered a probe, `after_s` after the previous one. A process that has never answered is still
+        starting: its silence doesn't count."""
         self.answered = self.answered or answered
         self.silent_s = 0.0 if answered or not self.answered else self.silent_s + after_s
 
     def log_tail(self) -> str:
-        """The last lines that the current process logged."""
+        """Return the last lines that the current process logged."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
@@ -147,9 +150,9 @@ class Child:
 
 
 class Supervisor:
-    """Keeps children running. Each leads a process group of its own, so that its own children can be signalled too.
+    """Keeps children running. Each leads its own process group, so that its own children can be signalled too.
 
-    `report` is called with one line for each event that the user should know of.
+    `report` is called with one line for each event that the user should know about.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class Supervisor:
         )
 
     async def supervise(self, child: Child) -> None:
-        """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't go on."""
+        """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't continue."""
         while True:
             code = await self.run(child)
             match self.policy.decide(
@@ -191,18 +194,18 @@ class Supervisor:
                 case GiveUp(reason):
                     child.state = "failed"
                     raise ServiceFailed(
-                        f"{child.name} can't go on: {reason}; the end of {child.log}:\n{child.log_tail()}"
+                        f"{child.name} can't continue: {reason}; the end of {child.log}:\n{child.log_tail()}"
                     )
                 case Restart(delay_s, reason):
                     child.state = "restarting"
-                    self.report(f"{child.name}: {reason}; starting it again in {delay_s:.0f} s")
+                    self.report(f"{child.name}: {reason}; restarting it in {delay_s:.0f} s")
                     await asyncio.sleep(delay_s)
                     child.restarts += 1
                     child.fruitless += 1
 
     async def run(self, child: Child) -> int:
-        """Start `child` and wait for it; returns its exit code once its whole process group is gone."""
-        source_time = _time_of(child.source)  # before it is read
+        """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
+        source_time = _time_of(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
             log = None
@@ -237,18 +240,18 @@ class Supervisor:
             try:
                 await asyncio.to_thread(child.keep_log_small, self.log_bytes)
             except OSError as error:
-                self.report(f"{child.log} can't be kept small ({error.strerror}); it goes on growing")
+                self.report(f"{child.log} can't be kept small ({error.strerror}); it continues to grow")
                 return
             await asyncio.sleep(_LOOK_AT_LOGS_S)
 
     async def _end_group(self, name: str, group: int) -> None:
-        """End what an exited leader left of its group; the embedded server gets a moment to write its files."""
+        """End what an exited leader left of its group. The embedded server gets a moment to write its files."""
         await asyncio.to_thread(guard.end_groups, [group], min(5.0, self.grace_s))
         self._notify_guard("-", group)
         self._processes.pop(name, None)
 
     async def stop(self, children: Iterable[Child], grace_s: float | None = None) -> None:
-        """Send SIGTERM to all of these at once, and SIGKILL to those still running after `grace_s`, by default the supervisor's."""
+        """Send SIGTERM to all of these at once, and SIGKILL to those still running after `grace_s` (default: the supervisor's)."""
         grace_s = self.grace_s if grace_s is None else grace_s
         running = [(child, self._processes[child.name]) for child in children if child.name in self._processes]
 
@@ -266,10 +269,10 @@ class Supervisor:
         await asyncio.gather(*(end(child, process) for child, process in running))
 
     def replace(self, child: Child, reason: str) -> None:
-        """Send SIGKILL to a service that hangs, so that `supervise` starts it again."""
+        """Send SIGKILL to a hanging service, so that `supervise` restarts it."""
         process = self._processes.get(child.name)
         if process is not None:
-            self.report(f"{child.name}: {reason}; killed, to be started again")
+            self.report(f"{child.name}: {reason}; killed, to be restarted")
             guard.signal_group(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
@@ -291,12 +294,12 @@ class Supervisor:
             if sign == "+":
                 guard.signal_group(group, signal.SIGKILL)
                 raise ServiceError(
-                    "the guard process was killed; without it services could outlive the supervisor"
+                    "the guard process was killed, and without it services could outlive the supervisor"
                 ) from None
 
 
 def _time_of(path: Path | None) -> int:
-    """When the file was changed last, in ns; 0 if there is none."""
+    """Return when the file was last changed, in ns; 0 if it doesn't exist."""
     try:
         return 0 if path is None else path.stat().st_mtime_ns
     except OSError:  # an editor may be replacing it
@@ -304,7 +307,7 @@ def _time_of(path: Path | None) -> int:
 
 
 async def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process to exit, and reap it; returns its exit code. Several tasks may wait."""
+    """Wait for the process to exit, and reap it. Returns its exit code. Several tasks may wait."""
     if process.returncode is None:
         loop = asyncio.get_running_loop()
         exited = asyncio.Event()
@@ -319,11 +322,11 @@ async def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of services: everything (HF_TOKEN, HF_HOME, …) but HEADRACE_*, which is resolved into the run's configuration
-    already and would outrank the command line.
+    """Return the environment of services: all variables (HF_TOKEN, HF_HOME, …) except HEADRACE_*. These are already resolved into the run's
+    configuration, and would override the command line.
 
-    PYTHONSAFEPATH keeps the working directory off the module search path of every process below, torchrun's and vLLM's included:
-    a user's random.py or services.py must not replace a module.
+    PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
+    random.py or services.py must not replace a module.
     """
     kept = {name: value for name, value in environ.items() if not name.upper().startswith("HEADRACE_")}
     return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

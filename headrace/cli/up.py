@@ -1,4 +1,4 @@
-"""`headrace up`: the whole pipeline as local processes, until the trainer has finished."""
+"""`headrace up`: run the whole pipeline as local processes, until the trainer has finished."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def up(
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = examine(config, given)
-    # a key that may not change is named as such, before the data that it changes
+    # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
@@ -58,8 +58,8 @@ def up(
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
             say(f"{translation.summary}; `headrace config check {config}` lists them")
-        if going_on := continues(loaded):
-            say(going_on)
+        if line := continues(loaded):
+            say(line)
         for change in changes:
             say(f"changed: {change}")
         for line in device_plan.lines(plan) if plan is not None else ():
@@ -73,7 +73,7 @@ def up(
             with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:
                 run = asyncio.run(Pipeline(loaded, saved, plan, display).run())
         except StoppedBySignal as interrupted:
-            say(f"stopped; `run.id={loaded.run.id}` goes on with this run, from {_goes_on_from(loaded)}")
+            say(f"stopped; `run.id={loaded.run.id}` continues this run from {_resumes_from(loaded)}")
             raise typer.Exit(128 + interrupted.signum) from None
         console.print(closing_table(run, time.monotonic() - started))
         if why := why_it_ended(loaded, run):
@@ -82,12 +82,12 @@ def up(
             say(failures(run))
         if advice := waited(run):
             say(advice)
-        # not in the table: a path cut off at a column's width can't be copied
+        # not in the table: a path that is cut off at the column's width can't be copied
         curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
         if curves.exists():
             say(f"all curves:     {curves}")
-        say(f"what it wrote:  headrace samples {loaded.run_folder}")
+        say(f"samples:        headrace samples {loaded.run_folder}")
         folder, settings = loaded.checkpoint_folder, loaded.checkpointing
         best = checkpoints.best(folder, settings.metric_name, higher_is_better=settings.higher_is_better)
         if best is not None:
@@ -98,7 +98,7 @@ def up(
         say(f"checkpoint:     {newest or 'none was written'}")
 
 
-def _goes_on_from(config: Config) -> str:
+def _resumes_from(config: Config) -> str:
     folder = config.checkpoint_folder
     if versions := checkpoints.published(folder):
         return f"checkpoint {versions[-1]} ({checkpoints.path_of(folder, versions[-1])})"
@@ -108,18 +108,18 @@ def _goes_on_from(config: Config) -> str:
 
 
 def continues(config: Config) -> str | None:
-    """Where an earlier run is taken up; None if there is no checkpoint."""
+    """Return a line about the checkpoint from which an earlier run continues; None if it has no checkpoint."""
     newest = max(checkpoints.published(config.checkpoint_folder), default=None)
     if newest is None:
         return None
     key = f"{config.algorithm.name}.max_num_steps"
     if newest >= config.algorithm.max_num_steps:
-        return f"checkpoint {newest} is the last step: nothing is left to train; a higher {key} continues the run"
-    return f"continues from {_goes_on_from(config)}"
+        return f"checkpoint {newest} is the last step, so nothing is left to train; a higher {key} continues the run"
+    return f"continues from {_resumes_from(config)}"
 
 
 def why_it_ended(config: Config, run: RunSummary) -> str | None:
-    """What ended a run before `max_num_steps`: None if nothing did."""
+    """Return what ended a run before `max_num_steps`; None if nothing did."""
     algorithm = config.algorithm
     steps = max(run.train, default=-1) + 1
     if not 0 < steps < algorithm.max_num_steps:
@@ -131,5 +131,5 @@ def why_it_ended(config: Config, run: RunSummary) -> str | None:
             return f"ended after {steps} steps: {metric} has reached {algorithm.name}.stop_at_validation_threshold {threshold:g}"
     return (
         f"ended after {steps} of {algorithm.max_num_steps} steps: the prompts were used up {algorithm.max_num_epochs} times "
-        f"({algorithm.name}.max_num_epochs); with more, run.id={config.run.id} goes on"
+        f"({algorithm.name}.max_num_epochs); with a higher value, run.id={config.run.id} continues"
     )

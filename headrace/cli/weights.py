@@ -1,4 +1,4 @@
-"""Weights as the command line names them: `RUN[@STEP]`, the directory of a model, or a model on the hub."""
+"""Weights as the command line names them: `RUN[@STEP]`, the directory of a model, or a model on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WeightsArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN[@STEP]|DIR",
-        help="A run, by its folder or its id under ./runs, and which of its checkpoints: `latest` (the default), `best` by "
-        "checkpointing.metric_name, a number, 0 for the initial model; or the directory of a model.",
+        help="A run, by its folder or its id under ./runs, and one of its checkpoints: `latest` (the default), `best` by "
+        "checkpointing.metric_name, a number, or 0 for the initial model. Or the directory of a model.",
         show_default=False,
     ),
 ]
@@ -28,7 +28,7 @@ WeightsArgument = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class RunCheckpoint:
-    """The run that made weights, by its configuration, and the step. The configuration names the run's folder as it is now."""
+    """The step that made weights, and the configuration of its run. The configuration names the present folder of the run."""
 
     config: Config
     step: int
@@ -36,8 +36,8 @@ class RunCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class NamedModel:
-    """A model to evaluate, serve or export. `model` is its directory, or its name on the hub; `name` is how people read it, `RUN@STEP`
-    where a run made it."""
+    """A model to evaluate, serve or export. `model` is its directory, or its name on the Hub. `name` is for people: `RUN@STEP` where a run
+    made it."""
 
     name: str
     model: str
@@ -45,24 +45,24 @@ class NamedModel:
 
 
 def find(name: str) -> NamedModel:
-    """The weights that `name` names: a run's, else those of a directory, else of the hub, which nobody has asked yet.
+    """Return the weights that `name` names: those of a run, else of a directory, else of a model on the Hub, which is not contacted yet.
 
-    Raises `ConfigError` for a step that the run has not, and for a directory without a model.
+    Raises `ConfigError` for a step that the run doesn't have, and for a directory without a model.
     """
     run, at, step = name.rpartition("@")
     if not at or runs.saved_in(name) or Path(name).is_dir():  # a folder may have an @ in its name
         run, at, step = name, "", LATEST
     if not step:
-        raise ConfigError(f"{name}: which step? give {LATEST}, {BEST} or a number after the @")
+        raise ConfigError(f"{name} names no step; give {LATEST}, {BEST} or a number after the @")
     if saved := runs.saved_in(run):
         return _of_run(run, saved, step)
     if at:
-        raise ConfigError(f"{name}: no run there; there is neither {' nor '.join(map(str, runs.places(run)))}")
+        raise ConfigError(f"{name} is not a run: neither {' nor '.join(map(str, runs.places(run)))} exists")
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"{name}: no run and no model; there is neither a {runs.SAVED} of a run nor a config.json of a model in it. "
+                f"{name} is neither a run nor a model: it has neither the {runs.SAVED} of a run nor the config.json of a model. "
                 "The model of a checkpoint is in its folder policy/"
             )
         return NamedModel(path.resolve().name, name)
@@ -70,15 +70,15 @@ def find(name: str) -> NamedModel:
 
 
 def find_local(name: str) -> NamedModel:
-    """As `find`, for what needs a directory. Raises `ConfigError` for anything else."""
+    """Return weights that are in a directory, like `find`. Raises `ConfigError` for any others."""
     found = find(name)
     if not Path(found.model).is_dir():
         if found.run is not None:
             raise ConfigError(
-                f"{name}: the initial model of the run is {found.model} (policy.model_name), and there is no such directory from here"
+                f"{name}: the initial model of the run is {found.model} (policy.model_name), which is not a directory here"
             )
         raise ConfigError(
-            f"{name}: neither a run nor a directory; there is neither {' nor '.join(map(str, runs.places(name)))}"
+            f"{name} is neither a run nor a directory: neither {' nor '.join(map(str, runs.places(name)))} exists"
         )
     return found
 
@@ -89,17 +89,17 @@ def _of_run(run: str, saved: Path, step: str) -> NamedModel:
     policy = checkpoints.policy_of(config.checkpoint_folder.absolute(), version)
     model = config.policy.model_name if version == 0 else str(policy)
     if version and not (Path(model) / "config.json").is_file():
-        raise ServiceError(f"{run}@{version}: {model} holds no model; name another step")
+        raise ServiceError(f"{run}@{version}: {model} holds no model; give another step")
     return NamedModel(f"{config.run_folder.name}@{version}", model, RunCheckpoint(config, version))
 
 
 def _version(run: str, config: Config, step: str) -> int:
-    """The version that `step` means. Raises `ConfigError` naming those there are."""
+    """Return the version that `step` means. Raises `ConfigError` naming the existing versions."""
     folder, settings = config.checkpoint_folder, config.checkpointing
     there = checkpoints.published(folder)
     listed = ", ".join(map(str, there)) or "none yet"
     if step in (LATEST, BEST) and not there:
-        raise ConfigError(f"{run}: there is no checkpoint in {folder}; {run}@0 is the initial model")
+        raise ConfigError(f"{run}: {folder} has no checkpoint; {run}@0 is the initial model")
     if step == LATEST:
         return there[-1]
     if step == BEST:
@@ -107,10 +107,10 @@ def _version(run: str, config: Config, step: str) -> int:
         best = checkpoints.best(folder, metric, higher_is_better=settings.higher_is_better)
         if best is None:
             why = "checkpointing.metric_name is null" if metric is None else f"no checkpoint has {metric}"
-            raise ConfigError(f"{run}@{BEST}: {why}, so nothing says which is best; name one of {listed}, or {LATEST}")
+            raise ConfigError(f"{run}@{BEST}: {why}, so the best is unknown; give one of {listed}, or {LATEST}")
         return best[0]
     if not (step.isascii() and step.isdecimal()):
         raise ConfigError(f"{run}@{step}: {step!r} is not a step; give {LATEST}, {BEST} or a number ({listed})")
     if int(step) not in (0, *there):
-        raise ConfigError(f"{run}@{step}: no such checkpoint in {folder}; there are {listed}, and 0, the initial model")
+        raise ConfigError(f"{run}@{step}: {folder} has no such checkpoint; it has {listed}, and 0 is the initial model")
     return int(step)

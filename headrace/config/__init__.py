@@ -1,4 +1,4 @@
-"""The configuration of a run: one YAML file, one model a section, one `load()`.
+"""The configuration of a run: one YAML file, one model per section, one `load()`.
 
 Precedence: command line > environment (`HEADRACE_GRPO__NUM_PROMPTS_PER_STEP`) > file > defaults.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "LossConfig", "ValueLossConfig", "load"]
 
-# Imported when they are asked for: a process that scores needs `headrace.config.data` alone.
+# Imported on first use: a process that scores needs `headrace.config.data` alone.
 _MODULES = {"Config": "root", "LossConfig": "loss", "ValueLossConfig": "loss", "load": "loading"}
 
 

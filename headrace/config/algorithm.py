@@ -1,6 +1,6 @@
-"""What `grpo` and `ppo` share: batches, validation, asynchrony, and how rewards are scaled and shaped.
+"""The base of `grpo` and `ppo`: batches, validation, asynchrony, and how rewards are scaled and shaped.
 
-Keys, meanings and defaults are those that users of NeMo RL know.
+Keys, meanings and defaults are those of NeMo RL.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
 # the estimators of each algorithm
 ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}
 
 
 class AsyncConfig(Section):
-    """How far generation may run ahead of training."""
+    """The limits on how far generation may run ahead of training."""
 
     enabled: bool = Field(False, description="false is strict on-policy: age 0")
     max_trajectory_age_steps: int = Field(
@@ -31,7 +32,7 @@ class AsyncConfig(Section):
     ahead_steps: int | None = Field(
         None,
         ge=0,
-        description="under drop and mask, how many steps generation may run ahead, at least the bound; null takes the bound",
+        description="under drop and mask: how many steps generation may run ahead, at least the bound; null: as many as the bound",
     )
     in_flight_weight_updates: bool = Field(
         False, description="refit without waiting for running generations: pause, receive, resume"
@@ -45,7 +46,7 @@ class AsyncConfig(Section):
         if self.ahead_steps is not None and self.staleness_policy == "ordered":
             raise ValueError(
                 f"ahead_steps {self.ahead_steps} with staleness_policy ordered, which never runs further ahead than "
-                "max_trajectory_age_steps: leave it out, or choose drop or mask"
+                "max_trajectory_age_steps; leave it out, or choose drop or mask"
             )
         if self.ahead_steps is not None and self.ahead_steps < self.max_age:
             raise ValueError(
@@ -82,24 +83,24 @@ class RewardShapingConfig(Section):
 
     enabled: bool = False
     overlong_buffer_length: int = Field(
-        128, ge=1, description="tokens before max_response_length over which the penalty grows from 0 to the whole"
+        128, ge=1, description="tokens before max_response_length over which the penalty grows from 0 to its full size"
     )
     overlong_buffer_penalty: float = Field(
-        1.0, ge=0, description="what a completion of max_response_length or more tokens loses"
+        1.0, ge=0, description="full penalty, for a completion of max_response_length or more tokens"
     )
     max_response_length: int | None = Field(
-        None, ge=1, description="in tokens that the policy wrote; null takes policy.max_total_sequence_length"
+        None, ge=1, description="in tokens that the policy wrote; null: policy.max_total_sequence_length"
     )
     stop_properly_penalty_coef: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="the reward of a completion that was cut off is multiplied by this; the overlong keys then do nothing",
+        description="factor on the reward of a completion that was cut off; the overlong keys then have no effect",
     )
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys with a value of their own that do nothing, because `stop_properly_penalty_coef` takes their place."""
+        """Keys that are set but have no effect, because `stop_properly_penalty_coef` replaces them."""
         if not self.enabled or self.stop_properly_penalty_coef is None:
             return ()
         overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
@@ -107,13 +108,13 @@ class RewardShapingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    """How rewards become advantages."""
+    """The estimator, which turns rewards into advantages."""
 
     name: str
 
     @property
     def takes_kl(self) -> bool:
-        """Whether tokens have rewards of their own, from which a KL penalty can be taken (`loss_fn.use_kl_in_reward`)."""
+        """Whether tokens have their own rewards, from which a KL penalty can be taken (`loss_fn.use_kl_in_reward`)."""
         return False
 
     @property
@@ -122,8 +123,13 @@ class AdvEstimatorConfig(Section):
         return False
 
     @property
+    def has_group_baseline(self) -> bool:
+        """Whether an advantage is measured against the rewards of the trajectory's group."""
+        return self.compares_groups
+
+    @property
     def weighs_components(self) -> bool:
-        """Whether it reads the components of a reward, and not the reward alone."""
+        """Whether the estimator reads the components of a reward, not only the reward."""
         return False
 
     @property
@@ -136,15 +142,15 @@ class AdvEstimatorConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
+    """The keys that `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
 
-    name: ClassVar[str]  # of the section
+    name: ClassVar[str]  # the section's
 
     num_prompts_per_step: int = Field(32, ge=1, description="P: groups in a trainer step")
     num_generations_per_prompt: int = Field(16, ge=1, description="n: trajectories in a group")
     max_num_epochs: int = Field(1, ge=1, description="passes over the training prompts")
     max_num_steps: int = Field(1_000_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(10, ge=0, description="validate every this many steps; 0 never does")
+    val_period: int = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
     val_at_start: bool = Field(False, description="validate before the first step")
     val_at_end: bool = Field(False, description="validate after the last step")
     val_start_at: int = Field(-1, description="no validation by val_period before this many steps")
@@ -152,21 +158,21 @@ class AlgorithmConfig(Section):
     val_num_generations_per_prompt: int = Field(
         1,
         ge=1,
-        description="completions of each held-out prompt; of several, pass_k is the share of prompts that any solves",
+        description="completions of each held-out prompt; with several, pass_k is the share of prompts that any of them solves",
     )
     stop_at_validation_metric: str | None = Field(
         None,
         pattern=r"^(val:)?(accuracy(/.+)?|pass_k)$",
-        description="the run ends, with a checkpoint, once this is at least stop_at_validation_threshold",
+        description="the run ends, with a checkpoint, once this metric is at least stop_at_validation_threshold",
     )
-    stop_at_validation_threshold: float | None = Field(None, description="of stop_at_validation_metric")
+    stop_at_validation_threshold: float | None = Field(None, description="for stop_at_validation_metric")
     use_dynamic_sampling: bool = Field(
-        False, description="groups whose scaled rewards are all equal are filtered, and others trained in their place"
+        False, description="filter groups whose scaled rewards are all equal, and train on others in their place"
     )
     dynamic_sampling_max_gen_batches: int = Field(
         10,
         ge=1,
-        description="batches' worth of groups that may be scored for one step before the run ends with an error",
+        description="generated batches that may be scored for one step before the run ends with an error",
     )
     batch_multiplier: float = Field(
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
@@ -176,17 +182,17 @@ class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorConfig
     overlong_filtering: bool = Field(
         False,
-        description="completions that were cut off at the length limit stay out of the loss, not out of the baseline",
+        description="completions that were cut off at the length limit are left out of the loss, but not out of the baseline",
     )
-    advantage_clip_low: float | None = Field(None, allow_inf_nan=False, description="no advantage is below this")
-    advantage_clip_high: float | None = Field(None, allow_inf_nan=False, description="no advantage is above this")
+    advantage_clip_low: float | None = Field(None, allow_inf_nan=False, description="lower limit of advantages")
+    advantage_clip_high: float | None = Field(None, allow_inf_nan=False, description="upper limit of advantages")
     seq_logprob_error_threshold: float | None = Field(
         None,
         ge=1,
-        description="trajectories whose mean of exp |generation - training log-probability| is above this leave the loss",
+        description="trajectories whose mean of exp |generation - training log-probability| is above this are left out of the loss",
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
-        False, description="load no reference policy; it is never loaded where nothing uses it"
+        False, description="load no reference policy; it is never loaded if nothing uses it"
     )
     seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
 
@@ -194,7 +200,7 @@ class AlgorithmConfig(Section):
     def _dynamic_sampling_agrees(self) -> AlgorithmConfig:
         if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
             raise ValueError(
-                f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
+                f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling; set it to 1, or turn "
                 "dynamic sampling on"
             )
         return self
@@ -204,11 +210,12 @@ class AlgorithmConfig(Section):
         metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
         if (metric is None) != (threshold is None):
             raise ValueError(
-                f"stop_at_validation_metric {metric} with stop_at_validation_threshold {threshold}: give both, or neither"
+                f"stop_at_validation_metric {'null' if metric is None else metric} with stop_at_validation_threshold "
+                f"{in_yaml(threshold)}: give both, or neither"
             )
         if metric is not None and metric.endswith("pass_k") and self.val_num_generations_per_prompt == 1:
             raise ValueError(
-                "stop_at_validation_metric pass_k with val_num_generations_per_prompt 1: there is no pass_k; use 2 or more"
+                "stop_at_validation_metric pass_k with val_num_generations_per_prompt 1, which gives no pass_k; use 2 or more"
             )
         return self
 
@@ -224,12 +231,17 @@ class AlgorithmConfig(Section):
     @property
     @abc.abstractmethod
     def asynchrony(self) -> AsyncConfig:
-        """How far generation may run ahead."""
+        """The limits on how far generation may run ahead."""
 
     @property
     def batch_size(self) -> int:
-        """P times n: trajectories in a trainer step."""
+        """Trajectories in a trainer step: P times n."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def first_policy_step(self) -> int:
+        """The first trainer step that trains the policy; earlier ones train the value model alone."""
+        return 0
 
     def policy_epochs(self, step: int) -> int:
         """Passes of the policy over the batch of trainer step `step`; 0 while a value model is trained alone."""
@@ -237,7 +249,7 @@ class AlgorithmConfig(Section):
 
     @property
     def value_epochs(self) -> int:
-        """Passes of the value model over each batch."""
+        """Passes of the value model over each batch; 0 for an algorithm that never has one."""
         return 0
 
     @property
@@ -252,7 +264,7 @@ class AlgorithmConfig(Section):
 
     @property
     def ahead_steps(self) -> int:
-        """How many steps generation may run ahead of training."""
+        """The number of steps that generation may run ahead of training."""
         ahead = self.asynchrony.ahead_steps
         return self.max_age if ahead is None else ahead
 

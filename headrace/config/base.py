@@ -1,9 +1,9 @@
-"""What every section of the configuration shares."""
+"""The base class of every section of the configuration."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One section of the run's YAML: unknown keys are errors, values are checked on the way in, and nothing changes afterwards."""
+    """One section of the run's YAML. Unknown keys are errors, values are validated, and instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -1,4 +1,4 @@
-"""Which option of `env` is for which built-in environment, what must hold between the options of one, and which decide its rewards."""
+"""The options of built-in environments: which environment each is for, which combinations are valid, and which decide rewards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from headrace.config.data import BuiltInName, EnvConfig
+from headrace.config.in_yaml import in_yaml
 
-# The environments that an option is for. An option that is not here is for all of them.
+# The environments that an option is for. An option that is not listed is for all of them.
 _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "extract": ("math", "reasoning_gym", "regex", "code"),
     "threshold": ("reasoning_gym", "llm_judge"),
@@ -44,8 +45,8 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
 }
 # The built-in environments that run episodes.
 PROGRAMS = ("function", "verifiers")
-# Options that decide no reward: how an environment is found, how long it takes, how much it does at a time, and what its failures lead to.
-# `type` is told by the kind, `device` by the process that computes there.
+# Options that decide no reward: how an environment is found, how long it takes, how much it does at a time, and what follows its failures.
+# The kind stands for `type`; the process that computes there reports its `device`.
 _UNDECISIVE = frozenset({
     "type", "target", "command", "attached", "port", "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
     "budget", "concurrency", "device", "batch_size", "max_model_len", "episodes", "public", "grader", "python",
@@ -55,27 +56,27 @@ _TAG = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
-    """What is wrong with the options of `environments[name]`: value and remedy, after the environment's key."""
+    """Yield what is wrong with the options of `environments[name]`: the value and the remedy, to be appended to the environment's key."""
     env = environments[name]
     kind = env.kind(name)
     for option, owners in _OPTIONS.items():
         value = getattr(env, option)
         if value != type(env).model_fields[option].get_default(call_default_factory=True) and kind not in owners:
             whose = "a custom environment" if kind is None else f"type {kind}"
-            yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}: leave it out"
+            yield f".{option} {in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out"
     if kind in _CHECKS:
         yield from _CHECKS[kind](name, env, environments)
     if env.episodes and kind not in (None, *PROGRAMS):
-        yield f".episodes true is for a program, not for type {kind}, which scores: leave it out, and name it as a program's grader"
+        yield f".episodes true is for a program, not for type {kind}, which scores; leave it out, and name it as a program's grader"
     if env.grader is not None:
         yield from _grader(name, env.grader, environments)
 
 
 def decisive_options(name: str, env: EnvConfig) -> dict[str, object]:
-    """The options, as JSON, by which the built-in environment `env.<name>` would give other rewards if they were others. An option counts
-    unless it is known not to."""
+    """Return the options, as JSON, on which the rewards of the built-in environment `env.<name>` depend. An option counts unless it is
+    known not to matter."""
     kind = env.kind(name)
-    # the tests that `code` has no time left for are failed, once a program ran out of its own
+    # `code` fails the tests for which no time is left after a program has used up its own
     undecisive = _UNDECISIVE - {"timeout_s"} if kind == "code" else _UNDECISIVE
     own = {option for option in type(env).model_fields if kind in _OPTIONS.get(option, (kind,))}
     return env.model_dump(
@@ -87,111 +88,114 @@ def _grader(name: str, grader: str, environments: Mapping[str, EnvConfig]) -> It
     others = [other for other, env in environments.items() if not env.episodes and other != name]
     if grader not in others:
         wrong = "runs episodes itself" if grader in environments else "is not under env"
-        yield f".grader {grader!r} {wrong}: name an environment that scores ({', '.join(others) or 'there is none'})"
+        yield f".grader {grader!r} {wrong}; name an environment that scores ({', '.join(others) or 'env has none'})"
 
 
 def _function(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.function is None:
-        yield ".function null: name the program, package.module:NAME"
+        yield ".function null; name the program, package.module:NAME"
     if not env.episodes:
-        yield ".episodes false: a function runs episodes; set it to true"
+        yield ".episodes false, but a function runs episodes; set it to true"
 
 
 def _verifiers(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if not env.episodes:
-        yield ".episodes false: a verifiers environment runs episodes; say type: verifiers, and leave episodes out"
+        yield ".episodes false, but a verifiers environment runs episodes; write type: verifiers, and leave episodes out"
     if env.python is None:
-        yield ".python null: name the Python that verifiers is installed in, as in .venv-verifiers/bin/python"
+        yield ".python null; name the Python that verifiers is installed in, for example .venv-verifiers/bin/python"
     taskset = env.verifiers.get("taskset")
     if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
-        yield f".verifiers {env.verifiers} names no environment: give taskset: {{id: NAME}}, and what else [env] of verifiers takes"
+        yield f".verifiers {env.verifiers} names no environment; give taskset: {{id: NAME}}, and other keys of verifiers' [env] as needed"
     if env.public != ["task"]:
-        yield f".public {env.public}: its tasks are all that a verifiers environment gets of a row; leave it out"
+        yield f".public {env.public}: a verifiers environment gets only the task of a row; leave it out"
 
 
 def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.extract == "choice" and env.tolerance is not None:
-        yield f".tolerance {env.tolerance} with extract choice, which compares letters: leave one of them out"
+        yield f".tolerance {env.tolerance} with extract choice, which compares letters; leave one of them out"
 
 
 def _no_choice(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.extract == "choice":
-        yield ".extract choice is for math, whose answer is then a letter: take answer_tag or answer_line"
+        yield ".extract choice is for math, whose answer is then a letter; use answer_tag or answer_line"
 
 
 def _code(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     yield from _no_choice(name, env, environments)
     if env.wall_s >= env.timeout_s:
-        yield f".wall_s {env.wall_s:g} is not less than timeout_s {env.timeout_s:g}, which all tests have: lower the one or raise the other"
+        yield (
+            f".wall_s {env.wall_s:g} is not less than timeout_s {env.timeout_s:g}, the limit of all tests; lower wall_s or raise "
+            "timeout_s"
+        )
 
 
 def _regex(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.pattern is None:
-        yield ".pattern null: give the regular expression that earns 1 where it is found"
+        yield ".pattern null; give the regular expression that earns 1 where it is found"
         return
     try:
         re.compile(env.pattern)
     except re.error as error:
-        yield f".pattern {env.pattern!r} is not a regular expression ({error}): correct it"
+        yield f".pattern {env.pattern!r} is not a regular expression ({error}); correct it"
 
 
 def _format(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     for tag in env.tags:
         if not _TAG.fullmatch(tag):
-            yield f".tags {tag!r} is not the name of a tag: give a name without < and >, as in think"
+            yield f".tags {tag!r} is not the name of a tag; give a name without < and >, for example think"
     if len(set(env.tags)) != len(env.tags):
-        yield f".tags {env.tags} names a tag twice: each stands in a completion once"
+        yield f".tags {env.tags} names a tag twice; name each once, as a completion has each once"
 
 
 def _length(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.min_tokens == 0 and env.max_tokens is None:
-        yield ".min_tokens 0 and max_tokens null bound nothing: give one of them"
+        yield ".min_tokens 0 and max_tokens null limit nothing; give one of them"
     if env.max_tokens is not None and env.max_tokens < env.min_tokens:
-        yield f".max_tokens {env.max_tokens} is less than min_tokens {env.min_tokens}: raise the one or lower the other"
+        yield f".max_tokens {env.max_tokens} is less than min_tokens {env.min_tokens}; raise max_tokens or lower min_tokens"
 
 
 def _llm_judge(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if not env.judges:
-        yield ".judges []: give one or more, each with base_url and model"
+        yield ".judges [] is empty; give one or more, each with base_url and model"
     if env.rubric is None:
-        yield ".rubric null: say what the judges go by"
+        yield ".rubric null; give the criteria for the judges"
     lowest, highest = env.scale
     if lowest >= highest:
         yield f".scale [{lowest}, {highest}]: the best score is not above the worst; give the worst first"
     if env.vote == "majority" and env.threshold is None:
-        yield ".vote majority without threshold: give the score, from 0 to 1, from which on a judge's vote is yes"
+        yield ".vote majority without threshold; give the lowest score, from 0 to 1, that counts as a judge's yes"
 
 
 def _reward_model(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.model_name is None:
-        yield ".model_name null: name the model, a directory or a name on the hub"
+        yield ".model_name null; name the model, a directory or a name on the Hugging Face Hub"
 
 
 def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if not env.parts:
-        yield ".parts {}: name the environments that it combines, with their weights, as in {math: 1.0, brief: 0.2}"
+        yield ".parts {} is empty; name the environments to combine, with their weights, for example {math: 1.0, brief: 0.2}"
         return
     for part, weight in env.parts.items():
         if part not in environments or environments[part].kind(part) == "combine":
             known = ", ".join(other for other in environments if environments[other].kind(other) != "combine") or "none"
-            yield f".parts.{part} is not another environment under env, or is a combination itself ({known})"
+            yield f".parts.{part} is not under env, or is a combination itself; name one of {known}"
             return
         if environments[part].episodes:
-            yield f".parts.{part} runs episodes, and scores no completion: leave it out, or give what it earns to a grader"
+            yield f".parts.{part} runs episodes and scores no completions; leave it out, or move its reward to a grader"
             return
         if env.combine == "product" and weight != 1:
-            yield f".parts.{part} {weight:g} with combine product, which has no weights: give 1, or combine: sum"
+            yield f".parts.{part} {weight:g} with combine product, which has no weights; give 1, or combine: sum"
     if env.require_stop:
-        yield ".require_stop true: give it to those of its parts that want an end, or to its gate"
+        yield ".require_stop true is not for a combination; set it for the parts that need an end token, or for the gate"
     if env.gate is not None and env.gate not in env.parts:
-        yield f".gate {env.gate!r} is none of its parts ({', '.join(env.parts)}): name one of them"
+        yield f".gate {env.gate!r} is not one of its parts ({', '.join(env.parts)}); name one of them"
         return
     others = [environments[part].timeout_s for part in env.parts if part != env.gate]
     first = 0.0 if env.gate is None else environments[env.gate].timeout_s
     longest = first + max(others, default=0.0)
     if env.timeout_s < longest:
         gate = "" if env.gate is None else ", the gate's before the others'"
-        yield f".timeout_s {env.timeout_s:g} is less than the {longest:g} s that its parts have{gate}: raise it or lower theirs"
+        yield f".timeout_s {env.timeout_s:g} is less than the {longest:g} s that its parts have{gate}; raise it or lower theirs"
 
 
 _CHECKS = {

@@ -1,4 +1,4 @@
-"""What changed between two configurations of one run, and which of that may change when the run goes on."""
+"""Compares two configurations of one run, and decides which changes are allowed when the run continues."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace.config.root import Config
 
-# Steps, periods, optimisation, deadlines, addresses. Everything else decides what the groups, weights and order of the run
-# are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on. Every key that
-# an error of a run under way names as its remedy is one of these.
+# Keys that may change: steps, periods, optimisation, deadlines, addresses. All others decide the groups, weights and order of the run
+# (model, data, seed, P, n, sampling, environments, the age bound), so a run can't continue from a checkpoint made under another value.
+# Every key that an error of a live run names as its remedy is listed here.
 FREE = (
     "run.dir",
     "run.started_in",
@@ -75,7 +75,7 @@ FREE = (
     "policy.generation.val_top_p",
     "policy.generation.val_top_k",
     "policy.generation.vllm_cfg",
-    # where the prompts are read from: which they are, the checkpoint knows
+    # where the prompts are read from; the checkpoint checks that they are the same prompts
     "data.default.data_path",
     "data.default.prompt_file",
     "data.default.system_prompt_file",
@@ -149,7 +149,7 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        """Whether a run may go on with this change."""
+        """Whether a run may continue with this change."""
         parts = self.key.split(".")
         return any(
             len(parts) >= len(free) and all(f in ("*", p) for f, p in zip(free, parts, strict=False))
@@ -161,13 +161,13 @@ class Change:
 
 
 def fixed(config: Config) -> dict[str, Any]:
-    """Every key that may not change when the run goes on, with its value."""
+    """Return every key that may not change when the run continues, with its value."""
     return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
 
 
 def diff(before: Config, after: Config) -> list[Change]:
-    """Keys whose values differ, in the order of the configuration: those that `before` has, then others. A key that only one of them has
-    is null in the other."""
+    """Return the keys whose values differ: those of `before` in its order, then the others. A key that only one of them has is null in the
+    other."""
     old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
     return [
         Change(key, old.get(key), new.get(key))
@@ -179,7 +179,7 @@ def diff(before: Config, after: Config) -> list[Change]:
 def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
     if key in old and key in new:
         return bool(old[key] != new[key])
-    # where one has nothing, the other may say so: null, or a mapping or list without items
+    # a missing key equals null and an empty mapping or list
     return (old | new)[key] not in (None, {}, [])
 
 

@@ -1,4 +1,4 @@
-"""`data` and `env`: where prompts come from and who scores the answers."""
+"""`data` and `env`: where prompts come from, and which environments score the answers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BuiltInName = Literal[
 ]
 BUILT_IN = get_args(BuiltInName)
 
-# What of a completion is the answer.
+# Which part of a completion is the answer.
 Extract = Literal["none", "last_number", "boxed", "answer_tag", "answer_line", "choice"]
-# data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/sources.py
+# data sets on the Hugging Face Hub that are known by NeMo RL's names; services/trainer/data/sources.py knows their fields
 HubName = Literal[
     "OpenMathInstruct-2",
     "DeepScaler",
@@ -52,104 +52,108 @@ HubName = Literal[
     "tulu3_sft_mixture",
 ]
 ProcessorName = Literal["multichoice_qa_processor"]
-# a function or class of the user's own, by its file or by its path
+# a user's function or class, by its file or by its import path
 OWN_CODE = re.compile(r".+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-# What `env.<name>.target` may be besides a gRPC address.
+# A file in `env.<name>.target`, the alternative to a gRPC address.
 _FILE_TARGET = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 _FUNCTION = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-# With a port, or a socket on this machine.
+# An address with a port, or a socket on this machine.
 _ADDRESS_TARGET = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
-# the data sets of a run that `evaluate` knows by name
+# the run's own data sets, as `evaluate` names them
 OWN = ("validation", "train")
-# prompts in which data sets with weights come to their shares exactly
+# the most prompts in which weighted data sets must reach their exact shares
 LONGEST_ROUND = 10_000
+
+
+def _in_yaml(value: Any) -> str:
+    from headrace.config.in_yaml import in_yaml  # only a message needs it, and YAML
+
+    return in_yaml(value)
 
 
 def _known(name: str | None, names: Sequence[str], what: str) -> str | None:
     if name is None or name in names or OWN_CODE.fullmatch(name):
         return name
     close = difflib.get_close_matches(name, names, 1, 0.6)
-    meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-    raise ValueError(f"{name!r} is no {what}; {meant}")
+    meant = f"did you mean {close[0]}?" if close else f"known ones are {', '.join(names)}."
+    raise ValueError(f"unknown {what} {name!r}; {meant} Write your own as FILE.py:NAME")
 
 
 class DataSourceConfig(Section):
-    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a file, a folder or any set of the hub by
-    `data_path`."""
+    """One data set: a built-in generator or a known set on the Hugging Face Hub by `dataset_name`; or a file, a folder or any set on the
+    Hub by `data_path`."""
 
     dataset_name: str | None = Field(
         None,
-        description=f"{', '.join((*get_args(Generator), *get_args(HubName)))}; or a function or class of your own, FILE.py:NAME or "
+        description=f"{', '.join((*get_args(Generator), *get_args(HubName)))}; or your own function or class, FILE.py:NAME or "
         "package.module.NAME, which is called with task_config and returns rows",
     )
     data_path: str | None = Field(
         None,
-        description="a JSONL file with one problem a line, a JSON list or a Parquet file, a folder that datasets can load, or owner/name "
-        "of a data set on the hub",
+        description="a JSONL file with one problem per line, a JSON list, a Parquet file, a folder that datasets can load, or the "
+        "owner/name of a data set on the Hugging Face Hub",
     )
     input_key: str = Field(
         "input",
-        description="field of a row that holds the problem: text, or a list of chat messages; dots lead into nested fields",
+        description="field of a row with the problem: text, or a list of chat messages; dots lead into nested fields",
     )
     output_key: str | None = Field(
         "output",
-        description="field of a row that holds the expected answer; null: the last message of the problem if it is the assistant's, else "
-        "there is none",
+        description="field of a row with the expected answer; null: the last message of the problem if it is the assistant's, else no "
+        "answer",
     )
     task: str | None = Field(None, description="reasoning_gym: name of the task")
     processor: str | None = Field(
         None,
-        description="makes the row that input_key and output_key are fields of: a function of your own, FILE.py:NAME or "
-        "package.module.NAME, called with each row; or multichoice_qa_processor, for rows with question, options and answer",
+        description="converts each row before input_key and output_key are read: your own function, FILE.py:NAME or package.module.NAME; "
+        "or multichoice_qa_processor, for rows with question, options and answer",
     )
     task_config: dict[str, Any] = Field(
         {},
-        description="reasoning_gym: arguments of the task; arithmetic: digits; verifiers: which tasks, as its section `select` says it; "
-        "arguments of a data set of your own",
+        description="reasoning_gym: arguments of the task; arithmetic: digits; verifiers: which tasks, as in its section `select`; your "
+        "own data set: its arguments",
     )
     size: int = Field(
         1000,
         ge=1,
-        description="problems to generate, before duplicates are removed; verifiers: tasks of an endless task set",
+        description="problems to generate, before duplicates are removed; verifiers: tasks to take of an endless task set",
     )
-    seed: int = Field(0, ge=0, description="of the generator, and of split_validation_size")
-    subset: str | None = Field(None, description="of a set of the hub; null takes the usual one")
-    split: str | None = Field(None, description="of a set of the hub; null takes the usual one")
+    seed: int = Field(0, ge=0, description="seed of the generator, and of split_validation_size")
+    subset: str | None = Field(None, description="subset of a set on the Hub; null: the usual one")
+    split: str | None = Field(None, description="split of a set on the Hub; null: the usual one")
     split_validation_size: float = Field(
         0.0, ge=0, lt=1, description="share of a training set that is held out for validation, drawn with seed"
     )
     repeat: int | None = Field(
-        None, ge=1, description="how often each problem is asked; null is once, and 16 times for AIME2024 to AIME2026"
+        None, ge=1, description="how often each problem is asked; null: once, but 16 times for AIME2024 to AIME2026"
     )
     weight: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="how many training prompts are drawn from this set, compared with the others; null is 1 beside sets with a weight. "
-        "Without any, all sets are one",
+        description="share of the training prompts that are drawn from this set, relative to the other sets; null: 1 beside sets with a "
+        "weight. Without any weights, all sets are mixed into one",
     )
     prompt_file: str | None = Field(
         None,
-        description="text with {} where the problem goes, and {name} for other fields of the row, which is then what the user says; null "
-        "asks the problem as it is",
+        description="file with the text of the user's message, with {} for the problem and {name} for other fields of the row; null: the "
+        "problem as it is",
     )
-    env_name: str | None = Field(None, description="the environment that scores; null takes `default.env_name`")
+    env_name: str | None = Field(None, description="the environment that scores; null: `default.env_name`")
     system_prompt: str | None = None
-    system_prompt_file: str | None = Field(
-        None, description="a file with the system prompt, in the place of system_prompt"
-    )
+    system_prompt_file: str | None = Field(None, description="a file with the system prompt, instead of system_prompt")
 
     @field_validator("dataset_name")
     @classmethod
     def _known_data_set(cls, name: str | None) -> str | None:
-        return _known(name, (*get_args(Generator), *get_args(HubName)), "data set; one of your own is FILE.py:NAME")
+        return _known(name, (*get_args(Generator), *get_args(HubName)), "data set")
 
     @field_validator("processor")
     @classmethod
     def _known_processor(cls, name: str | None) -> str | None:
-        return _known(name, get_args(ProcessorName), "processor; one of your own is FILE.py:NAME")
+        return _known(name, get_args(ProcessorName), "processor")
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
@@ -167,21 +171,21 @@ class DataSourceConfig(Section):
 class DataConfig(Section):
     shuffle: bool = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
     max_input_seq_length: int | None = Field(
-        None, ge=1, description="the longest prompt in tokens; null: what the context leaves"
+        None, ge=1, description="the longest prompt in tokens; null: as long as the context allows"
     )
     overlong_prompts: Literal["refuse", "leave_out"] = Field(
         "refuse",
-        description="what happens to a longer prompt: the run ends and names it, or its problem is left out from the start",
+        description="what happens to a longer prompt. refuse: the run ends and names it; leave_out: its problem is left out from the start",
     )
     use_multiple_dataloader: bool = Field(
         False,
-        description="draw from every set of `train` in turn, each in an order and with epochs of its own; false makes one set of them. "
+        description="draw from every set of `train` in turn, each with its own order and epochs; false mixes them into one set. "
         "A set that is used up starts again, until all have been used max_num_epochs times",
     )
     num_prompts_per_dataloader: int | None = Field(
         None,
         ge=1,
-        description="with use_multiple_dataloader: prompts of a set at its turn; null shares out num_prompts_per_step",
+        description="with use_multiple_dataloader: prompts from a set at its turn; null divides num_prompts_per_step among the sets",
     )
     train: list[DataSourceConfig] = Field([])
     validation: list[DataSourceConfig] = Field(
@@ -194,18 +198,18 @@ class DataConfig(Section):
         | None
     ) = Field(
         None,
-        description="`headrace eval` writes it: the run asks all of these data sets once, by their names, and trains nothing; null under "
-        "`validation` or `train` is the run's own",
+        description="written by `headrace eval`: data sets by name, each asked once; the run trains nothing. null under `validation` or "
+        "`train`: the run's own",
     )
     remove_duplicates: bool = Field(
-        True, description="of problems that ask the same, the first alone is kept; false keeps a set's own weighting"
+        True, description="keep only the first of equal problems; false keeps a set's own weighting"
     )
     default: DataSourceConfig = Field(DataSourceConfig(), description="fills what a source leaves out")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_gaps(cls, values: Any) -> Any:
-        """A single mapping is a list of one; `default` fills the gaps of each."""
+        """Make a list of a single mapping, and fill the gaps of each source from `default`."""
         if not isinstance(values, dict):
             return values
         default = values.get("default") or {}
@@ -223,10 +227,10 @@ class DataConfig(Section):
 
     @property
     def shares(self) -> list[int] | None:
-        """How many prompts of a round each set of `train` gives, if one of them has a weight."""
+        """The number of prompts that each set of `train` gives in a round; None if no set has a weight."""
         if all(source.weight is None for source in self.train):
             return None
-        # as they are written: 0.1 is a tenth
+        # by their text, so that 0.1 is exactly a tenth
         weights = [Fraction(str(source.weight or 1)) for source in self.train]
         unit = Fraction(math.gcd(*(w.numerator for w in weights)), math.lcm(*(w.denominator for w in weights)))
         return [int(weight / unit) for weight in weights]
@@ -236,25 +240,26 @@ class DataConfig(Section):
         for number, source in enumerate(self.validation):
             if source.weight is not None:
                 raise ValueError(
-                    f"validation[{number}].weight {source.weight:g}: every problem of a validation set is asked; give weights to the sets "
-                    "of train alone"
+                    f"validation[{number}].weight {source.weight:g}: every problem of a validation set is asked; give weights only to sets "
+                    "of train"
                 )
         if (shares := self.shares) is None:
             return self
         if self.use_multiple_dataloader:
             raise ValueError(
-                "use_multiple_dataloader true draws as many prompts from every set; leave it out, or the weights of the sets"
+                "use_multiple_dataloader true draws equally many prompts from every set; leave out this key, or the weights of the sets"
             )
         if sum(shares) > LONGEST_ROUND:
             shown = ", ".join(f"{source.weight or 1:g}" for source in self.train)
             raise ValueError(
-                f"train: the weights {shown} come out even after {sum(shares)} prompts alone; round them, so that {LONGEST_ROUND} do"
+                f"train: the weights {shown} need {sum(shares)} prompts to reach their exact shares; round them, so that "
+                f"{LONGEST_ROUND} are enough"
             )
         return self
 
     @property
     def sources(self) -> list[DataSourceConfig]:
-        """Every data set that the run may ask."""
+        """All data sets that the run may ask."""
         evaluated = (source for source in (self.evaluate or {}).values() if source is not None)
         return [*self.train, *self.validation, *evaluated]
 
@@ -263,37 +268,37 @@ class DataConfig(Section):
         for name, source in (self.evaluate or {}).items():
             if source is None and name not in OWN:
                 raise ValueError(
-                    f"evaluate.{name} null: the run's own data sets are {' and '.join(OWN)}; give a data set"
+                    f"evaluate.{name} is null, but is not one of the run's own data sets, {' and '.join(OWN)}; give a data set"
                 )
         return self
 
 
 class JudgeConfig(Section):
-    """A language model that judges completions, at any endpoint that speaks OpenAI's API."""
+    """A language model that judges completions, at any endpoint with OpenAI's API."""
 
     base_url: str = Field(
         pattern=r"^https?://[^\s@?#]+$",
-        description="up to what stands before /chat/completions, as in https://judge.internal/v1",
+        description="the URL before /chat/completions, for example https://judge.internal/v1",
     )
     model: str = Field(min_length=1)
-    api_key_file: str | None = Field(None, description="a file with the key alone, which is read for each request")
+    api_key_file: str | None = Field(None, description="a file that contains only the key; it is read for each request")
     tls_ca: str | None = Field(
-        None, description="certificates (PEM) of the authority that signed the endpoint's; null takes the system's"
+        None, description="certificates (PEM) of the authority that signed the endpoint's; null: the system's"
     )
     temperature: float = Field(0.0, ge=0)
-    max_tokens: int = Field(512, ge=16, description="of an answer: a reason and a score")
+    max_tokens: int = Field(512, ge=16, description="the longest answer: a reason and a score")
 
 
 class EnvConfig(Section):
-    """One environment, by the name the data sets call it."""
+    """One environment, under the name by which data sets refer to it."""
 
     type: BuiltInName | None = Field(
         None,
-        description="a built-in one; null with no target, no command and not attached takes the environment's own name",
+        description="a built-in environment; null without target, command and attached: the one of the environment's own name",
     )
     target: str | None = Field(
         None,
-        description="a custom environment: FILE.py:CLASS, which `headrace up` serves, and without it the reward service, or the "
+        description="a custom environment: FILE.py:CLASS, which `headrace up` serves (without `up`, the reward service does), or the "
         "host:port of a process that serves it over gRPC",
     )
     command: list[str] | None = Field(
@@ -304,66 +309,67 @@ class EnvConfig(Section):
     )
     attached: bool = Field(
         False,
-        description="a custom environment: processes that dial in to the reward hub (`headrace.attach`) and share its load",
+        description="a custom environment: processes that dial the reward hub (`headrace.attach`) and share its load",
     )
     episodes: bool = Field(
         False,
-        description="it runs programs that call the policy themselves (the method `episode`); true of type function, and of verifiers",
+        description="the environment runs programs that call the policy themselves (the method `episode`); true for types function and "
+        "verifiers",
     )
     public: list[str] = Field(
         [],
-        description="with episodes: fields of a problem (`extra_env_info`) that reach the program, besides the messages; all others reach "
-        "the grader alone",
+        description="with episodes: fields of a problem (`extra_env_info`) that the program gets besides the messages; only the grader "
+        "gets the others",
     )
     grader: str | None = Field(
         None,
-        description="with episodes: the environment that scores what the program did, by its name under env; null: the program says its "
-        "reward",
+        description="with episodes: the environment that scores what the program did, by its name under env; null: the program returns "
+        "its reward",
     )
     function: str | None = Field(
         None,
         pattern=_FUNCTION,
         description="function: package.module:NAME of a function of one headrace.Episode, async or plain, which the reward service runs in "
-        "a process of its own",
+        "its own process",
     )
     python: str | None = Field(
         None, description="verifiers: the Python that verifiers 0.4 and the environment are installed in, by its path"
     )
     verifiers: dict[str, Any] = Field(
         {},
-        description="verifiers: the environment, as the section [env] of verifiers' own configuration: taskset: {id: NAME, …}, its "
-        "agents, and what else it takes",
+        description="verifiers: the environment, as in section [env] of verifiers' own configuration: taskset: {id: NAME, …}, its "
+        "agents, and its other keys",
     )
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="where an environment that `headrace up` starts listens, on the loopback interface; 0 takes a free one",
+        description="port on the loopback interface for an environment that `headrace up` starts; 0 chooses a free one",
     )
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
     extract: Extract = Field(
         "none",
-        description="math, reasoning_gym, regex and code: what of the completion is the answer: all of it (of which math takes the boxed "
-        "or else the last expression, code the last fenced block if there is one), its last number, what is in the last `\\boxed{…}`, "
-        "the last <answer>…</answer>, what follows the last `Answer:` on its line in the last 300 characters, or (math) the letter of a "
-        "multiple choice",
+        description="math, reasoning_gym, regex and code: which part of the completion is the answer. none: all of it (math then uses the "
+        "boxed or else the last expression, code the last fenced block if it has one); last_number: its last number; boxed: the content of "
+        "the last `\\boxed{…}`; answer_tag: the last <answer>…</answer>; answer_line: what follows the last `Answer:` on its line, in the "
+        "last 300 characters; choice (math): the letter of a multiple choice",
     )
     tolerance: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="math: a number that differs from the expected one by at most this share of it is right as well; null wants it equal",
+        description="math: a number that differs from the expected one by at most this share of it is right too; null: it must be equal",
     )
     threshold: float | None = Field(
         None,
-        description="reasoning_gym, and each judge of llm_judge: a score (from 0 to 1) of at least this is 1 and a lesser one 0; null "
-        "gives the score itself",
+        description="reasoning_gym, and each judge of llm_judge: a score (from 0 to 1) of at least this counts as 1, a lower one as 0; "
+        "null: the score itself",
     )
     pattern: str | None = Field(
         None,
-        description="regex: a regular expression of Python that earns 1 where it is found in what `extract` takes, else 0",
+        description="regex: a Python regular expression; a completion earns 1 if it is found in the part chosen by `extract`, else 0",
     )
     tags: list[str] = Field(
         ["think", "answer"],
@@ -373,39 +379,41 @@ class EnvConfig(Section):
     min_tokens: int = Field(0, ge=0, description="length: a completion of fewer tokens doesn't earn 1")
     max_tokens: int | None = Field(None, ge=0, description="length: a completion of more tokens doesn't earn 1")
     fade_tokens: int = Field(
-        0, ge=0, description="length: how many tokens below min_tokens or above max_tokens it takes to fall from 1 to 0"
+        0,
+        ge=0,
+        description="length: tokens below min_tokens or above max_tokens over which the reward falls from 1 to 0",
     )
-    ngram: int = Field(4, ge=1, description="repetition: the share of distinct runs of so many tokens is the reward")
+    ngram: int = Field(4, ge=1, description="repetition: the reward is the share of distinct runs of this many tokens")
     runs_with: list[str] | None = Field(
         None,
         min_length=1,
-        description="code: a program of /usr and its arguments, after which comes the file with the completion's program; null is this "
-        "Python, with the standard library alone",
+        description="code: a program in /usr and its arguments, to which the file with the completion's program is appended; null: this "
+        "Python, with only the standard library",
     )
-    cpu_s: int = Field(5, ge=1, description="code: seconds of a processor for a test")
-    wall_s: float = Field(10.0, gt=0, description="code: seconds for a test")
-    memory_mb: int = Field(512, ge=16, description="code: memory of a process of the program")
+    cpu_s: int = Field(5, ge=1, description="code: CPU seconds per test")
+    wall_s: float = Field(10.0, gt=0, description="code: seconds per test")
+    memory_mb: int = Field(512, ge=16, description="code: memory of each process of the program")
     processes: int = Field(
         1,
         ge=1,
-        description="code: processes and threads that the program may have; with 1 it is one process of at most 64 threads",
+        description="code: processes and threads that the program may have; 1: one process of at most 64 threads",
     )
     partial_credit: bool = Field(
-        False, description="code: the share of tests that pass is the reward; else 1 if all do"
+        False, description="code: the reward is the share of tests that pass; false: 1 if all pass, else 0"
     )
-    judges: list[JudgeConfig] = Field([], description="llm_judge: who judges each completion")
-    rubric: str | None = Field(None, min_length=1, description="llm_judge: what the judges go by")
+    judges: list[JudgeConfig] = Field([], description="llm_judge: the models that judge each completion")
+    rubric: str | None = Field(None, min_length=1, description="llm_judge: the criteria for the judges")
     scale: tuple[int, int] = Field(
         (1, 10), description="llm_judge: the worst and the best score of a judge, which become 0 and 1"
     )
     vote: Literal["mean", "majority"] = Field(
         "mean",
-        description="llm_judge: the reward is the mean of what the judges give, or 1 if more than half of them give 1",
+        description="llm_judge: the reward is the mean of the judges' scores, or 1 if more than half of the judges give 1",
     )
     budget: int | None = Field(
         None,
         ge=0,
-        description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
+        description="llm_judge: requests that the run may send to the judges; once they are used up, the breaker opens. null: no limit",
     )
     concurrency: int = Field(
         16,
@@ -414,19 +422,22 @@ class EnvConfig(Section):
         "time",
     )
     model_name: str | None = Field(
-        None, description="reward_model: directory or name on the hub of a model with one label, and its tokenizer"
+        None,
+        description="reward_model: directory, or name on the Hugging Face Hub, of a model with one label and its tokenizer",
     )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="reward_model: where it computes; auto: a GPU if there is one",
+        description="reward_model: the device that it computes on; auto: a GPU if the machine has one",
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field("float32", description="reward_model: of its weights")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="reward_model: precision of its weights"
+    )
     batch_size: int = Field(32, ge=1, description="reward_model: completions in one forward pass")
     max_model_len: int | None = Field(
         None,
         ge=1,
-        description="reward_model: the most tokens of prompt and completion; null takes what the model can read",
+        description="reward_model: the most tokens of prompt and completion; null: as many as the model can read",
     )
     parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         {}, description="combine: the environments that score each completion, by name, with their weights"
@@ -436,27 +447,28 @@ class EnvConfig(Section):
     )
     gate: str | None = Field(
         None,
-        description="combine: the part that scores first; where it earns nothing above 0 the others are not asked, and the reward is 0",
+        description="combine: the part that scores first; if its reward is not above 0, the others are not asked, and the reward is 0",
     )
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="time for one call of a served environment, for one trajectory of a built-in one; past it: TIMED_OUT",
+        description="seconds for one call of a served environment, or for one trajectory of a built-in one; after that: TIMED_OUT",
     )
     max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")
     failure_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="while more than this share of its last 32 trajectories fails, the environment is broken: the run waits for it",
+        description="while more than this share of its last 32 trajectories has failed, the environment is broken, and the run waits for "
+        "it",
     )
     give_up_after: float | None = Field(
         None, gt=0, description="seconds after which a broken environment ends the run as an error; null waits for ever"
     )
     unsafe_no_sandbox: bool = Field(
         False,
-        description="score without a sandbox where the machine grants none (built-in environments); false refuses to start there. What "
-        "the policy writes could then read and do whatever the reward service can",
+        description="score without a sandbox where the machine allows none (built-in environments); false refuses to start there. Without "
+        "a sandbox, what the policy writes can read and do whatever the reward service can",
     )
 
     @model_validator(mode="before")
@@ -474,7 +486,7 @@ class EnvConfig(Section):
         kinds = ("type", "target", "command", "attached")
         given = {key: value for key in kinds if (value := getattr(self, key)) not in (None, False)}
         if len(given) > 1:
-            shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
+            shown = " and ".join(f"{key} {_in_yaml(value)}" for key, value in given.items())
             raise ValueError(f"{shown}: give one of them, and set the others to null (attached to false)")
         target = self.target
         if target is not None and not self.is_started and not _ADDRESS_TARGET.fullmatch(target):
@@ -488,18 +500,18 @@ class EnvConfig(Section):
         for key, value in {"public": self.public, "grader": self.grader}.items():
             if value and not self.episodes:
                 raise ValueError(
-                    f"{key} {value!r} is for an environment with episodes: true; set that, or leave it out"
+                    f"{key} {_in_yaml(value)} is for an environment with episodes: true; set that, or leave it out"
                 )
         return self
 
     def kind(self, name: str) -> str | None:
-        """Which built-in environment it is, under the name `name`; None of one that is served, or of none that there is."""
+        """Return the built-in environment that this is, under the name `name`; None for a served one, or if it is unknown."""
         kind = self.type or name
         return kind if kind in BUILT_IN and not self.is_served else None
 
     @property
     def is_served(self) -> bool:
-        """Whether it runs in a process of its own, which listens or dials in; else it is built in."""
+        """Whether the environment runs in its own process, which listens or dials; otherwise it is built in."""
         return self.target is not None or self.command is not None or self.attached
 
     @property
@@ -509,7 +521,8 @@ class EnvConfig(Section):
 
     @property
     def address(self) -> str | None:
-        """Where that process listens; None of a built-in one, of one that dials in, and of one to be started that has no port yet."""
+        """The address on which that process listens; None for a built-in environment, for one that dials, and for one to be started whose
+        port is not settled."""
         if self.is_started:
             return with_port(LOOPBACK, self.port) if self.port else None
         return self.target

@@ -1,31 +1,34 @@
-"""What is wrong with a configuration, in one line a problem: the full key, the value, and what to do."""
+"""Explains what is wrong with a configuration, in one line per problem: the full key, the value, and the remedy."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.other_names import NAMES
 from headrace.config.root import Config
-from headrace.config.text import in_yaml
 
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
+Named = Callable[[Path], Path]
 
-# of two names: of a misspelt one and what was meant; names that mean different things are rarely so alike
+# the similarity of a misspelt name to the intended one; names with different meanings are rarely this similar
 _VERY_CLOSE = 0.8
+# long names are often similar by chance
+_CLOSE, _LONG, _CLOSE_IF_LONG = 0.6, 10, 0.75
 _KEY = re.compile(r"[a-z_]+(?:\.\w+)+")
 
 
 def _models(annotation: Any, path: Path) -> Iterator[tuple[Path, type[BaseModel]]]:
-    """The models inside a field's type; the items of a list or a mapping are named `*`."""
+    """Yield the models inside a field's type. The items of a list or a mapping are named `*`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield path, annotation
     for inner in get_args(annotation):
@@ -42,12 +45,12 @@ def _walk(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, Field
 
 @functools.cache
 def known_keys() -> Mapping[Path, FieldInfo]:
-    """Every key there is, sections included; items of lists and mappings are named `*` (`env.*.type`)."""
+    """Return every key of the configuration, sections included. The items of lists and mappings are named `*` (`env.*.type`)."""
     return dict(_walk(Config))
 
 
 def pattern(path: Path) -> Path:
-    """`path` with the names of items replaced by `*`, as `known_keys` has them."""
+    """Return `path` with the names of items replaced by `*`, as in `known_keys`."""
     found: Path = ()
     for part in path:
         found = (*found, "*" if (*found, "*") in _prefixes() else part)
@@ -59,17 +62,29 @@ def _prefixes() -> frozenset[Path]:
     return frozenset(key[:end] for key in known_keys() for end in range(1, len(key)))
 
 
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that `name` probably means: a similar spelling, or a longer name with a similar beginning."""
+    names = list(names)
+    if close := difflib.get_close_matches(name, names, 1, _CLOSE if len(name) <= _LONG else _CLOSE_IF_LONG):
+        return close[0]
+    if len(name) > _LONG:
+        begun = {other[: len(name)]: other for other in reversed(names)}
+        if close := difflib.get_close_matches(name, begun, 1, _VERY_CLOSE):
+            return begun[close[0]]
+    return None
+
+
 def nearest(path: Path) -> str | None:
-    """The known key most like the unknown `path`: one beside it if any is close, else what another framework means by its name, else
-    one of that name elsewhere."""
+    """Return the known key most similar to the unknown `path`: a close one in the same section, else the key that another framework calls
+    so, else one of a similar name elsewhere."""
     parent, name = path[:-1], path[-1]
     beside = [key[-1] for key in known_keys() if key[:-1] == pattern(parent)]
     if close := difflib.get_close_matches(name, beside, 1, _VERY_CLOSE):
         return ".".join((*parent, close[0]))
     if name in NAMES:
         return NAMES[name].replace("grpo.", "ppo.", 1) if path[0] == "ppo" else NAMES[name]
-    if close := difflib.get_close_matches(name, beside, 1, 0.6):
-        return ".".join((*parent, close[0]))
+    if found := similar(name, beside):
+        return ".".join((*parent, found))
     by_name: dict[str, Path] = {}
     for key in known_keys():
         by_name.setdefault(key[-1], key)
@@ -78,13 +93,13 @@ def nearest(path: Path) -> str | None:
     return None
 
 
-def _unknown(path: Path, value: Any, origin: str) -> str:
-    key = ".".join(path)
+def _unknown(path: Path, value: Any, origin: str, named: Named) -> str:
+    key = ".".join(named(path))
     shown = "" if isinstance(value, dict) else f", value {in_yaml(value)}"
     if found := nearest(path):
-        return f"{key}: unknown key{shown}{origin}; did you mean {found}?"
+        return f"{key}: unknown key{shown}{origin}; did you mean {'.'.join(named(tuple(found.split('.'))))}?"
     beside = sorted(known[-1] for known in known_keys() if known[:-1] == pattern(path[:-1]))
-    where = ".".join(path[:-1]) or "the top level"
+    where = ".".join(named(path[:-1])) or "the top level"
     return f"{key}: unknown key{shown}{origin}; {where} has {', '.join(beside)}"
 
 
@@ -98,15 +113,15 @@ def _remedy(path: Path, error: ErrorDetails) -> str:
     return f"; the default is {default if isinstance(default, str) else in_yaml(default)}"
 
 
-def _line(error: ErrorDetails, origin: Origin) -> str:
+def _line(error: ErrorDetails, origin: Origin, named: Named) -> str:
     path = tuple(str(part) for part in error["loc"])
-    key, value = ".".join(path), error["input"]
+    key, value = ".".join(named(path)), error["input"]
     if error["type"] == "extra_forbidden":
-        return _unknown(path, value, origin(path))
+        return _unknown(path, value, origin(path), named)
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        named = [tuple(name.split(".")) for name in _KEY.findall(message)]
-        at = next((keys for keys in named if pattern(keys) in known_keys()), path)
+        mentioned = [tuple(name.split(".")) for name in _KEY.findall(message)]
+        at = next((keys for keys in mentioned if pattern(keys) in known_keys()), path)
         message = message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
         return f"{message}{origin(at) if at else ''}"
     if error["type"] == "model_type":
@@ -115,13 +130,14 @@ def _line(error: ErrorDetails, origin: Origin) -> str:
     return f"{key}: {in_yaml(value)} {message[0].lower()}{message[1:]}{origin(path)}{_remedy(path, error)}"
 
 
-def explain(error: ValidationError, origin: Origin) -> str:
-    """One line a problem. `origin` says where a path's value was given, as text to append (" (command line)")."""
+def explain(error: ValidationError, origin: Origin, named: Named = lambda path: path) -> str:
+    """Explain an error, one line per problem. `origin` returns where a path's value was given, as text to append (" (command line)");
+    `named` returns the path as the user wrote it."""
     errors = error.errors()
-    # what `data.default` gets wrong is copied into each source: say it once
+    # a wrong value in `data.default` is copied into each source; report it once
     default = {e["loc"][2:] for e in errors if e["loc"][:2] == ("data", "default")}
     return "\n".join(
-        _line(e, origin)
+        _line(e, origin, named)
         for e in errors
         if not (e["loc"][:2] in (("data", "train"), ("data", "validation")) and e["loc"][3:] in default)
     )

@@ -1,4 +1,4 @@
-"""`grpo`: group-relative policy optimization, and the estimators that need no value model; keys as users of NeMo RL know them."""
+"""`grpo`: group-relative policy optimization, and the estimators that need no value model. Keys are those of NeMo RL."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/`."""
+    """The estimator, which turns rewards into advantages; formulae in `services/trainer/learning/algorithms/`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
         "grpo",
-        description="grpo: against the group; gdpo: each reward component against the group, then weighed together; "
-        "reinforce_plus_plus: whitened over the batch; opd: the teacher's log-probability minus the policy's",
+        description="grpo: rewards relative to the group; gdpo: each reward component relative to the group, then a weighted sum; "
+        "reinforce_plus_plus: rewards whitened over the batch; opd: the teacher's log-probability minus the policy's",
     )
-    normalize_rewards: bool | None = Field(None, description="grpo and gdpo; null takes grpo.normalize_rewards")
+    normalize_rewards: bool | None = Field(None, description="grpo and gdpo; null: grpo.normalize_rewards")
     use_leave_one_out_baseline: bool | None = Field(
-        None, description="grpo and gdpo; null takes grpo.use_leave_one_out_baseline"
+        None, description="grpo and gdpo; null: grpo.use_leave_one_out_baseline"
     )
     teacher_model_name: str | None = Field(
-        None, description="opd: directory or name of the teacher, a causal language model of the policy's vocabulary"
+        None, description="opd: directory or name of the teacher, a causal language model with the policy's vocabulary"
     )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
     reward_weights: list[float] | None = Field(
-        None, description="gdpo: of each reward component, in alphabetical order of their names; null weighs all alike"
+        None,
+        description="gdpo: weights of the reward components, in alphabetical order of their names; null: all equal",
     )
     kl_to_go: bool = Field(
         False,
         description="reinforce_plus_plus with loss_fn.use_kl_in_reward: a token pays for the divergence from itself to the end, as in "
-        "the paper, not for its own alone",
+        "the paper, not only for its own",
     )
 
     @field_validator("name", mode="before")
@@ -55,7 +56,7 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
         for key, given in (("minus_baseline", not self.minus_baseline), ("kl_to_go", self.kl_to_go)):
             if given and self.name != "reinforce_plus_plus":
                 raise ValueError(
-                    f"{key} {str(getattr(self, key)).lower()} with name {self.name}: it is of reinforce_plus_plus alone; "
+                    f"{key} {str(getattr(self, key)).lower()} with name {self.name}: only reinforce_plus_plus uses it; "
                     "leave it out, or set name: reinforce_plus_plus"
                 )
         return self
@@ -67,6 +68,10 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
     @property
     def compares_groups(self) -> bool:
         return self.name in ("grpo", "gdpo")
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return self.compares_groups or (self.name == "reinforce_plus_plus" and self.minus_baseline)
 
     @property
     def weighs_components(self) -> bool:
@@ -101,6 +106,6 @@ class GRPOConfig(AlgorithmConfig):
 
     @property
     def leaves_one_out(self) -> bool:
-        """Whether the estimators `grpo` and `gdpo` compare a trajectory with the others of its group alone."""
+        """Whether the estimators `grpo` and `gdpo` compare a trajectory with only the others of its group."""
         own = self.adv_estimator.use_leave_one_out_baseline
         return self.use_leave_one_out_baseline if own is None else own

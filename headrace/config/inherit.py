@@ -1,9 +1,9 @@
 """`defaults:` in a configuration file: the files it builds on, and how they are merged.
 
-`defaults` is one path or a list, relative to the file that says it. Later files win over earlier ones and the file itself over
-all of them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true`
-replaces the inherited one instead. A section that is null is taken out of what was inherited (`grpo: null` makes room for
-`ppo`), and so is `grpo` or `ppo` where the other one is given; else it is a section whose keys are all commented out, and empty.
+`defaults` is one path or a list, relative to the file that contains it. Later files win over earlier ones, and the file itself over all of
+them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true` replaces the
+inherited one instead. A null section removes the inherited one (`grpo: null` makes room for `ppo`), or one of `grpo` and `ppo` where the
+other is given. Otherwise a null section is one whose keys are all commented out, and counts as empty.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.text import parse
 from headrace.errors import ConfigError
 
@@ -23,26 +24,26 @@ _OTHER_ALGORITHM = {"grpo": "ppo", "ppo": "grpo"}
 
 @dataclasses.dataclass(frozen=True)
 class Inherited:
-    """A configuration with what it inherits. `values` is the merged mapping; `files` is what each file gave itself, in the order they
-    were merged; the asked one is last."""
+    """A configuration with what it inherits. `values` is the merged mapping. `files` has what each file itself gives, in the order of
+    merging; the requested file is last."""
 
     values: dict[str, Any]
     files: tuple[tuple[Path, dict[str, Any]], ...]
 
     def source(self, keys: tuple[str, ...]) -> Path | None:
-        """The file that gave the value at `keys`; None if no file did."""
+        """Return the file that gave the value at `keys`; None if no file did."""
         return next((path for path, own in reversed(self.files) if _gives(own, keys)), None)
 
 
 def read(path: Path) -> Inherited:
-    """The file at `path` over the files that it names by `defaults`. Raises `ConfigError` naming the file at fault."""
+    """Read the file at `path` and merge it over the files that its `defaults` names. Raises `ConfigError` naming the file at fault."""
     return _read(path, ())
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
     if path.resolve() in (file.resolve() for file in above):
         chain = " -> ".join(str(file) for file in (*above, path))
-        raise ConfigError(f"{DEFAULTS}: {path} builds on itself: {chain}; take {DEFAULTS} out of one of these files")
+        raise ConfigError(f"{DEFAULTS}: {path} builds on itself ({chain}); remove {DEFAULTS} from one of these files")
     own = _mapping(path, above)
     files: list[tuple[Path, dict[str, Any]]] = []
     values: dict[str, Any] = {}
@@ -52,8 +53,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
         files += inherited.files
     values = merge(values, {key: value for key, value in own.items() if value is not None}, f"{path}: ")
     nulls = [key for key, value in own.items() if value is None]
+    if values.keys() & {"grpo", "ppo"} and {"grpo", "ppo"} <= set(nulls):
+        raise ConfigError(f"{path}: grpo and ppo are both null; give one of them, or leave the inherited one as it is")
     for section in nulls:
-        # null takes an inherited section out, or the algorithm that is not meant; else it is one whose keys are all commented out
+        # null removes an inherited section, or the algorithm that is not used; otherwise it is a section with all keys commented out
         other = _OTHER_ALGORITHM.get(section)
         if values.pop(section, None) is None and (other in nulls or other not in values):
             values[section] = {}
@@ -61,7 +64,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """`over` merged into `base`. `where` begins the message of an `_override_` that is neither true nor false."""
+    """Merge `over` into `base`. `where` begins the message about an `_override_` that is neither true nor false."""
     merged = dict(base)
     for key, value in over.items():
         if not isinstance(value, dict):
@@ -69,7 +72,7 @@ def merge(base: dict[str, Any], over: dict[str, Any], where: str = "") -> dict[s
             continue
         mark = value.get(OVERRIDE, False)
         if not isinstance(mark, bool):
-            raise ConfigError(f"{where}{key}.{OVERRIDE}: {mark!r:.60} is neither true nor false; give one of them")
+            raise ConfigError(f"{where}{key}.{OVERRIDE}: {in_yaml(mark)} is neither true nor false; give one of them")
         old = merged.get(key)
         inner = {name: item for name, item in value.items() if name != OVERRIDE}
         merged[key] = merge(old if isinstance(old, dict) and not mark else {}, inner, f"{where}{key}.")
@@ -81,12 +84,14 @@ def _bases(value: Any, path: Path) -> list[Path]:
     if names is None:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{path}: {DEFAULTS}: {value!r:.60} is neither a path nor a list of paths; name YAML files")
+        raise ConfigError(
+            f"{path}: {DEFAULTS}: {in_yaml(value)} is neither a path nor a list of paths; name YAML files"
+        )
     return [Path(os.path.normpath(path.parent / name)) for name in names]
 
 
 def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """What is written in one file. Raises `ConfigError` if it can't be read or is no mapping of sections."""
+    """Return the content of one file. Raises `ConfigError` if it can't be read, or is not a mapping of sections."""
     wanted = f" ({DEFAULTS} of {above[-1]}, relative to that file)" if above else ""
     try:
         text = path.read_text(encoding="utf-8")
@@ -101,24 +106,37 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     values = parse(text, str(path))
     if values is None:
         raise ConfigError(
-            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} is all defaults)"
+            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} means all defaults)"
         )
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"
-        )
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
+        kind = {list: "a list", str: "text", bool: "true or false"}.get(type(values), "a number")
+        raise ConfigError(f"{path}: {kind}, not a mapping; write sections like `grpo:` with keys below them")
     return values
 
 
+def as_written(values: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys` without the index 0 where `values` has a mapping in place of a list of one."""
+    found = []
+    for key in keys:
+        if isinstance(values, dict) and key == "0" and "0" not in values:
+            continue
+        found.append(key)
+        if isinstance(values, dict):
+            values = values.get(key)
+        elif isinstance(values, list) and key.isdecimal() and int(key) < len(values):
+            values = values[int(key)]
+        else:
+            values = None
+    return tuple(found)
+
+
 def _gives(values: Any, keys: tuple[str, ...]) -> bool:
-    """Whether `values` has `keys`, or something whole (a list, a scalar) above them."""
+    """Whether `values` has `keys`, or a list or scalar above them."""
     for key in keys:
         if not isinstance(values, dict):
             return values is not None
-        if key not in values:
+        if key in values:
+            values = values[key]
+        elif key != "0":  # a mapping may stand for a list of one
             return False
-        values = values[key]
     return True

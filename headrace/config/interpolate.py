@@ -1,7 +1,7 @@
 """`${…}` in a configuration, by OmegaConf: `${section.key}`, `${.sibling}`, `${oc.env:NAME,default}` and a little arithmetic.
 
-`add`, `sub`, `mul`, `div` and `max` take two arguments, which may be interpolations themselves: `${mul:${a.b}, 2}`. A key that
-no file gives has its default. `\\${` is the text `${`.
+`add`, `sub`, `mul`, `div` and `max` take two arguments, which may be interpolations themselves: `${mul:${a.b}, 2}`. A key that no file sets
+has its default. `\\${` is the text `${`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import ItemPath
 from headrace.errors import ConfigError
 
-Keys = tuple[str | int, ...]
-
 MISSING = "???"
+_SHOWN = 160  # characters of an expression in an error
 
 
 def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     """Replace every interpolation in `values` by its value. `whole` is `values` merged over the defaults: keys are looked up in it.
 
-    Arithmetic on whole numbers stays whole, except for `div`, which gives a float. Raises `ConfigError`, one line for each value
-    that can't be resolved.
+    Arithmetic on whole numbers stays whole, except for `div`, which gives a float. Raises `ConfigError`, with one line for each value that
+    can't be resolved.
     """
     found = dict(_expressions(values, ()))
     if not found:
@@ -34,16 +35,16 @@ def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def expressions(values: Any) -> dict[tuple[str, ...], str]:
-    """The interpolations in `values`, by their keys as text."""
+    """Return the interpolations in `values`, by their keys as text."""
     return {tuple(map(str, keys)): text for keys, text in _expressions(values, ())}
 
 
 def escape(text: str) -> str:
-    """`text` written so that `resolve` gives it back."""
+    """Return `text` written so that `resolve` gives it back."""
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
-def _expressions(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+def _expressions(value: Any, keys: ItemPath) -> Iterator[tuple[ItemPath, str]]:
     if isinstance(value, str) and ("${" in value or value == MISSING):
         yield keys, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -51,7 +52,7 @@ def _expressions(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
         yield from _expressions(inner, (*keys, key))
 
 
-def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
+def _replaced(value: Any, keys: ItemPath, results: Mapping[ItemPath, Any]) -> Any:
     if keys in results:
         return results[keys]
     if isinstance(value, dict):
@@ -61,17 +62,17 @@ def _replaced(value: Any, keys: Keys, results: Mapping[Keys, Any]) -> Any:
     return value
 
 
-def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[dict[Keys, Any], list[str]]:
-    """The value of each expression, and one line for each that has none; for one that grows without end that line alone."""
+def _evaluate(expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> tuple[dict[ItemPath, Any], list[str]]:
+    """Return the value of each expression, and a line for each that can't be evaluated. If one grows without end, return its line alone."""
     # imported here because it takes 0.1 s, and most files have no interpolation
-    from headrace.config.evaluate import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
+    from headrace.config.resolvers import Evaluation, InterpolationsTooLarge, OmegaConfBaseException, parse_error
 
-    # one that can't be parsed would spoil the whole container
+    # one expression that can't be parsed would break the whole container
     problems = [_problem(keys, text, str(error)) for keys, text in expressions.items() if (error := parse_error(text))]
     if problems:
         return {}, problems
     evaluation = Evaluation(expressions, whole)
-    results: dict[Keys, Any] = {}
+    results: dict[ItemPath, Any] = {}
     for keys, text in expressions.items():
         try:
             results[keys] = evaluation.result(keys)
@@ -82,9 +83,9 @@ def _evaluate(expressions: Mapping[Keys, str], whole: dict[str, Any]) -> tuple[d
     return results, problems
 
 
-def _problem(keys: Keys, text: str, error: str) -> str:
+def _problem(keys: ItemPath, text: str, error: str) -> str:
     key = ".".join(map(str, keys))
     if text == MISSING:
         return f"{key}: {text} marks a value that must be given; set it, for example {key}=…"
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", error.partition("\n")[0]).strip("\"'")
-    return f"{key}: {text!r:.160} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"
+    return f"{key}: {in_yaml(text, _SHOWN)} can't be resolved: {reason}; correct it, or write \\${{ for the text ${{"

@@ -1,4 +1,4 @@
-"""How large a configuration may be, with everything in it written out."""
+"""The largest size of a configuration, with all interpolations written out."""
 
 # far beyond any configuration: the largest of NeMo RL's recipes has about 1,000 values on 12 levels
 MAX_NODES = 100_000

@@ -1,7 +1,7 @@
-"""Reading a configuration: file, environment and command line become one checked `Config`.
+"""Reads a configuration: file, environment and command line become one validated `Config`.
 
-Precedence: command line > environment > file > the files it names by `defaults` > built-in defaults. Mappings are merged key
-by key, lists are replaced whole. Interpolations are resolved last, so that an override reaches every value made from it.
+Precedence: command line > environment > file > the files it names by `defaults` > built-in defaults. Mappings are merged key by key; lists
+are replaced whole. Interpolations are resolved last, so that an override reaches every value made from it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, known_keys, nearest, pattern
-from headrace.config.inherit import Inherited, merge, read
+from headrace.config.in_yaml import in_yaml
+from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, resolve
+from headrace.config.keys import Keys
 from headrace.config.root import Config
 from headrace.config.text import line_of, parse
 from headrace.errors import ConfigError
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
 PREFIX = "HEADRACE_"
 _COMMAND_LINE = "command line"
 
-Keys = tuple[str, ...]
-
-# each file of NeMo RL has one of these keys, and Headrace has none of them
+# every NeMo RL file has one of these keys, and Headrace has none of them
 NEMO_RL_KEYS = (
     "cluster",
     "policy.megatron_cfg",
@@ -43,13 +43,13 @@ NEMO_RL_KEYS = (
     "data_plane",
     "async_rl",
 )
-# lines of an error about such a file: after fixing the first ones, the user sees the others
+# the most lines in an error about such a file; once the first ones are fixed, the user sees the others
 _NEMO_RL_LINES = 10
 
 
-# These may also be names that are no files.
+# These may also be names rather than files.
 _CODE = ("dataset_name", "processor")
-# What is read, and not written: a relative path in a file is looked for beside that file first.
+# Paths that are read, not written: a relative one in a file is looked for beside that file first.
 _DATA_FILES = ("data_path", "prompt_file", "system_prompt_file", *_CODE)
 _READ: tuple[Keys, ...] = (
     *(("data", part, key) for part in ("default", "train", "validation") for key in _DATA_FILES),
@@ -60,7 +60,7 @@ _READ: tuple[Keys, ...] = (
     ("env", "*", "model_name"),
     *(("env", "*", "judges", key) for key in ("api_key_file", "tls_ca")),
 )
-# Every path. What a run saved of itself holds where the run was started.
+# Every path. In a configuration that a run saved, relative paths start where the run was started.
 _PATHS = (
     *_READ,
     ("env", "*", "target"),
@@ -72,8 +72,8 @@ _PATHS = (
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A configuration, and how it was made of a file of NeMo RL; None of one of Headrace's own. `origin` says where the value at some keys
-    was given, as text to append: " (run.yaml:12)", " (command line)", or nothing."""
+    """A configuration, and how it was translated from a NeMo RL file; None for one of Headrace's own. `origin` returns where the value at
+    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing."""
 
     config: Config
     nemo_rl: Translation | None
@@ -81,16 +81,16 @@ class Loaded:
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """The configuration that `examine` reads."""
+    """Return the configuration that `examine` reads."""
     return examine(path, overrides, environ).config
 
 
 def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
     """Read the run's YAML at `path` under `overrides` (`section.key=value`, YAML values) and `HEADRACE_SECTION__KEY` variables.
 
-    A variable's value is text for a scalar key, YAML for a list or a mapping, and `null` for none; `environ` None takes the
-    process's own (`${oc.env:NAME}` always reads that). Raises `ConfigError`, one line a problem, naming the key, the value and,
-    for an unknown key, the nearest known one.
+    A variable's value is text for a scalar key, YAML for a list or a mapping, and `null` for none. `environ` None means the process's own
+    (`${oc.env:NAME}` always reads that). Raises `ConfigError`, with one line per problem, naming the key, the value and, for an unknown
+    key, the nearest known one.
     """
     inherited = read(Path(path))
     values = copy.deepcopy(inherited.values)
@@ -102,11 +102,16 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         keys, value = _override(override)
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
+    if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
+        raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
     # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
     values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
+
+    def written_as(keys: Keys) -> Keys:
+        return as_written(inherited.values, keys)
 
     def folder(keys: Keys) -> Path | None:
         file = None if _given(origins, keys) else inherited.source(keys)
@@ -117,7 +122,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
             _find_in(values, _PATHS, lambda keys: None if _given(origins, keys) else start)
         here, run = Path(path).resolve().parent, values["run"]
         if run.get("id") == here.name and not _is_saved(Path(path), values) and not _given(origins, ("run", "dir")):
-            run["dir"] = str(here.parent)  # it was moved
+            run["dir"] = str(here.parent)  # the folder was moved
     elif not _is_saved(Path(path), values):
         _find_in(values, _READ, folder)
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
@@ -125,31 +130,34 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, keys)
 
-        return Loaded(_checked(values, origin), None, origin)
-    # imported for such a file alone: it is as large as the rest of the configuration
+        return Loaded(_checked(values, origin, written_as), None, origin)
+    # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
     translation = translate(values)
-    names = translation.came_from
+
+    def named(keys: Keys) -> Keys:
+        """Return the file's name for a key that only stands in another place."""
+        return translation.placed.get(keys) or written_as(keys)
 
     def translated(keys: Keys) -> str:
-        there = names.get(keys, keys)
-        name = f" ({'.'.join(there)} in NeMo RL)" if there != keys else ""
+        there = translation.placed.get(keys) or translation.came_from.get(keys, keys)
+        name = f" ({'.'.join(there)} in NeMo RL)" if there not in (keys, named(keys)) else ""
         return _origin(origins, inherited, written, there) + name
 
     problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
-    return Loaded(_checked(translation.values, translated, problems, _NEMO_RL_LINES), translation, translated)
+    return Loaded(_checked(translation.values, translated, named, problems, _NEMO_RL_LINES), translation, translated)
 
 
 def _start_of(path: Path, values: dict[str, Any]) -> Path | None:
-    """The folder where the run was started that saved this configuration of itself, taken out of `values`; None if it isn't there."""
+    """Remove `run.started_in` from `values`, and return that folder; None if the configuration was not saved by a run."""
     run = values.get("run")
     start = run.pop("started_in", None) if isinstance(run, dict) else None
     return (path.resolve().parent / start).resolve() if isinstance(start, str) else None
 
 
 def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the file is what a run saved of itself, whose paths were resolved when it started."""
+    """Whether a run saved this file in its folder. Its paths were resolved when the run started."""
     run = values.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("dir"), str):
         return False
@@ -157,7 +165,8 @@ def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
 
 
 def _find_in(values: dict[str, Any], places: Sequence[Keys], folder: Callable[[Keys], Path | None]) -> None:
-    """Make what `places` name lie in the folder that `folder` gives for its keys, if it is there. None leaves a value as it is."""
+    """Move the paths at `places` into the folder that `folder` returns for their keys, if they exist there. For None a path stays as it
+    is."""
     for keys, holder in _holders(values, places):
         name, where = holder.get(keys[-1]), folder(keys)
         if isinstance(name, str) and name and where is not None:
@@ -170,8 +179,8 @@ def _find_in(values: dict[str, Any], places: Sequence[Keys], folder: Callable[[K
 
 
 def _holders(values: Any, places: Iterable[Keys], above: Keys = ()) -> Iterator[tuple[Keys, dict[str, Any]]]:
-    """The keys of `places` that `values` may have, each with the mapping that holds the last of them. `*` is each key of a mapping; a list
-    is passed by its numbers."""
+    """Yield the keys of `places` that `values` may have, each with the mapping that holds the last of them. `*` stands for each key of a
+    mapping; the items of a list are visited by number."""
     for keys in places:
         if isinstance(values, list):
             for number, item in enumerate(values):
@@ -190,24 +199,29 @@ def _gives(values: Any, keys: Sequence[str]) -> bool:
 
 
 def _checked(
-    values: dict[str, Any], origin: Callable[[Keys], str], problems: Sequence[str] = (), most: int | None = None
+    values: dict[str, Any],
+    origin: Callable[[Keys], str],
+    named: Callable[[Keys], Keys],
+    problems: Sequence[str] = (),
+    most: int | None = None,
 ) -> Config:
-    """Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most` lines."""
+    """Return the configuration. Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most`
+    lines. `origin` and `named` return where a key was given, and its name there."""
     lines = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         said = {problem.partition(": ")[0] for problem in problems}
-        lines += (line for line in explain(error, origin).splitlines() if line.partition(": ")[0] not in said)
+        lines += (line for line in explain(error, origin, named).splitlines() if line.partition(": ")[0] not in said)
     if most is not None and len(lines) > most:
-        lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are solved"]
+        lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
         raise ConfigError("\n".join(lines))
     return config
 
 
 class _Settings(Config, BaseSettings):
-    """What pydantic-settings reads variables for."""
+    """The settings for which pydantic-settings reads variables."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", env_parse_none_str="null")
 
@@ -222,14 +236,16 @@ class _EnvironmentSource(EnvSettingsSource):
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
-    """(keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
+    """Yield (keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
     named = {name: value for name, value in environ.items() if name.upper().startswith(PREFIX)}
     for name, value in named.items():
         section, *rest = name[len(PREFIX) :].lower().split("__")
         if section not in Config.model_fields:
             close = nearest((section, *rest)) or nearest((section,))
-            hint = f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "no such section"
-            raise ConfigError(f"{name}: unknown variable (value {value!r:.60}); {hint}")
+            hint = (
+                f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "the section does not exist"
+            )
+            raise ConfigError(f"{name}: unknown variable (value {in_yaml(value)}); {hint}")
     yield from _leaves(_EnvironmentSource(named)(), ())
 
 
@@ -252,21 +268,22 @@ def _override(text: str) -> tuple[Keys, Any]:
 
 
 def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
-    """Set `keys` in `values`, making mappings on the way; a number selects an item of a list."""
+    """Set `keys` in `values`, creating mappings on the way; a number selects an item of a list."""
     here: Any = values
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(here, list):
             if not key.isdecimal() or int(key) >= len(here):
                 at = ".".join(keys[:depth])
-                raise ConfigError(f"{given}: {at} is a list of {len(here)}, and {key!r} none of 0 to {len(here) - 1}")
+                allowed = f"0 to {len(here) - 1}" if len(here) > 1 else "only 0" if here else "none"
+                raise ConfigError(
+                    f"{given}: {at} has {len(here)} item{'s' * (len(here) != 1)}; index {key!r} is out of range ({allowed})"
+                )
             slot: Any = int(key)
         elif key.isdecimal() and not last and here and _is_list(keys[:depth]):
             # a single item may stand for a list of one
             if int(key):
-                raise ConfigError(
-                    f"{given}: {'.'.join(keys[:depth])} is a single item, so that {key!r} is none; 0 is it"
-                )
+                raise ConfigError(f"{given}: {'.'.join(keys[:depth])} is a single item; use index 0, not {key!r}")
             continue
         else:
             slot = key
@@ -276,12 +293,14 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             here = here[slot]
         elif isinstance(here.get(slot), str) and "${" in here[slot]:
             at = ".".join(keys[: depth + 1])
-            raise ConfigError(f"{given}: {at} is {here[slot]!r:.60}, which has no keys of its own; give {at} whole")
+            raise ConfigError(f"{given}: {at} is {in_yaml(here[slot])}, not a section of keys; set {at} as a whole")
         else:
             here[slot] = {}
             here = here[slot]
         if not last and not isinstance(here, dict | list):
-            raise ConfigError(f"{given}: {'.'.join(keys[: depth + 1])} is {here!r:.60}, which has no keys")
+            raise ConfigError(
+                f"{given}: {'.'.join(keys[: depth + 1])} is {in_yaml(here)}, which has no keys; leave it out"
+            )
 
 
 def _is_list(keys: Keys) -> bool:
@@ -290,8 +309,12 @@ def _is_list(keys: Keys) -> bool:
 
 
 def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[Keys, str], keys: Keys) -> str:
-    """Where the value at `keys` was given, and the interpolation it came from, if any."""
+    """Return where the value at `keys` was given, and the interpolation it came from, if any."""
     where = _given(origins, keys)
+    if not where and keys[:2] in (("data", "train"), ("data", "validation")) and inherited.source(keys) is None:
+        # the value comes from data.default
+        keys = ("data", "default", *keys[3:])
+        where = _given(origins, keys)
     if not where and (file := inherited.source(keys)):
         line = line_of(file.read_text(encoding="utf-8"), keys)
         where = [str(file) if line is None else f"{file}:{line}"]
@@ -301,7 +324,7 @@ def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[
 
 
 def _given(origins: Mapping[Keys, str], keys: Keys) -> list[str]:
-    """Command line or environment, if one of them gave the value at `keys`."""
+    """Return the command line or the environment, if one of them gave the value at `keys`."""
     return [origin for given, origin in origins.items() if _overlap(given, keys)][:1]
 
 

@@ -1,4 +1,4 @@
-"""`loss_fn` and `value_loss_fn`: keys, meanings and defaults as users of NeMo RL know them.
+"""`loss_fn` and `value_loss_fn`: keys, meanings and defaults are those of NeMo RL.
 
 The formulae are in `services/trainer/learning/losses/`.
 """
@@ -19,10 +19,10 @@ class LossConfig(Section):
     # what the loss is averaged over
     token_level_loss: bool = Field(
         True,
-        description="mean over all tokens (DAPO); false: mean over sequences of each one's mean (GRPO's paper, GSPO)",
+        description="mean over all tokens (DAPO); false: mean over sequences of each sequence's mean (GRPO's paper, GSPO)",
     )
     constant_length: int | None = Field(
-        None, ge=1, description="sum over tokens, divided by sequences times this constant (Dr. GRPO); null does not"
+        None, ge=1, description="sum over tokens, divided by sequences times this constant (Dr. GRPO); null: not used"
     )
 
     # the ratio between the policy and the one before the update
@@ -33,33 +33,34 @@ class LossConfig(Section):
     proximal: Literal["recompute", "interpolate"] | None = Field(
         None,
         description="decoupled PPO: clip against a proximal policy and weight tokens by exp(proximal - behaviour log-probability); "
-        "the proximal policy is the trainer's at the start of the step, or is interpolated by age without a pass for it",
+        "the proximal policy is the trainer's at the start of the step (recompute), or is interpolated by age without a pass for it "
+        "(interpolate)",
     )
     sequence_level_importance_ratios: bool = Field(
         False, description="ratios and importance weights of whole sequences (GSPO); needs token_level_loss false"
     )
     force_on_policy_ratio: bool = Field(
-        False, description="ratio 1, with its gradient; needs one optimizer step a batch"
+        False, description="ratio 1, with its gradient; needs one optimizer step per batch"
     )
-    disable_ppo_ratio: bool = Field(False, description="log-probabilities in place of ratios (REINFORCE, RLOO)")
+    disable_ppo_ratio: bool = Field(False, description="log-probabilities instead of ratios (REINFORCE, RLOO)")
     use_cispo: bool = Field(
         False, description="the clipped ratio weights the log-probability, without a gradient (CISPO)"
     )
     ratio_clip_min: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - this")
     ratio_clip_max: float = Field(0.2, ge=0, description="the ratio is clipped above at 1 + this")
     ratio_clip_c: float | None = Field(
-        None, gt=1, description="dual clip: bound on the ratio where the advantage is negative; null has none"
+        None, gt=1, description="dual clip: bound on the ratio where the advantage is negative; null: none"
     )
     probability_difference_mask: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="drops the policy term of a token whose probability is already further than this from the behaviour policy's in "
-        "the direction the advantage pushes (DPPO; it comes on top of the ratio's clip, which ratio_clip_min 1 and a large "
-        "ratio_clip_max open); null drops none",
+        description="drop the policy term of a token whose probability is already further than this from the behaviour policy's, in "
+        "the direction that the advantage pushes (DPPO). This adds to the clip of the ratio, which ratio_clip_min 1 and a large "
+        "ratio_clip_max disable; null drops none",
     )
 
-    # what corrects for the policy that sampled
+    # correction for the behaviour policy
     use_importance_sampling_correction: bool = Field(
         False, description="weight each token by exp(prev - behaviour log-probability)"
     )
@@ -69,14 +70,14 @@ class LossConfig(Section):
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
         None,
         description="importance weights outside the bounds are clamped (tis), set to 0 (icepop), or set to 0 in sequences whose "
-        "geometric mean is outside (seq-mask-tis)",
+        "geometric mean is outside the bounds (seq-mask-tis)",
     )
     truncated_importance_sampling_ratio: float | None = Field(None, gt=0, description="upper bound; needs a type")
     truncated_importance_sampling_ratio_min: float | None = Field(
-        None, ge=0, description="lower bound; needs a type, and null is 0 for tis"
+        None, ge=0, description="lower bound; needs a type; null is 0 for tis"
     )
 
-    # what holds the policy near the reference policy
+    # the penalty that keeps the policy near the reference policy
     reference_policy_kl_penalty: float = Field(0.01, ge=0, description="beta; 0 loads no reference policy")
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
         "k3",
@@ -89,7 +90,7 @@ class LossConfig(Section):
     )
     use_kl_in_reward: bool = Field(
         False,
-        description="the KL penalty is subtracted from the rewards of tokens (Reinforce++, PPO), not added to the loss",
+        description="subtract the KL penalty from the rewards of tokens (Reinforce++, PPO) instead of adding it to the loss",
     )
 
     positive_example_nll_weight: float = Field(
@@ -106,10 +107,10 @@ class LossConfig(Section):
         if self.constant_length is not None and not self.token_level_loss:
             yield (
                 f"constant_length {self.constant_length} with token_level_loss false, which divides by each sequence's own "
-                "length: leave one of them out"
+                "length; leave one of them out"
             )
         if self.sequence_level_importance_ratios and self.token_level_loss:
-            yield "sequence_level_importance_ratios true with token_level_loss true: set token_level_loss false"
+            yield "sequence_level_importance_ratios true with token_level_loss true; set token_level_loss false"
         if self.use_cispo:
             for key in (
                 "disable_ppo_ratio",
@@ -123,10 +124,10 @@ class LossConfig(Section):
                         "token's clipped ratio; leave one of them out"
                     )
             if not self.token_level_loss:
-                yield "use_cispo true with token_level_loss false: set token_level_loss true"
+                yield "use_cispo true with token_level_loss false; set token_level_loss true"
         for key in ("disable_ppo_ratio", "force_on_policy_ratio"):
             if self.proximal and getattr(self, key):
-                yield f"proximal {self.proximal} with {key} true, which has no ratio to clip: leave one of them out"
+                yield f"proximal {self.proximal} with {key} true, which has no ratio to clip; leave one of them out"
         if self.prev_logprobs_source == "generation":
             for key in ("proximal", "force_on_policy_ratio"):
                 if value := getattr(self, key):
@@ -147,21 +148,20 @@ class LossConfig(Section):
             for suffix, bound in (("ratio", high), ("ratio_min", low)):
                 if bound is not None:
                     yield (
-                        f"truncated_importance_sampling_{suffix} {bound} without truncated_importance_sampling_type: set a type "
+                        f"truncated_importance_sampling_{suffix} {bound} without truncated_importance_sampling_type; set a type "
                         "(tis, icepop, seq-mask-tis), or leave the bound out"
                     )
             return
         name = f"truncated_importance_sampling_type {kind}"
         if not self.weighs_by_importance:
-            yield f"{name} without importance weights: set use_importance_sampling_correction true"
+            yield f"{name} without importance weights; set use_importance_sampling_correction true"
         if high is None:
-            yield f"{name} without truncated_importance_sampling_ratio, its upper bound: give one"
+            yield f"{name} without truncated_importance_sampling_ratio, its upper bound; give one"
         if low is None and kind != "tis":
-            yield f"{name} without truncated_importance_sampling_ratio_min, its lower bound: give one"
+            yield f"{name} without truncated_importance_sampling_ratio_min, its lower bound; give one"
         if high is not None and low is not None and low > high:
             yield (
-                f"truncated_importance_sampling_ratio_min {low} is above truncated_importance_sampling_ratio {high}: exchange "
-                "them"
+                f"truncated_importance_sampling_ratio_min {low} is above truncated_importance_sampling_ratio {high}; swap them"
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             yield (
@@ -171,12 +171,12 @@ class LossConfig(Section):
 
     @property
     def weighs_by_importance(self) -> bool:
-        """Whether importance weights multiply the policy term: asked for, or part of decoupled PPO."""
+        """Whether importance weights multiply the policy term, because they are enabled or a part of decoupled PPO."""
         return self.use_importance_sampling_correction or self.proximal is not None
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether advantage estimators take a KL penalty from the rewards, and so need a reference policy."""
+        """Whether advantage estimators subtract a KL penalty from the rewards, and so need a reference policy."""
         return self.reference_policy_kl_penalty > 0 and self.use_kl_in_reward
 
     @property
@@ -192,7 +192,7 @@ class ValueLossConfig(Section):
     cliprange: float | None = Field(
         0.2,
         gt=0,
-        description="values further than this from those at the start of the step are clipped to it; null does not",
+        description="values are clipped to this distance from those at the start of the step; null: no clip",
     )
 
 

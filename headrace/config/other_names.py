@@ -1,4 +1,4 @@
-"""What other frameworks call keys of Headrace, for those who write such a name: arguments of TRL's trainers, and keys of verl."""
+"""The names of Headrace's keys in other frameworks, for users who write such a name: arguments of TRL's trainers, and keys of verl."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ NAMES: Mapping[str, str] = {
     # TRL
     "beta": "loss_fn.reference_policy_kl_penalty",
     "delta": "loss_fn.ratio_clip_c",
+    "enable_thinking": "policy.tokenizer.chat_template_kwargs",
     "epsilon": "loss_fn.ratio_clip_min",
     "epsilon_high": "loss_fn.ratio_clip_max",
     "eval_steps": "grpo.val_period",

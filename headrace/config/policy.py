@@ -1,6 +1,6 @@
 """`policy` and `value`: the models that are trained, their optimizers and schedules, and how the policy generates.
 
-Keys are those that users of NeMo RL know.
+Keys are those of NeMo RL.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
-# torch's schedulers that need nothing but numbers, and what each takes
+# torch's schedulers whose arguments are all numbers, with these arguments
 KEYS: dict[str, frozenset[str]] = {
     "ConstantLR": frozenset({"factor", "total_iters"}),
     "LinearLR": frozenset({"start_factor", "end_factor", "total_iters"}),
@@ -30,8 +31,8 @@ class OptimizerKwargs(Section):
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    foreach: bool | None = Field(None, description="torch's own choice of kernels; null leaves it to fused")
-    fused: bool | None = Field(None, description="one kernel for all of it; null is true unless foreach is")
+    foreach: bool | None = Field(None, description="torch's multi-tensor kernels; null: as fused decides")
+    fused: bool | None = Field(None, description="one kernel for the whole step; null: true unless foreach is")
 
 
 class OptimizerConfig(Section):
@@ -44,19 +45,21 @@ class SchedulerConfig(Section):
 
     name: str | None = Field(None, description=f"{NAMESPACE} and {', '.join(KEYS)}")
     kwargs: dict[str, int | float | list[int]] = Field({}, description="its arguments, by torch's names")
-    milestones: list[int] | None = Field(None, description="in the last item alone: steps at which the next takes over")
+    milestones: list[int] | None = Field(
+        None, description="only in the last item: steps at which the next scheduler takes over"
+    )
 
     @model_validator(mode="after")
     def _one_of_torch_s(self) -> SchedulerConfig:
         if (self.name is None) == (self.milestones is None):
-            raise ValueError("give name and kwargs, or milestones alone in the last item")
+            raise ValueError("name and milestones; give name and kwargs, or, in the last item, only milestones")
         if self.name is None:
             if self.kwargs:
-                raise ValueError("kwargs without a name")
+                raise ValueError(f"kwargs {self.kwargs} without a name; give name")
             return self
         short = self.name.removeprefix(NAMESPACE)
         if short == self.name or short not in KEYS:
-            raise ValueError(f"name {self.name!r} is not {NAMESPACE} and one of {', '.join(KEYS)}")
+            raise ValueError(f"unknown scheduler {in_yaml(self.name)}; write {NAMESPACE} and one of {', '.join(KEYS)}")
         if unknown := sorted(self.kwargs.keys() - KEYS[short]):
             raise ValueError(f"{short} takes no {', '.join(unknown)}; it takes {', '.join(sorted(KEYS[short]))}")
         return self
@@ -71,14 +74,14 @@ def _several(value: Any) -> Any:
 def _in_sequence(items: list[SchedulerConfig]) -> list[SchedulerConfig]:
     named = [item for item in items if item.name]
     if any(item.milestones is not None for item in items[:-1]) or (items and not named):
-        raise ValueError("schedulers come first, and milestones in the last item")
+        raise ValueError(
+            "milestones are not in the last item after schedulers; give the schedulers first, then milestones"
+        )
     steps = (items[-1].milestones or []) if items else []
     if len(steps) != max(len(named) - 1, 0):
-        raise ValueError(
-            f"{len(named)} schedulers follow each other at {max(len(named) - 1, 0)} milestones, not {len(steps)}"
-        )
+        raise ValueError(f"{len(named)} schedulers need {max(len(named) - 1, 0)} milestones, not {len(steps)}")
     if steps != sorted(set(steps)) or any(step < 1 for step in steps):
-        raise ValueError(f"milestones {steps} do not ascend from 1 or more")
+        raise ValueError(f"milestones {steps} are not ascending steps of 1 or more")
     return items
 
 
@@ -87,59 +90,59 @@ SchedulerConfigs = Annotated[
     BeforeValidator(_several),
     AfterValidator(_in_sequence),
     Field(
-        description="learning rate by trainer step: torch's schedulers, each for its part, then {milestones: [steps]}; one alone "
-        "needs no list, and none is a constant rate"
+        description="learning rate by trainer step: torch's schedulers, each for its part, then {milestones: [steps]}. A single scheduler "
+        "needs no list; without any the rate is constant"
     ),
 ]
 
 
 class TokenizerConfig(Section):
-    name: str | None = Field(None, description="directory or name; null takes policy.model_name")
+    name: str | None = Field(None, description="directory or name; null: policy.model_name")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
 
 
 class VLLMConfig(Section):
     """Passed to the vLLM engine."""
 
-    precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null takes policy.precision")
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field("auto", description="auto: that of the weights")
+    precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null: policy.precision")
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field("auto", description="auto: the type of the weights")
     attention_backend: str | None = Field(
-        None, description="as vLLM names them (FLASH_ATTN, FLASHINFER, TRITON_ATTN, …); null leaves it to vLLM"
+        None, description="by vLLM's names (FLASH_ATTN, FLASHINFER, TRITON_ATTN, …); null: vLLM's choice"
     )
     tensor_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of the device's memory for weights and KV cache; null is 0.9 on a GPU, 0.45 where `headrace up` has the "
-        "trainer share it",
+        description="share of the device's memory for weights and KV cache; null: 0.9 on a GPU, or 0.45 where `headrace up` shares it "
+        "with the trainer",
     )
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1024**2,
-        description="size of the KV cache; null is what gpu_memory_utilization leaves, and 256 MiB on a CPU unless that is given",
+        description="size of the KV cache; null: what gpu_memory_utilization leaves, or 256 MiB on a CPU unless that key is set",
     )
     enforce_eager: bool | None = Field(
-        None, description="no CUDA graphs, no compilation; null is true on a CPU, false on a GPU"
+        None, description="no CUDA graphs, no compilation; null: true on a CPU, false on a GPU"
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens in a batch of the engine; null is 8192 on a GPU (max_num_seqs, if that is more), vLLM's own choice on a CPU",
+        description="tokens in a batch of the engine; null: 8192 on a GPU (max_num_seqs, if that is more), vLLM's own choice on a CPU",
     )
     tool_parser: str | None = Field(
         None,
-        description="vLLM's parser of the tool calls that this model writes (hermes, qwen3_xml, llama3_json, …), in episodes and in the "
-        "replicas' OpenAI API; null reads none",
+        description="vLLM's parser for this model's tool calls (hermes, qwen3_xml, llama3_json, …), in episodes and in the replicas' "
+        "OpenAI API; null: none are parsed",
     )
     reasoning_parser: str | None = Field(
         None,
-        description="vLLM's parser of the reasoning that this model writes (qwen3, deepseek_r1, …); null leaves it in the content",
+        description="vLLM's parser for this model's reasoning (qwen3, deepseek_r1, …); null leaves it in the content",
     )
 
     def resolved(self, *, on_cpu: bool) -> VLLMConfig:
-        """With the engine's defaults on this device in place of null, where they are ours."""
+        """Return a copy with null replaced by Headrace's own defaults on this device."""
         if on_cpu:
             cache = 256 * 1024**2 if self.gpu_memory_utilization is None else None
             ours: dict[str, Any] = {"kv_cache_memory_bytes": cache, "enforce_eager": True}
@@ -153,7 +156,7 @@ class VLLMConfig(Section):
 
     @property
     def sizes(self) -> str:
-        """What the engine's memory and batches are made of, in a line."""
+        """The keys that decide the engine's memory and batches, in a line."""
         keys = (
             "tensor_parallel_size",
             "gpu_memory_utilization",
@@ -169,21 +172,26 @@ class GenerationConfig(Section):
     max_new_tokens: int = Field(
         256,
         ge=1,
-        description="a completion also ends where it and its prompt have policy.max_total_sequence_length tokens",
+        description="a completion also ends once it and its prompt have policy.max_total_sequence_length tokens",
     )
     temperature: float = Field(
-        1.0, gt=0, description="also divides the training logits, so that ratios compare like with like"
+        1.0, gt=0, description="also divides the training logits, so that ratios compare equal distributions"
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="smallest set of tokens with this probability; after top_k, in training logits too"
+        1.0,
+        gt=0,
+        le=1,
+        description="keep the smallest set of tokens with this probability, after top_k; in training logits too",
     )
     top_k: int | None = Field(
-        None, ge=-1, description="most probable tokens alone, in training logits too; null, 0 and -1 are all"
+        None,
+        ge=-1,
+        description="keep this many of the most probable tokens, in training logits too; null, 0 and -1: all",
     )
-    val_temperature: float | None = Field(None, ge=0, description="for validation; 0 is greedy, null takes temperature")
-    val_top_p: float | None = Field(None, gt=0, le=1, description="for validation; null takes top_p")
-    val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1 are all, null takes top_k")
-    stop_token_ids: list[int] = Field([], description="besides the tokenizer's end token")
+    val_temperature: float | None = Field(None, ge=0, description="for validation; 0 is greedy; null: temperature")
+    val_top_p: float | None = Field(None, gt=0, le=1, description="for validation; null: top_p")
+    val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1: all; null: top_k")
+    stop_token_ids: list[int] = Field([], description="in addition to the tokenizer's end token")
     stop_strings: list[str] = Field([])
     vllm_cfg: VLLMConfig = VLLMConfig()
 
@@ -194,65 +202,66 @@ class GenerationConfig(Section):
 
 
 class DynamicBatchingConfig(Section):
-    """Padded micro-batches of so many places (rows times width) instead of so many sequences."""
+    """Padded micro-batches of a given number of places (rows times width) instead of sequences."""
 
     enabled: bool = False
     train_mb_tokens: int | None = Field(
-        None, ge=1, description="null takes max_total_sequence_length times train_micro_batch_size"
+        None, ge=1, description="null: max_total_sequence_length times train_micro_batch_size"
     )
     logprob_mb_tokens: int | None = Field(
-        None, ge=1, description="in forward-only passes; null takes max_total_sequence_length times logprob_batch_size"
+        None, ge=1, description="in forward-only passes; null: max_total_sequence_length times logprob_batch_size"
     )
     sequence_length_round: int = Field(64, ge=1, description="widths are multiples of this")
 
 
 class SequencePackingConfig(DynamicBatchingConfig):
-    """Several sequences in one row of so many tokens, each seeing itself alone."""
+    """Several sequences in one row of a given number of tokens; each sequence attends only to itself."""
 
     algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "modified_first_fit_decreasing"
 
 
-# the ranks that vLLM makes room for
+# the ranks that vLLM supports
 ENGINE_DIMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoRAConfig(Section):
-    """An adapter (LoRA): small matrices beside the policy's linear layers, trained in their place. The model itself is frozen; its head and
-    its embedding have no adapter, nor has the value model, which is trained whole."""
+    """An adapter (LoRA): small matrices beside the policy's linear layers, which are trained in their place. The model itself is frozen.
+    Its head and its embedding have no adapter. Neither has the value model, all of whose weights are trained."""
 
     enabled: bool = False
     dim: int = Field(8, ge=1, description="rank of the adapter's matrices")
-    alpha: int = Field(32, ge=1, description="the adapter counts alpha / dim times")
+    alpha: int = Field(32, ge=1, description="the adapter's output is multiplied by alpha / dim")
     dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="of the adapter's inputs, in the passes that it is trained in; costs a pass more a step",
+        description="dropout of the adapter's inputs, in the passes in which it is trained; costs one more pass per step",
     )
     target_modules: list[str] = Field(
-        [], description="linear layers by the last part of their names, or patterns of whole names; none is all of them"
+        [],
+        description="linear layers by the last part of their names, or by patterns of whole names; empty: all of them",
     )
-    exclude_modules: list[str] = Field([], description="layers without an adapter, named in the same way")
+    exclude_modules: list[str] = Field([], description="layers without an adapter, named the same way")
     init: Literal["xavier", "uniform"] = Field(
-        "xavier", description="what A is drawn from, by grpo.seed: xavier_normal_, or kaiming_uniform_; B is 0"
+        "xavier", description="how A is drawn, with grpo.seed: xavier_normal_ or kaiming_uniform_; B is 0"
     )
     refit: Literal["merged", "adapter"] = Field(
         "merged",
-        description="what replicas get: the model merged with the adapter, or once the model and then the adapter alone, which vLLM's LoRA "
-        f"computes with (dim at most {ENGINE_DIMS[-1]}, no experts, one GPU a replica)",
+        description="what replicas get. merged: the model merged with the adapter; adapter: the model once, then only the adapter, for "
+        f"vLLM's LoRA (dim at most {ENGINE_DIMS[-1]}, no experts, one GPU per replica)",
     )
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> LoRAConfig:
         if self.adapter_alone and self.dim > ENGINE_DIMS[-1]:
             raise ValueError(
-                f"dim {self.dim} with refit adapter: vLLM's LoRA has at most {ENGINE_DIMS[-1]}; set refit to merged"
+                f"dim {self.dim} with refit adapter: vLLM's LoRA supports at most {ENGINE_DIMS[-1]}; set refit to merged"
             )
         return self
 
     @property
     def adapter_alone(self) -> bool:
-        """Whether replicas get the adapter alone."""
+        """Whether replicas get only the adapter."""
         return self.enabled and self.refit == "adapter"
 
     @property
@@ -264,37 +273,37 @@ class LoRAConfig(Section):
 class PolicyConfig(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
     hf_config_overrides: dict[str, Any] = Field(
-        {}, description="keys of the model's own configuration and their values, for trainer and rollouts alike"
+        {}, description="keys of the model's own configuration with their values, for trainer and rollouts"
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
     train_global_batch_size: int | None = Field(
-        None, ge=1, description="trajectories in an optimizer step; must divide a batch, and null takes all of it"
+        None, ge=1, description="trajectories in an optimizer step; must divide a batch; null: all of it"
     )
     train_micro_batch_size: int = Field(4, ge=1, description="sequences in a forward and backward pass")
     logprob_batch_size: int | None = Field(
-        None, ge=1, description="sequences in a forward-only pass; null takes train_micro_batch_size"
+        None, ge=1, description="sequences in a forward-only pass; null: train_micro_batch_size"
     )
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     share_prompts: bool = Field(
         False,
-        description="trajectories of one prompt in one row: the prompt once, each completion seeing it and itself",
+        description="put trajectories of one prompt in one row: the prompt once, and each completion attends to it and to itself",
     )
     logprob_chunk_size: int | None = Field(
         None,
         ge=1,
-        description="tokens whose logits are held at once, in the backward pass too; null holds 2048 on a GPU, else those of a micro-batch",
+        description="tokens whose logits are held at a time, in the backward pass too; null: 2048 on a GPU, else all of a micro-batch",
     )
     activation_checkpointing: bool | None = Field(
         None,
-        description="keep each layer's input alone and compute the layer again in the backward pass; null does so on a GPU",
+        description="keep only each layer's input, and recompute the layer in the backward pass; null: true on a GPU",
     )
     torch_compile: bool = Field(
         False,
-        description="compile the models' layers by torch, which takes a minute or more in the first step; a C++ compiler must be there",
+        description="compile the models' layers with torch, which takes a minute or more in the first step; needs a C++ compiler",
     )
-    freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
+    freeze_moe_router: bool = Field(False, description="in a mixture of experts, don't train the routers")
     lora_cfg: LoRAConfig = LoRAConfig()
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
@@ -303,11 +312,11 @@ class PolicyConfig(Section):
     generation: GenerationConfig = GenerationConfig()
 
     def chunk_size(self, device: str) -> int | None:
-        """`logprob_chunk_size` on a device of this type; None is all of a micro-batch."""
+        """Return `logprob_chunk_size` on a device of this type; None means all of a micro-batch."""
         return 2048 if self.logprob_chunk_size is None and device == "cuda" else self.logprob_chunk_size
 
     def recomputes(self, device: str) -> bool:
-        """`activation_checkpointing` on a device of this type."""
+        """Return `activation_checkpointing` on a device of this type."""
         return device == "cuda" if self.activation_checkpointing is None else self.activation_checkpointing
 
     @model_validator(mode="after")
@@ -324,28 +333,28 @@ class PolicyConfig(Section):
                 if section.enabled and tokens is not None and tokens < self.max_total_sequence_length:
                     raise ValueError(
                         f"{name}.{key} {tokens} is less than max_total_sequence_length {self.max_total_sequence_length}: "
-                        "a sequence is never divided; raise the one or lower the other"
+                        "a sequence is never divided; raise the former or lower the latter"
                     )
         return self
 
 
 class ValueConfig(Section):
-    """A transformers backbone with a linear head, under `ppo` with the estimator `gae`; nothing of it is loaded otherwise."""
+    """A transformers backbone with a linear head, used by `ppo` with the estimator `gae`; otherwise none of it is loaded."""
 
     model_name: str | None = Field(
         None,
-        description="directory or name of a model whose backbone it starts from, or `value/` of a checkpoint, head and all; null takes "
+        description="directory or name of a model whose backbone it starts from, or `value/` of a checkpoint, including its head; null: "
         "policy.model_name",
     )
-    hf_config_overrides: dict[str, Any] = Field({}, description="as of policy, for the value model")
+    hf_config_overrides: dict[str, Any] = Field({}, description="like policy.hf_config_overrides, for the value model")
     train_global_batch_size: int | None = Field(
-        None, ge=1, description="trajectories in an optimizer step; null takes policy.train_global_batch_size"
+        None, ge=1, description="trajectories in an optimizer step; null: policy.train_global_batch_size"
     )
     train_micro_batch_size: int | None = Field(
-        None, ge=1, description="sequences in a pass; null takes policy.train_micro_batch_size"
+        None, ge=1, description="sequences in a pass; null: policy.train_micro_batch_size"
     )
-    freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
-    precision: Literal["float32", "bfloat16"] | None = Field(None, description="null takes policy.precision")
+    freeze_moe_router: bool = Field(False, description="in a mixture of experts, don't train the routers")
+    precision: Literal["float32", "bfloat16"] | None = Field(None, description="null: policy.precision")
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
     scheduler: SchedulerConfigs = Field([])

@@ -1,4 +1,4 @@
-"""`ppo`: proximal policy optimization with a value model, in the place of `grpo`; keys as users of NeMo RL know them."""
+"""`ppo`: proximal policy optimization with a value model, instead of `grpo`. Keys are those of NeMo RL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class PPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
+    """The estimator, which turns rewards into advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
         "gae",
@@ -20,15 +20,15 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
     gae_gamma: float = Field(1.0, ge=0, le=1, description="discount of a token's future")
     normalize_advantages: bool = Field(True, description="whiten over the tokens of the batch")
     gae_lambda_value: float | None = Field(
-        None, ge=0, le=1, description="lambda of the value model's returns; null takes gae_lambda"
+        None, ge=0, le=1, description="lambda of the value model's returns; null: gae_lambda"
     )
     gae_lambda_policy: float | None = Field(
-        None, ge=0, le=1, description="lambda of the policy's advantages; null takes gae_lambda"
+        None, ge=0, le=1, description="lambda of the policy's advantages; null: gae_lambda"
     )
     length_adaptive_alpha: float = Field(
         0.0,
         ge=0,
-        description="above 0, the policy's lambda is 1 - 1 / (this times the length), whatever gae_lambda_policy says (VAPO)",
+        description="if above 0, the policy's lambda is 1 - 1 / (this times the length), whatever gae_lambda_policy is (VAPO)",
     )
 
     @field_validator("name", mode="before")
@@ -63,25 +63,25 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
 
 
 class PPOConfig(AlgorithmConfig):
-    """PPO with a value model, in place of `grpo`: a configuration has one of the two sections."""
+    """PPO with a value model, instead of `grpo`: a configuration has one of the two sections."""
 
     name: ClassVar[str] = "ppo"
 
     max_num_epochs: int = Field(100_000, ge=1, description="passes over the training prompts")
     max_num_steps: int = Field(100_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(20, ge=0, description="validate every this many steps; 0 never does")
+    val_period: int = Field(20, ge=0, description="steps from one validation to the next; 0: never validate")
     val_at_start: bool = Field(True, description="validate before the first step")
     ppo_epochs: int = Field(4, ge=1, description="passes of the policy over each batch")
     critic_ppo_epochs: int | None = Field(
-        None, ge=1, description="passes of the value model over each batch; null takes ppo_epochs"
+        None, ge=1, description="passes of the value model over each batch; null: ppo_epochs"
     )
     policy_training_start_step: int = Field(
-        0, ge=0, description="the first step that trains the policy; those before it train the value model alone"
+        0, ge=0, description="the first step that trains the policy; earlier steps train only the value model"
     )
     scheduler_counts: Literal["steps", "epochs"] = Field(
         "steps",
-        description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch, of which a step has "
-        "ppo_epochs (critic_ppo_epochs)",
+        description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch; a step has ppo_epochs "
+        "(critic_ppo_epochs) passes",
     )
     adv_estimator: PPOAdvEstimatorConfig = PPOAdvEstimatorConfig()
     async_ppo: AsyncConfig = AsyncConfig()
@@ -99,8 +99,12 @@ class PPOConfig(AlgorithmConfig):
     def asynchrony(self) -> AsyncConfig:
         return self.async_ppo
 
+    @property
+    def first_policy_step(self) -> int:
+        return self.policy_training_start_step
+
     def policy_epochs(self, step: int) -> int:
-        return self.ppo_epochs if step >= self.policy_training_start_step else 0
+        return self.ppo_epochs if step >= self.first_policy_step else 0
 
     @property
     def value_epochs(self) -> int:

@@ -1,4 +1,4 @@
-"""The whole configuration, and what must hold between sections."""
+"""The whole configuration, and the checks between sections."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headrace.config.base import Section
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
+from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
@@ -30,9 +31,10 @@ from headrace.config.services import (
 )
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
-# What the buffer takes for a pause rather than an outage, if it is more than half of `rollout.dead_after_s` (LONGEST_GAP_MS in _run.lua).
+# The buffer treats a gap of this length, or of half of `rollout.dead_after_s` if that is longer, as a pause and not as an outage
+# (LONGEST_GAP_MS in _run.lua).
 LONGEST_GAP_S = 5.0
-# It is part of the buffer's keys.
+# The name is part of the buffer's keys.
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -45,7 +47,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     value: ValueConfig = ValueConfig()
     data: DataConfig = DataConfig()
-    env: dict[str, EnvConfig] = Field({}, description="environments, by the name that data sets call them")
+    env: dict[str, EnvConfig] = Field({}, description="environments, by the names that data sets use")
     replay: ReplayConfig = ReplayConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -55,7 +57,7 @@ class Config(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     security: SecurityConfig = SecurityConfig()
-    # of the run, if it is not the one that `run` names
+    # the run's folder, if it is not the one that `run` names
     _folder: Path | None = PrivateAttr(None)
 
     @model_validator(mode="before")
@@ -79,7 +81,7 @@ class Config(Section):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
                 raise ValueError(
-                    f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
+                    f"data: env_name {in_yaml(source.env_name)} is not one of the environments under env ({known})"
                 )
             _check_verifiers_data(source, self.env[source.env_name].kind(source.env_name))
         for name, env in self.env.items():
@@ -94,19 +96,19 @@ class Config(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether there is work for runners."""
+        """Whether the run has work for runners."""
         return any(env.episodes for env in self.env.values())
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        """`grpo` or `ppo`, whichever is in force."""
+        """`grpo` or `ppo`, whichever the run uses."""
         algorithm = self.ppo or self.grpo
         assert algorithm is not None
         return algorithm
 
     @property
     def max_num_steps(self) -> int:
-        """Trainer steps after which the run ends: none of a run that only evaluates."""
+        """Trainer steps after which the run ends; 0 for a run that only evaluates."""
         return self.algorithm.max_num_steps if self.data.evaluate is None else 0
 
     @property
@@ -126,71 +128,70 @@ class Config(Section):
 
     @property
     def max_response_length(self) -> int:
-        """Tokens from which on `reward_shaping` takes the whole overlong penalty."""
+        """The number of tokens from which `reward_shaping` applies the full overlong penalty."""
         return self.algorithm.reward_shaping.max_response_length or self.policy.max_total_sequence_length
 
     @property
     def warnings(self) -> list[str]:
-        """What can be used, but hardly as it was meant: one line each."""
+        """Settings that are valid but probably not intended, one line each."""
         section = f"{self.algorithm.name}.reward_shaping"
         new, context = self.policy.generation.max_new_tokens, self.policy.max_total_sequence_length
         cut_off = [
             f"policy.generation.max_new_tokens {new} is never reached: prompt and completion together have at most "
-            f"policy.max_total_sequence_length {context} tokens; raise that, or lower it"
+            f"policy.max_total_sequence_length {context} tokens; raise the latter, or lower the former"
         ]
         return (cut_off if new >= context else []) + [
-            f"{section}.{key} does nothing: stop_properly_penalty_coef takes the place of the overlong penalty; leave one of the "
-            "two out"
+            f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
             for key in self.algorithm.reward_shaping.ignored
         ]
 
     @property
     def run_folder(self) -> Path:
-        """Folder of this run. Raises if the run has no id yet (`headrace up` makes one before it starts anything)."""
+        """The folder of this run. Raises if the run has no id yet (`headrace up` makes one before it starts anything)."""
         if self.run.id is None:
             raise ValueError("run.id is not set")
         return self._folder or Path(self.run.dir) / self.run.id
 
     def placed(self, folder: Path) -> Config:
-        """The configuration of a run that is in `folder` now: it may have been moved, renamed or copied. Its buffer and its checkpoints
-        know it by its first name, `run.id`."""
+        """Return the configuration of a run that is now in `folder`, because it was moved, renamed or copied. Its buffer and its
+        checkpoints know it by its first name, `run.id`."""
         placed = self.model_copy()
         placed._folder = folder
         return placed
 
     @property
     def redis_url(self) -> str:
-        """Where the buffer's server is: `replay.redis_url`, or the embedded server."""
+        """The URL of the buffer's server: `replay.redis_url`, or that of the embedded server."""
         return self.replay.redis_url or f"redis://{self.replay.redis_host}:{self.replay.redis_port}/0"
 
     @property
     def models(self) -> dict[str, str]:
-        """The models that the run starts from, by the key that names them: directories, or names on the hub."""
+        """The models that the run starts from, by the key that names them: directories, or names on the Hugging Face Hub."""
         models = {"policy.model_name": self.policy.model_name}
         if self.grpo is not None and self.grpo.adv_estimator.teacher_model_name is not None:
             models[TEACHER_KEY] = self.grpo.adv_estimator.teacher_model_name
-        if self.ppo is not None and self.ppo.adv_estimator.has_value_model and self.value.model_name is not None:
+        if self.algorithm.adv_estimator.has_value_model and self.value.model_name is not None:
             models["value.model_name"] = self.value.model_name
         return models
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """The key that names the run's tokenizer, and its value: a directory, or a name on the hub."""
+        """The key that names the run's tokenizer, and its value: a directory, or a name on the Hugging Face Hub."""
         if self.policy.tokenizer.name is not None:
             return "policy.tokenizer.name", self.policy.tokenizer.name
         return "policy.model_name", self.policy.model_name
 
     @property
     def needs_one_path(self) -> str | None:
-        """The setting that is computed along the tokens of a whole trajectory, in their order: under it an episode can't be trained whose
-        calls branch. None if there is none."""
+        """The setting that computes along all tokens of a trajectory in order, so that episodes with branching calls can't be trained; None
+        if no such setting is used."""
         loss, generation = self.loss_fn, self.policy.generation
         if loss.sequence_level_importance_ratios:
             return "loss_fn.sequence_level_importance_ratios true"
         if loss.truncated_importance_sampling_type == "seq-mask-tis":
             return "loss_fn.truncated_importance_sampling_type seq-mask-tis"
-        if self.ppo is not None and self.ppo.adv_estimator.has_value_model:
-            return f"ppo.adv_estimator.name {self.ppo.adv_estimator.name}"
+        if self.algorithm.adv_estimator.has_value_model:
+            return f"{self.algorithm.name}.adv_estimator.name {self.algorithm.adv_estimator.name}"
         if self.grpo is not None and self.grpo.adv_estimator.kl_to_go:
             return "grpo.adv_estimator.kl_to_go true"
         if not loss.token_level_loss and (generation.top_k is not None or generation.top_p < 1):
@@ -204,52 +205,52 @@ class Config(Section):
 
     @property
     def log_folder(self) -> Path:
-        """Where the trainer keeps what trackers, samples and alarms leave. Raises as `run_folder` does."""
+        """The folder for the files of trackers, samples and alarms. Raises as `run_folder` does."""
         folder, logs = self.logger.log_dir, self.run_folder / "logs"
         return Path(folder) / str(self.run.id) if folder else logs
 
 
 def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
     if not _ENVIRONMENT_NAME.fullmatch(name):
-        raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
+        raise ValueError(f"env.{name} is not a valid name; use 1 to 64 letters, digits and ._-")
     for problem in problems(name, config.env):
         raise ValueError(f"env.{name}{problem}")
     if env.episodes and config.algorithm.asynchrony.staleness_policy == "drop":
         raise ValueError(
-            f"env.{name}.episodes true with staleness_policy drop: an episode would be played again for nothing but its age; use "
-            "ordered or mask"
+            f"env.{name}.episodes true with staleness_policy drop: an episode would be replayed only because it is too old; use ordered "
+            "or mask"
         )
     deadline = config.replay.scoring_deadline_s
     if env.timeout_s > deadline:
         raise ValueError(
-            f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}: after that, what a lost "
-            "scorer had sent is sent again, and must not be at work any more; lower the one or raise the other"
+            f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}, after which the trajectories of "
+            "a lost scorer are sent again, and the first requests must have ended; lower timeout_s or raise scoring_deadline_s"
         )
 
 
 def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
-    """The tasks of a verifiers environment are its own, and so are the prompts that it makes of them."""
+    """Check that a verifiers environment gets its own tasks, with the prompts that it makes of them."""
     of_verifiers = source.dataset_name == "verifiers"
     if of_verifiers and kind != "verifiers":
         raise ValueError(
-            f"data: dataset_name verifiers with env_name {source.env_name!r}, which is of another type: these are the tasks of an "
-            "environment of type verifiers; name one"
+            f"data: dataset_name verifiers with env_name {in_yaml(source.env_name)}, which is of another type; name an environment of "
+            "type verifiers"
         )
     if kind == "verifiers" and not of_verifiers:
         raise ValueError(
-            f"data: env_name {source.env_name!r} is of type verifiers, which has tasks of its own alone: give dataset_name: verifiers in "
-            "the place of another data set"
+            f"data: env_name {in_yaml(source.env_name)} is of type verifiers, which has only its own tasks; give dataset_name: verifiers "
+            "instead of another data set"
         )
     for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
         if of_verifiers and getattr(source, key) is not None:
             raise ValueError(
-                f"data: {key} with dataset_name verifiers, whose environment makes its prompts itself: leave it out (a system prompt is "
+                f"data: {key} with dataset_name verifiers, whose environment makes its own prompts; leave it out (a system prompt is "
                 f"env.{source.env_name}.verifiers.taskset.system_prompt, a file)"
             )
 
 
 def _check_episodes(config: Config) -> None:
-    """Every group of episodes can be leased, and ends within its deadlines."""
+    """Check that every group of episodes can be leased, and can end within its deadlines."""
     episodes = {name for name, env in config.env.items() if env.episodes}
     if not episodes:
         return
@@ -258,33 +259,33 @@ def _check_episodes(config: Config) -> None:
     validated = algorithm.val_num_generations_per_prompt
     if agents.slots < started:
         raise ValueError(
-            f"agents.slots {agents.slots} is less than {started}, the episodes of a group, which start at once "
+            f"agents.slots {agents.slots} is less than {started}, the number of episodes of a group, which start together "
             f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations); raise it"
         )
     if agents.slots_of("validation") < validated:
         raise ValueError(
-            f"agents.validation_slots {agents.slots_of('validation')} (as agents.slots, unless given) is less than {validated}, the "
-            f"episodes of a validation's group, which start at once ({algorithm.name}.val_num_generations_per_prompt); raise it"
+            f"agents.validation_slots {agents.slots_of('validation')} (agents.slots, unless given) is less than {validated}, the number of "
+            f"episodes of a validation group, which start together ({algorithm.name}.val_num_generations_per_prompt); raise it"
         )
     validation_slots = agents.slots_of("validation")
     if agents.slots + validation_slots > MOST_SLOTS:
         raise ValueError(
-            f"agents.slots {agents.slots} and agents.validation_slots {validation_slots} (as agents.slots, unless given) are more than the "
-            f"{MOST_SLOTS} that a runner can hold; lower them, and raise agents.runners"
+            f"agents.slots {agents.slots} and agents.validation_slots {validation_slots} (agents.slots, unless given) are together more "
+            f"than the {MOST_SLOTS} that a runner can hold; lower them, and raise agents.runners"
         )
     most = max(started, validated)
     done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt
     needed = (2 * most + done) * agents.max_episode_bytes
     if needed > replay.max_bytes:
         raise ValueError(
-            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each while they "
-            f"are played, and those of a step's other groups ({done}) as much once they are done. That is more than replay.max_bytes "
-            f"{replay.max_bytes}: the last group of a step might never be leased; lower the one, or raise the other to {needed}"
+            f"agents.max_episode_bytes {agents.max_episode_bytes}: each of the {most} episodes of a group may hold twice as much while it "
+            f"is played, and each of the step's {done} others as much once it is done. That is more than replay.max_bytes "
+            f"{replay.max_bytes}, so the last group of a step might never be leased; lower it, or raise max_bytes to {needed}"
         )
     if replay.group_deadline_s < replay.max_attempts * agents.episode_s:
         raise ValueError(
             f"replay.group_deadline_s {replay.group_deadline_s:g} is less than replay.max_attempts {replay.max_attempts} times "
-            f"agents.episode_s {agents.episode_s:g}: an episode could not be begun anew as often; raise it, or lower agents.episode_s"
+            f"agents.episode_s {agents.episode_s:g}: an episode could not be restarted that often; raise it, or lower agents.episode_s"
         )
     if config.trainer.validation_deadline_s < agents.episode_s and any(
         source.env_name in episodes for source in config.data.validation
@@ -295,7 +296,7 @@ def _check_episodes(config: Config) -> None:
         )
     if agents.branches != "refuse" and (needs := config.needs_one_path) is not None:
         raise ValueError(
-            f"{needs} with agents.branches allow: it is computed along a whole trajectory, and one that branches is not a sequence; set "
+            f"{needs} with agents.branches allow: the setting needs a trajectory to be one sequence, and one with branches is not; set "
             "agents.branches to refuse, or change the setting"
         )
 
@@ -303,12 +304,12 @@ def _check_episodes(config: Config) -> None:
 def _check_one_algorithm(config: Config) -> None:
     if config.grpo is not None and config.ppo is not None:
         raise ValueError(
-            "grpo and ppo are both given: a run has one of them; leave the other out (on the command line, grpo=null)"
+            "grpo and ppo are both given, but a run has only one of them; leave one out (on the command line, grpo=null)"
         )
 
 
 def _check_batches(config: Config) -> None:
-    """Every optimizer step takes equally many whole trajectories of the batch."""
+    """Check that every optimizer step takes the same number of whole trajectories of the batch."""
     algorithm = config.algorithm
     for section, size in (
         ("policy", config.policy.train_global_batch_size),
@@ -318,7 +319,7 @@ def _check_batches(config: Config) -> None:
             raise ValueError(
                 f"{section}.train_global_batch_size {size} does not divide the {algorithm.batch_size} trajectories of a batch "
                 f"({algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} x num_generations_per_prompt "
-                f"{algorithm.num_generations_per_prompt}); give a divisor, or null for one optimizer step a batch"
+                f"{algorithm.num_generations_per_prompt}); give a divisor, or null for one optimizer step per batch"
             )
 
 
@@ -338,7 +339,7 @@ def _check_loss(config: Config) -> None:
     if algorithm.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
         raise ValueError(
             f"{algorithm.name}.skip_reference_policy_logprobs_calculation true with loss_fn.reference_policy_kl_penalty "
-            f"{loss.reference_policy_kl_penalty}, which needs a reference policy: set one of them to false or 0"
+            f"{loss.reference_policy_kl_penalty}, which needs a reference policy; set one of them to false or 0"
         )
 
 
@@ -349,17 +350,17 @@ def _check_estimator(config: Config) -> None:
     if grpo is not None and grpo.num_generations_per_prompt < 2 and grpo.leaves_one_out and estimator.compares_groups:
         raise ValueError(
             "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
-            "a group of one has no others to take a baseline from; use 2 or more"
+            "a group of one has no others for a baseline; use 2 or more"
         )
     _check_teacher(config, key)
     if loss.use_kl_in_reward and not estimator.takes_kl:
         raise ValueError(
-            f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
+            f"loss_fn.use_kl_in_reward true with {key}, which has no token rewards to subtract it from; set it to false, or choose "
             "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"
         )
     if grpo is not None and grpo.adv_estimator.kl_to_go and not loss.kl_in_reward:
         raise ValueError(
-            "grpo.adv_estimator.kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true and "
+            "grpo.adv_estimator.kl_to_go true without a KL penalty in the rewards; set loss_fn.use_kl_in_reward true and "
             "loss_fn.reference_policy_kl_penalty above 0, or leave kl_to_go out"
         )
 
@@ -369,11 +370,11 @@ def _check_teacher(config: Config, key: str) -> None:
     has_teacher = config.algorithm.adv_estimator.has_teacher
     if has_teacher and teacher is None:
         raise ValueError(
-            f"{key} without grpo.adv_estimator.teacher_model_name: name the model that the policy is to be like"
+            f"{key} without grpo.adv_estimator.teacher_model_name; name the model that the policy is to imitate"
         )
     if teacher is not None and not has_teacher:
         raise ValueError(
-            f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher: leave it out, or set name: opd"
+            f"grpo.adv_estimator.teacher_model_name {in_yaml(teacher)} with {key}, which has no teacher; leave it out, or set name: opd"
         )
 
 
@@ -383,54 +384,55 @@ def _check_shaping(config: Config) -> None:
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and shaping.overlong_buffer_length > longest:
         raise ValueError(
             f"{name}.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is more than max_response_length "
-            f"{longest} (null takes policy.max_total_sequence_length): an empty completion would be overlong; lower it"
+            f"{longest} (null: policy.max_total_sequence_length), so that an empty completion would be overlong; lower it"
         )
 
 
 def _check_collective_timeout(config: Config) -> None:
-    """A rank may wait for another that waits for the buffer or for replicas."""
+    """Check that a rank is not reported as frozen while it waits for another that waits for the buffer or for replicas."""
     trainer, channel = config.trainer, config.weight_channel
     longest, key = max(
         (trainer.fleet_deadline_s, "trainer.fleet_deadline_s"), (channel.timeout_s, "weight_channel.timeout_s")
     )
     if trainer.collective_timeout_s <= longest:
         raise ValueError(
-            f"trainer.collective_timeout_s {trainer.collective_timeout_s:g} is not more than {key} {longest:g}: a rank would be taken for "
-            "frozen that only waits so long; raise it, or lower the other"
+            f"trainer.collective_timeout_s {trainer.collective_timeout_s:g} is not more than {key} {longest:g}: a rank that only waits "
+            "that long would be reported as frozen; raise the former, or lower the latter"
         )
 
 
 def _check_data_sets(config: Config) -> None:
-    """Each data set has the same share of every batch."""
+    """Check that each data set has the same share of every batch."""
     data, algorithm = config.data, config.algorithm
     if not data.use_multiple_dataloader:
         return
     each, sets = data.num_prompts_per_dataloader, len(data.train)
     if sets < 2:
         raise ValueError(
-            f"data.use_multiple_dataloader true with {sets} data sets under data.train: list those to draw from in turn, or set it "
+            f"data.use_multiple_dataloader true with {sets} data sets under data.train; list two or more to draw from in turn, or set it "
             "to false"
         )
     if algorithm.num_prompts_per_step % (sets * (each or 1)):
         raise ValueError(
             f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is not a multiple of the {sets} data sets "
-            f"of data.train times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one "
+            f"of data.train times data.num_prompts_per_dataloader {each or 'null (any)'}, so a batch would not be drawn evenly; change one "
             "of them"
         )
 
 
 def _check_leases(config: Config) -> None:
-    """No replica is dead because the server was away; and what a dead one held is known to have been with it, since leases outlive it."""
+    """Check that no replica counts as dead because the server was away, and that leases outlive dead replicas, so that the groups of a dead
+    replica are known."""
     lease_s, dead_after_s, heartbeat_s = config.replay.lease_s, config.rollout.dead_after_s, config.rollout.heartbeat_s
     unreachable_s = max(LONGEST_GAP_S, dead_after_s / 2)
     if dead_after_s < unreachable_s + 2 * heartbeat_s:
         raise ValueError(
             f"rollout.dead_after_s {dead_after_s:g} is less than {unreachable_s + 2 * heartbeat_s:g}: two heartbeats (rollout.heartbeat_s "
-            f"{heartbeat_s:g}) and the {unreachable_s:g} s for which the buffer's server may be away before its time stands still. "
-            "Replicas would count as dead because the server was restarted; raise it, or lower rollout.heartbeat_s"
+            f"{heartbeat_s:g}) and the {unreachable_s:g} s for which the buffer's server may be away before its clock stops. Replicas "
+            "would count as dead because the server was restarted; raise it, or lower rollout.heartbeat_s"
         )
     if lease_s < dead_after_s:
         raise ValueError(
             f"replay.lease_s {lease_s:g} is less than rollout.dead_after_s {dead_after_s:g}: a group that kills its replica would not be "
-            "found, since its lease ends before the replica counts as dead; raise the one or lower the other"
+            "found, because its lease ends before the replica counts as dead; raise the former or lower the latter"
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 
 
 class SecurityConfig(Section):
-    """Every machine has its own files; docs/security.md says who may do what with which token."""
+    """Credentials and TLS. Every machine has its own files; docs/security.md lists what each token permits."""
 
     insecure: bool = Field(
         False, description="listen and connect beyond the loopback interface without TLS and credentials"
@@ -16,26 +17,27 @@ class SecurityConfig(Section):
     credentials: str | None = Field(
         None,
         description="file with a line `ROLE TOKEN` for each token; null: `headrace up` makes one in the run's folder, and a service "
-        "started by hand asks nobody for a token",
+        "started by hand requires no token",
     )
-    tls_cert: str | None = Field(
-        None, description="certificate chain (PEM) of this machine; `headrace certs` makes one"
-    )
+    tls_cert: str | None = Field(None, description="this machine's certificate chain (PEM); `headrace certs` makes one")
     tls_key: str | None = Field(None, description="private key (PEM) of tls_cert")
     tls_ca: str | None = Field(
-        None, description="certificates (PEM) of the authorities that signed the others'; null takes the system's"
+        None,
+        description="certificates (PEM) of the authorities that signed the other machines' certificates; null: the system's",
     )
     hosts: list[str] = Field(
-        [], description="further names under which browsers and clients may reach the HTTP services of this machine"
+        [], description="further names under which browsers and clients may reach this machine's HTTP services"
     )
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> SecurityConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError(f"tls_cert {self.tls_cert!r} with tls_key {self.tls_key!r}: give both, or neither")
+            raise ValueError(
+                f"tls_cert {in_yaml(self.tls_cert)} with tls_key {in_yaml(self.tls_key)}: give both, or neither"
+            )
         return self
 
     @property
     def tls(self) -> bool:
-        """Whether the run's gRPC connections beyond the loopback interface, and those to the hub, speak TLS."""
+        """Whether the run's gRPC connections to the hub, and beyond the loopback interface, use TLS."""
         return self.tls_cert is not None or self.tls_ca is not None

@@ -16,23 +16,25 @@ class RunConfig(Section):
     id: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="name of the run; `up` with the id of an earlier run continues it; null makes one",
+        description="name of the run; `up` with the id of an earlier run continues it; null: `up` makes one",
     )
-    dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+    dir: str = Field(
+        "runs", description="folder with one folder per run: logs, metrics, checkpoints, the buffer's files"
+    )
     started_in: str | None = Field(
         None,
-        description="the folder where relative paths of this file hold, as seen from it; `up` writes it into the run's config.yaml",
+        description="the folder at which this file's relative paths start, relative to the file; `up` writes it into the run's config.yaml",
     )
     max_failed_share: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="a run of whose prompts a larger share failed ends as an error, once 100 prompts have ended",
+        description="once 100 prompts have ended, the run ends with an error if a larger share of its prompts has failed",
     )
     hang_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="`headrace up` kills a service of its own that answers nothing for this long, and starts it again",
+        description="`headrace up` kills and restarts a service of its own that answers nothing for this many seconds",
     )
 
 
@@ -40,21 +42,21 @@ class ReplayConfig(Section):
     redis_url: str | None = Field(
         None,
         description="a Redis >= 7 or Valkey server: redis://host:port/0, rediss:// for TLS, sentinel://host:port,host:port/SERVICE, "
-        "unix:///path; null starts an embedded one with the replay service",
+        "unix:///path; null: the replay service starts an embedded server",
     )
-    redis_host: str = Field("127.0.0.1", description="where the embedded server listens")
+    redis_host: str = Field("127.0.0.1", description="host on which the embedded server listens")
     redis_port: int = Field(
         6390,
         ge=1,
         le=65535,
-        description="port of the embedded server; `headrace up` takes a free one unless this is given",
+        description="port of the embedded server; `headrace up` chooses a free one unless this is given",
     )
-    host: str = Field("127.0.0.1", description="where the HTTP API listens")
+    host: str = Field("127.0.0.1", description="host on which the HTTP API listens")
     port: int = Field(
         8390,
         ge=0,
         le=65535,
-        description="port of the HTTP API; 0, and `headrace up` unless this is given, takes a free one",
+        description="port of the HTTP API; with 0, and under `headrace up` unless this is given, a free one is chosen",
     )
     appendfsync: Literal["always", "everysec", "no"] = Field(
         "everysec", description="durability of the embedded server's append-only file"
@@ -65,84 +67,88 @@ class ReplayConfig(Section):
     retain_steps: int = Field(
         0,
         ge=0,
-        description="newest trained steps whose trajectories stay after their checkpoint, for `headrace replay-step` and `rescore`",
+        description="newest trained steps whose trajectories are kept after their checkpoint, for `headrace replay-step` and `rescore`",
     )
     bias_warning: float | None = Field(
         0.2,
         gt=0,
-        description="warn when mean length or reward of what is trained differs from that of all trajectories that came to an end by "
-        "more than this, relative to their standard deviation; null never does",
+        description="warn if the mean length or reward of trained trajectories differs from that of all finished ones by more than this, "
+        "relative to their standard deviation; null: never",
     )
-    lease_s: float = Field(15.0, gt=0, description="a lease not renewed for this long is void")
+    lease_s: float = Field(15.0, gt=0, description="seconds without renewal after which a lease expires")
     group_deadline_s: float = Field(
-        600.0, gt=0, description="absolute deadline of one attempt at a group, whatever its heartbeats"
+        600.0, gt=0, description="absolute deadline in seconds of one attempt at a group, regardless of heartbeats"
     )
     scoring_deadline_s: float = Field(
         120.0,
         gt=0,
-        description="what a scorer has taken and not renewed for this long goes back to the line, at no cost",
+        description="seconds without renewal after which a scorer's trajectories return to the queue; this costs no attempt",
     )
-    max_attempts: int = Field(3, ge=1, description="attempts at a group before it is failed")
+    max_attempts: int = Field(3, ge=1, description="attempts at a group before it fails")
     max_scoring_attempts: int = Field(
         3,
         ge=1,
-        description="attempts at scoring a trajectory before its group is failed; twice as many while its environment scores no other",
+        description="attempts at scoring a trajectory before its group fails; twice as many while its environment scores no other",
     )
-    max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes past which leases wait")
+    max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes beyond which leases wait")
 
 
 class RolloutConfig(Section):
-    host: str = Field("127.0.0.1", description="where the HTTP API listens")
+    host: str = Field("127.0.0.1", description="host on which the HTTP API listens")
     port: int = Field(
-        0, ge=0, le=65535, description="port of the HTTP API; 0 takes a free one (`headrace status` shows it)"
+        0, ge=0, le=65535, description="port of the HTTP API; 0 chooses a free one (`headrace status` shows it)"
     )
     advertise_host: str | None = Field(
         None,
-        description="name under which others reach this replica; null takes host, or the machine's name where host is 0.0.0.0",
+        description="name at which others reach this replica; null: host, or the machine's name where host is 0.0.0.0",
     )
     replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
     max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if vLLM sees one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if vLLM sees one")
     num_threads: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="CPU threads of the engine on a CPU; auto takes OMP_NUM_THREADS, or else a quarter of the cores, at least one. More "
-        "than the free cores make it several times slower",
+        description="CPU threads of the engine on a CPU; auto: OMP_NUM_THREADS, or else a quarter of the cores, at least one. More threads "
+        "than free cores make it several times slower",
     )
     save_partial_tokens: int | None = Field(
         256,
         ge=1,
         description="an unfinished trajectory is saved in the buffer each time it has grown by this many tokens, so that another "
-        "replica can go on from there; null saves it only when a replica leaves",
+        "replica can continue it; null: only when a replica leaves",
     )
     load_deadline_s: float = Field(
         1800.0,
         gt=0,
-        description="while a replica loads its engine on a GPU, and for so long at most, trainer.fleet_deadline_s does not run",
+        description="while a replica loads its engine on a GPU, trainer.fleet_deadline_s is suspended, for this many seconds at most",
     )
-    heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
-    dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
+    heartbeat_s: float = Field(2.0, gt=0, description="seconds between a replica's renewals of itself and its leases")
+    dead_after_s: float = Field(10.0, gt=0, description="seconds of silence after which a replica is DEAD")
     quarantine_after: int | None = Field(
         3,
         ge=1,
-        description="a replica that fails this many refits in a row, or whose log-probabilities are apart from the trainer's "
-        "(logger.train_inference_alarm.token_mult_prob_error) in this many steps in a row while the others' are not, is left alone until "
-        "it is restarted; null never",
+        description="a replica is left out until it is restarted once it has failed this many refits in a row, or its log-probabilities "
+        "have stood apart from the trainer's (logger.train_inference_alarm.token_mult_prob_error) in this many steps in a row while the "
+        "others' have not; null: never",
     )
     engine_timeout_s: float = Field(
-        120.0, gt=0, description="a replica whose engine does not answer for this long ends, to be started again"
+        120.0,
+        gt=0,
+        description="seconds without an answer of its engine after which a replica ends, to be restarted",
     )
 
 
 class RewardConfig(Section):
-    host: str = Field("127.0.0.1", description="where the gRPC hub listens")
+    host: str = Field("127.0.0.1", description="host on which the gRPC hub listens")
     port: int = Field(
-        50390, ge=0, le=65535, description="of the hub; 0, and `headrace up` unless this is given, takes a free one"
+        50390,
+        ge=0,
+        le=65535,
+        description="port of the hub; with 0, and under `headrace up` unless this is given, a free one is chosen",
     )
-    http_port: int = Field(0, ge=0, le=65535, description="health, readiness and metrics; 0 takes a free one")
+    http_port: int = Field(0, ge=0, le=65535, description="port of health, readiness and metrics; 0 chooses a free one")
     address: str | list[str] | None = Field(
         None,
-        description="host:port under which the replay service reaches the hub; a list of them if there are several, which share the work; "
-        "null takes host:port",
+        description="host:port at which the replay service reaches the hub, or a list of several hubs that share the work; null: host:port",
     )
     max_message_bytes: int = Field(64 * 1024**2, ge=1024)
     workers: int = Field(2, ge=1, description="processes that run built-in environments")
@@ -156,14 +162,14 @@ class RewardConfig(Section):
 
     @property
     def addresses(self) -> list[str]:
-        """Where the hubs are reached."""
+        """The addresses of the hubs."""
         if self.address is None:
             return [with_port(reached(self.host), self.port)]
         return [self.address] if isinstance(self.address, str) else self.address
 
 
 class TrainerConfig(Section):
-    host: str = Field("127.0.0.1", description="where health, readiness and metrics listen")
+    host: str = Field("127.0.0.1", description="host on which health, readiness and metrics are served")
     port: int = Field(0, ge=0, le=65535)
     num_processes: int = Field(1, ge=1, description="ranks that `headrace up` starts under torchrun")
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -171,33 +177,36 @@ class TrainerConfig(Section):
         None,
         gt=0,
         le=1,
-        description="share of its GPU's memory that a rank may take; null takes all, and half where `headrace up` has a replica share it",
+        description="share of its GPU's memory that a rank may use; null: all, or half where `headrace up` shares the GPU with a replica",
     )
     num_threads: PositiveInt | Literal["auto"] | None = Field(
         "auto",
-        description="CPU threads of a rank; auto takes OMP_NUM_THREADS, or else, on a CPU, the cores that generation leaves; null leaves "
-        "it to torch",
+        description="CPU threads of a rank; auto: OMP_NUM_THREADS, or else, on a CPU, the cores that generation leaves; null: torch's "
+        "choice",
     )
     shard_within_host: bool = Field(
         False,
-        description="on several hosts: each holds a copy of the models, sharded over its ranks, and hosts exchange gradients alone, once "
-        "an optimizer step. Faster where the network is slow, if a host's GPUs have the memory (`headrace plan memory`); false shards "
+        description="on several hosts: each host holds a copy of the models, sharded over its ranks, and hosts exchange only gradients, "
+        "once per optimizer step. Faster on a slow network, if a host's GPUs have enough memory (`headrace plan memory`); false shards "
         "over all ranks",
     )
     reduce_gradients: Literal["auto", "step", "micro_batch"] = Field(
         "auto",
-        description="with several ranks: how often gradients are summed over them. `step` sends least, and holds a float32 gradient of the "
-        "whole model on each rank; auto is step where that takes at most an eighth of a GPU's memory, and on a CPU",
+        description="with several ranks: how often gradients are summed over them. `step` sends least, but holds a float32 gradient of the "
+        "whole model on each rank; auto: step where that takes at most an eighth of a GPU's memory, and on a CPU",
     )
     fleet_deadline_s: float = Field(
-        300.0, gt=0, description="with no verified replica for this long the run ends with that reason"
+        300.0, gt=0, description="seconds without a verified replica after which the run ends with that reason"
     )
-    validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
+    validation_deadline_s: float = Field(
+        300.0, gt=0, description="seconds for which a refit waits for a running validation"
+    )
     collective_timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="a rank whose work makes no progress for this long ends, and names the rank that it waits for; with one rank, its "
-        "/healthz turns red. More than fleet_deadline_s, weight_channel.timeout_s, a micro-batch, or writing a model to disk takes",
+        description="seconds without progress after which a rank ends, naming the rank that it waits for; with one rank, its /healthz "
+        "turns red. Must be more than fleet_deadline_s, weight_channel.timeout_s, and the time of a micro-batch or of writing a model to "
+        "disk",
     )
 
 
@@ -207,51 +216,54 @@ class WeightChannelConfig(Section):
     )
     host: str | None = Field(
         None,
-        description="address of the trainer that replicas can reach; null takes its own on the way to the buffer's server",
+        description="address of the trainer that replicas can reach; null: the address of its interface to the buffer's server",
     )
-    port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 takes a free one")
+    port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 chooses a free one")
     timeout_s: float = Field(
-        60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"
+        60.0, gt=0, description="deadline in seconds of acknowledgement, of the transfer and of verification, each"
     )
     bucket_bytes: int | None = Field(
         None,
         ge=1024,
-        description="weights are broadcast in flat buckets of whole layers, of this size at most; null: 256 MiB from a trainer on a GPU, "
+        description="weights are broadcast in flat buckets of whole layers, of at most this size; null: 256 MiB from a trainer on a GPU, "
         "32 MiB on a CPU",
     )
     verify_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest |log-probability difference| on the probe between trainer and replica that proves a refit; null takes 1e-3 "
-        "where both compute in float32, else 2",
+        description="largest |log-probability difference| on the probe between trainer and replica with which a refit is verified; null: "
+        "1e-3 where both compute in float32, else 2",
     )
     verify_mean_tolerance: float | None = Field(
         None,
         gt=0,
-        description="the same for its mean; null takes verify_tolerance where both compute in float32, else 0.2",
+        description="the same for its mean; null: verify_tolerance where both compute in float32, else 0.2",
     )
     max_retries: int = Field(
-        3, ge=0, description="further broadcasts of one version after a member was lost in the middle"
+        3, ge=0, description="repeated broadcasts of one version after a member was lost during the transfer"
     )
 
     def bucket_size(self, device: str) -> int:
-        """`bucket_bytes`, or what null means for a trainer on this kind of device."""
+        """Return `bucket_bytes`, or what null means for a trainer on this kind of device."""
         return self.bucket_bytes or (256 if device == "cuda" else 32) * 2**20
 
 
 class CheckpointingConfig(Section):
     enabled: bool = True
-    checkpoint_dir: str | None = Field(None, description="null takes <run folder>/checkpoints")
+    checkpoint_dir: str | None = Field(None, description="null: <run folder>/checkpoints")
     save_period: int = Field(
-        10, ge=1, description="steps between checkpoints; steps in between are trained again after a crash"
+        10, ge=1, description="steps between checkpoints; the steps since the last one are trained again after a crash"
     )
     checkpoint_must_save_by: str | None = Field(
         None,
         pattern=r"^\d+:[0-2]\d:[0-5]\d:[0-5]\d$",
-        description="DD:HH:MM:SS after the trainer's start by which one more is saved, where a job's time ends; the run goes on",
+        description="DD:HH:MM:SS after the trainer's start by which one more checkpoint is saved, for jobs with a time limit; the run "
+        "continues",
     )
     keep_top_k: int | None = Field(
-        3, ge=1, description="checkpoints that are kept, by metric_name; null keeps all. The newest always stays"
+        3,
+        ge=1,
+        description="the number of checkpoints to keep, the best by metric_name; null keeps all. The newest is always kept",
     )
     metric_name: str | None = Field("val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest")
     higher_is_better: bool = True

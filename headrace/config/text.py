@@ -1,4 +1,4 @@
-"""YAML in and out. Stricter than YAML 1.1 where it surprises: `1e-4` is a number, a date stays text, a key given twice is an error."""
+"""Reads and writes YAML. Stricter than YAML 1.1 where it surprises: `1e-4` is a number, a date stays text, a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headrace.config.base import Section
+from headrace.config.in_yaml import in_yaml
 from headrace.config.interpolate import escape
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.errors import ConfigError
@@ -19,7 +20,7 @@ _FLOAT = re.compile(
 
 
 def _resolvers(base: type) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The resolvers of `base` without timestamps, and with the floats of YAML 1.2."""
+    """Return the resolvers of `base` without timestamps, and with the floats of YAML 1.2."""
     dropped = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
     kept = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in dropped]
@@ -31,7 +32,7 @@ def _resolvers(base: type) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 def _constructors() -> dict[Any, Callable[[Any, Any], Any]]:
-    """YAML's own constructors, without those of dates, sets and bytes, which a configuration never holds."""
+    """Return YAML's own constructors, without those of dates, sets and bytes, which a configuration never contains."""
     dropped = {f"tag:yaml.org,2002:{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
     return {tag: _checked(make) for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in dropped}
 
@@ -46,11 +47,25 @@ def _checked(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"{node.value!r:.60} is not a valid {kind}; correct it, or put it in quotes",
+                f"{in_yaml(node.value)} is not a valid {kind}; correct it, or put it in quotes",
                 node.start_mark,
             ) from error
 
     return made
+
+
+_TEXT = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:value")
+
+# remedies for PyYAML's errors, by a part of the message
+_REMEDIES = {
+    "found character '\\t'": "indent with spaces, not tabs",
+    "found another document": "keep one of them",
+    "could not determine a constructor": "leave the tag out",
+    "found undefined alias": "give its anchor (&name) before it",
+    "got '<stream end>'": "close the bracket",
+    "found unexpected end of stream": "close the quote or bracket",
+    "special characters are not allowed": "save the file as plain text",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,9 +82,13 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"a key is a {kind}; put text that begins with {{ or [ in quotes", key.start_mark
                 )
+            if key.tag not in _TEXT:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value or 'null'} is not text; put it in quotes", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    None, None, f"the key {in_yaml(key.value)} is given twice; remove one of them", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -84,11 +103,11 @@ def _check_size(node: yaml.Node) -> None:
     above: set[int] = set()
 
     def measure(node: yaml.Node) -> tuple[int, int]:
-        """(nodes, levels) below and with `node`."""
+        """Return (nodes, levels) below and including `node`."""
         if id(node) in sizes:
             return sizes[id(node)]
         if id(node) in above:
-            raise _DocumentTooLarge("an alias (*name) stands inside the value that its anchor (&name) names")
+            raise _DocumentTooLarge("an alias (*name) is inside the value of its own anchor (&name)")
         above.add(id(node))
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
@@ -121,7 +140,7 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(escape(te
 
 
 def parse(text: str, where: str) -> Any:
-    """The value of one YAML document. Raises `ConfigError` naming `where` and, for a document of lines, the line."""
+    """Return the value of one YAML document. Raises `ConfigError` naming `where` and, for a document of several lines, the line."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -132,18 +151,27 @@ def parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
+        raise ConfigError(
+            f"{where}{line}: not valid YAML: {_with_remedy(error.problem or str(error.context))}"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: not valid YAML: {_with_remedy(' '.join(str(error).split()))}") from error
     except _DocumentTooLarge as error:
-        raise ConfigError(f"{where}: {error}; no configuration needs that, shorten it") from error
+        raise ConfigError(f"{where}: {error}; shorten it, as no configuration needs that") from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep; no configuration needs that") from error
+        raise ConfigError(
+            f"{where}: nested more than {MAX_DEPTH} levels deep; shorten it, as no configuration needs that"
+        ) from error
+
+
+def _with_remedy(problem: str) -> str:
+    remedy = next((remedy for says, remedy in _REMEDIES.items() if says in problem), None)
+    return problem if remedy is None else f"{problem}; {remedy}"
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
-    """The line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it; None
-    if it gives none of them. A number is the place of an item; 0 of a mapping is the mapping itself, a list of one."""
+    """Return the line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it;
+    None if it gives none of them. A number is the place of an item; for a mapping, 0 is the mapping itself, as a list of one."""
     try:
         node = _Loader(text).get_single_node()
     except yaml.YAMLError:
@@ -166,17 +194,8 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
 
 
 def dump(config: Section) -> str:
-    """`config` as YAML that `load` reads back as an equal configuration; every key is written out, of `grpo` or `ppo` the one there is."""
+    """Return `config` as YAML that `load` reads back as an equal configuration. Every key is written, but only the section of the algorithm
+    that is used."""
     sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text
-
-
-def in_yaml(value: Any, width: int = 60) -> str:
-    """`value` as one line of YAML, cut off at `width` characters, for errors: true, null, 'text', 1e-06, [1, 2]."""
-    if isinstance(value, str):
-        written = "'" + value.replace("'", "''").replace("\n", "\\n") + "'"
-    else:
-        written = yaml.dump(value, Dumper=yaml.SafeDumper, default_flow_style=True, width=10**6, allow_unicode=True)
-        written = written.removesuffix("...\n").strip()
-    return written if len(written) <= width else f"{written[: width - 1]}…"

@@ -1,5 +1,5 @@
-"""Statistics of trajectories at each moment that the buffer meters, and the selection bias: how much what is trained differs from all that
-came to an end. The buffer's part is `services/replay/functions/_meter.lua`."""
+"""Statistics of trajectories at each moment that the buffer meters, and the selection bias: how much trained trajectories differ from all
+that have ended. The buffer's part is `services/replay/functions/_meter.lua`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Quantity = Literal["length", "reward", "latency", "age"]
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-# The moments at which a trajectory comes to an end.
+# The moments at which a trajectory ends.
 ENDS: tuple[Moment, ...] = ("trained", "expired", "filtered", "failed", "surplus")
-# Fewer trajectories than this say little about a difference of means.
+# With fewer trajectories than this, a difference of means is not significant.
 LEAST = 200
 
-_HIGHEST_BUCKET = 60  # and all above it (_meter.lua)
+_HIGHEST_BUCKET = 60  # holds all higher values too (_meter.lua)
 
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """The distribution of one quantity: `length` in tokens, `reward`, `latency` from lease to push in seconds, or `age` in steps.
 
-    `buckets` are the non-empty ones, ascending, as (upper bound, number of values at or below it and above the previous bound); there are
+    `buckets` are the non-empty ones, ascending, as (upper bound, number of values at or below it and above the previous bound). There are
     two bounds per octave, and the last may be infinite.
     """
 
@@ -46,8 +46,8 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryMeter:
-    """The trajectories metered at one moment. A distribution counts those whose quantity is known: one that failed has no
-    reward, one that was never pushed has nothing. `tokens`: the number of tokens over age, for the moment `masked`."""
+    """The trajectories metered at one moment. A distribution counts those whose quantity is known: a failed trajectory has no reward, and
+    one that was never pushed has no quantities. `tokens` is the number of tokens over age, for the moment `masked`."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -59,7 +59,7 @@ class TrajectoryMeter:
 
 @dataclasses.dataclass(frozen=True)
 class Skew:
-    """How far the mean of what is trained lies from that of all that came to an end, in standard deviations of the latter."""
+    """The distance between the mean of trained trajectories and that of all that have ended, in standard deviations of the latter."""
 
     quantity: Quantity
     deviations: float
@@ -68,16 +68,16 @@ class Skew:
 
     def __str__(self) -> str:
         return (
-            f"{self.quantity} of what is trained is {self.trained:.4g} on average, of all that came to an end {self.ended:.4g}: "
+            f"mean {self.quantity} of trained trajectories {self.trained:.4g}, of all that have ended {self.ended:.4g}: "
             f"{self.deviations:+.2f} standard deviations"
         )
 
 
 def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
-    """The skew of length and reward, once `LEAST` trajectories were trained; values without variance have none.
+    """Return the skew of length and reward, once `LEAST` trajectories were trained; values without variance have none.
 
-    What was generated and still waits is no part of it: while rewards rise, it differs from what was trained before, and yet nothing is
-    selected. So where nothing is dropped there is no skew.
+    Trajectories that were generated and still wait don't count. While rewards rise they differ from those trained before, although nothing
+    is selected. So where nothing is dropped there is no skew.
     """
     found = []
     for quantity in ("length", "reward"):
@@ -91,12 +91,12 @@ def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
 
 
 def beyond(found: Sequence[Skew], limit: float | None) -> list[Skew]:
-    """The skews to warn about: more than `limit` standard deviations (`replay.bias_warning`); none without a limit."""
+    """Return the skews to warn about: those of more than `limit` standard deviations (`replay.bias_warning`); none without a limit."""
     return [] if limit is None else [skew for skew in found if abs(skew.deviations) > limit]
 
 
 def meters_of(fields: Mapping[str, Mapping[str, float]]) -> dict[Moment, TrajectoryMeter]:
-    """Every moment's meter, from the fields that `hr_bias` returns for each moment with any trajectory."""
+    """Return every moment's meter, from the fields that `hr_bias` returns for each moment with any trajectory."""
     return {moment: _meter(fields.get(moment, {})) for moment in MOMENTS}
 
 

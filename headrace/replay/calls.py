@@ -25,14 +25,14 @@ from headrace.replay.records import (
     unpack,
 )
 
-# Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
+# BATCH: entries in one call of a batched function (BATCH in _args.lua). PAYLOADS: payloads that are read in one round trip.
 BATCH = 256
 PAYLOADS = 64
-# Payloads that are written in one round trip, and their bytes. With fewer, round trips cost more; with more, the server is idle
+# Payloads that are written in one round trip, and their bytes. With fewer, round trips cost more. With more, the server is idle
 # until the first are encoded, and they wait in the client's memory for the socket (`benchmarks.replay`).
 WRITTEN = 32
 WRITTEN_BYTES = 4 << 20
-# Round trips with payloads under way at a time.
+# Concurrent round trips with payloads.
 READS, WRITES = 4, 2
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class BufferClient:
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
-        # of calls that change nothing when they arrive again, however late
+        # identify calls that change nothing when they arrive again, however late
         self._name, self._numbers = secrets.token_hex(8), itertools.count(1)
 
     async def aclose(self) -> None:
@@ -73,11 +73,11 @@ class BufferClient:
         ]
 
     async def environments(self) -> list[EnvironmentState]:
-        """How the environments of the groups enqueued so far fare, by name."""
+        """Return the state of each environment of the groups enqueued so far, by name."""
         return msgspec.convert(unpack(await self._connection.call("environments")), list[EnvironmentState])
 
     async def epoch(self) -> Epoch | None:
-        """The newest epoch."""
+        """Return the newest epoch."""
         reply = await self._connection.call("epoch")
         return None if reply is None else epoch_of(reply)
 
@@ -85,36 +85,36 @@ class BufferClient:
         return await self._connection.command("MGET", *keys) if keys else []
 
     async def _held(self, keys: Sequence[Any]) -> list[bytes]:
-        """Values that must exist. Raises `InvalidCall` if one was freed since its key was read."""
+        """Return values that must exist. Raises `InvalidCall` if one was freed since its key was read."""
         values = await self._fetch(keys)
         for key, value in zip(keys, values, strict=True):
             if value is None:
-                raise InvalidCall(f"{key!r} is not held any more; it was committed, dropped or rewound")
+                raise InvalidCall(f"{key!r} is no longer held; it was committed, dropped or rewound")
         return [value for value in values if value is not None]
 
     async def _read_batches(self, read: Callable[[Sequence[T]], Awaitable[list[R]]], keys: Sequence[T]) -> list[R]:
-        """`read` of all payloads, a few round trips at a time, so that one is decoded while the server works on the next."""
+        """Call `read` for all payloads, a few round trips at a time, so that one is decoded while the server works on the next."""
         return await _each(read, chunks(keys, PAYLOADS), self._reads)
 
     async def _write_batches(
         self, write: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T], size: Callable[[T], int]
     ) -> list[R]:
-        """`write` of all payloads, so that one batch is encoded while the server works on another. `size` of an item in bytes."""
+        """Call `write` for all payloads, so that one batch is encoded while the server works on another. `size` returns an item's bytes."""
         return await _each(write, of_bounded_size(items, size), self._writes)
 
     async def make_room(self, refused: int = 0, sheds: bool = True) -> int:
-        """Look after the buffer, once a second: its time goes on, what is due ends, and if its server is at its limit of memory, room
-        is made. `refused`: the bytes that it did not take of the caller; `sheds`: groups may be sent back. Returns the
-        bytes that were refused and still don't fit, 0 if there are none."""
+        """Maintain the buffer; called once a second. Its run time advances, what is due ends, and room is made if its server is at its
+        memory limit. `refused` is the number of bytes that it did not accept from the caller; `sheds`: groups may be sent back. Returns the
+        refused bytes that still don't fit, or 0."""
         return int(await self._connection.call("make_room", refused=refused, sheds=sheds))
 
     async def _until_done(self, function: str, **arguments: Any) -> None:
-        """Call a function that does a bounded part of its work per call and returns how much is left, until nothing is."""
+        """Call a function that does a bounded part of its work per call, and returns how much is left, until nothing is left."""
         while await self._connection.call(function, **arguments):
             pass
 
     def _numbered(self) -> dict[str, Any]:
-        """Arguments by which the buffer knows a call of this client that it has had before."""
+        """Return arguments by which the buffer recognizes a repeated call of this client."""
         return {"client": self._name, "number": next(self._numbers)}
 
     def _note(self, reply: bytes) -> RunState:
@@ -156,7 +156,7 @@ async def _each(
 
 
 def of_bounded_size(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Sequence[T]]:
-    """Batches of at most `WRITTEN` items and `WRITTEN_BYTES`, or of one item that is larger."""
+    """Yield batches of at most `WRITTEN` items and `WRITTEN_BYTES`, or of one larger item."""
     start = written = 0
     for end, item in enumerate(items):
         nbytes = size(item)

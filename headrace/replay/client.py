@@ -1,8 +1,8 @@
 """Async client of the replay buffer: each method is one call of a server-side function (`services/replay/functions/`).
 
-The buffer's state machine and its seven laws are in Redis, so every caller gets the same answer; the client encodes
-arguments, decodes replies and turns refusals into the types of `headrace.errors`. Large payloads are values of their own, written
-before the call that makes them visible: a function moves ids, never megabytes.
+The buffer's state machine and its seven laws are in Redis, so every caller gets the same answer. The client encodes arguments, decodes
+replies and turns refusals into the types of `headrace.errors`. Large payloads are separate values, written before the call that makes them
+visible: a function moves ids, never megabytes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from headrace.replay.rollout import RolloutClient
 from headrace.replay.scoring import ScoringClient
 from headrace.replay.trainer import TrainerClient
 
-# The key with the id of the server's current run.
+# This key has the id of the server's current run.
 CURRENT_RUN = "headrace:run"
 
 
 class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, InspectionClient):
     """One connection pool to the buffer of one run. Safe for concurrent use by tasks of one event loop.
 
-    Every method raises `ReplayUnavailable` when the server can't be reached (after redis-py's own retries), `InvalidCall` on
-    arguments no correct caller sends, and the `Fenced` family (law 4) where stated.
+    Every method raises `ReplayUnavailable` when the server can't be reached (after redis-py's own retries), `InvalidCall` on arguments that
+    no correct caller sends, and the `Fenced` family (law 4) where stated.
     """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
-        """A client of run `run_id` on `redis`; `open_run` creates the run if necessary. Normally use `connect`."""
+        """Make a client of run `run_id` on `redis`; `open_run` creates the run if necessary. Normally use `connect`."""
         super().__init__(redis, run_id)
         self._opened = ""  # the nonce of this client's newest `open_run`
 
@@ -70,7 +70,7 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
             await client.state()
         except ReplayError as error:
             await client.aclose()
-            if isinstance(error, WrongBuild):  # until the replay service of this build opens the run
+            if isinstance(error, WrongBuild):  # may pass: the replay service of this build may still open the run
                 raise ReplayUnavailable(str(error)) from error
             raise
         return client
@@ -81,9 +81,10 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
         return await self._open(limits)
 
     async def reopen_run(self, limits: Limits, opened: str) -> bool:
-        """Call `open_run` again if the server lost it; returns whether it had. `opened` is what `stats` says.
+        """Call `open_run` again if the server lost it; returns whether it had. `opened` is the value from `stats`.
 
-        Raises `WrongTimeline` if it lost nothing: another start of the replay service has set the limits since."""
+        Raises `WrongTimeline` if nothing was lost: another start of the replay service has set the limits since.
+        """
         if opened == self._opened:
             return False
         await self._open(limits)

@@ -5,8 +5,8 @@
     sentinel://[user:password@]host:26379,host:26379,host:26379/SERVICE[/0][?ssl=true&…]
     unix:///path
 
-After a failover the same address leads to another server. A connection that finds itself on a server that became a replica is
-closed, so that the next one asks the name (or the sentinels) again.
+After a failover the same address leads to another server. A connection whose server has become a replica is closed, so that the next one
+resolves the name (or asks the sentinels) again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _TIMEOUTS = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0}
 _TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL = re.compile(r"sentinel://(?P<login>[^@/]*@)?(?P<hosts>[^/?]+)/(?P<service>[^/?]+)(?P<rest>.*)")
 _SENTINEL_PORT = 26379
-# OpenSSL's reasons for a refused handshake; a connection that breaks off has others.
+# OpenSSL's reasons for a refused handshake; a broken connection has others.
 _NO_TLS = re.compile("_ALERT_|WRONG_VERSION|UNSUPPORTED|NO_SHARED|RECORD_LAYER")
 T = TypeVar("T")
 
@@ -96,12 +96,12 @@ _BY_CODE = {
 _RETRIES = 10
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
-# A command inside a function that the caller's rights don't cover, as Redis 7.0 and as later ones say it.
+# The errors of Redis 7.0, and of later versions, for a command inside a function that the caller has no right to.
 _DENIED_INSIDE = re.compile(r"ACL failure in script|The user executing the script can't")
 
 
 def shown(url: str) -> str:
-    """The address without its password, for logs and messages."""
+    """Return the address without its password, for logs and messages."""
     parts = urlsplit(url)
     login, at, hosts = parts.netloc.rpartition("@")
     name = login.partition(":")[0]
@@ -109,7 +109,7 @@ def shown(url: str) -> str:
 
 
 def pool_of(url: str, retries: int) -> BlockingConnectionPool:
-    """Connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
+    """Return a pool of connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
     try:
         pool = _sentinel_pool(url, retries) if url.startswith("sentinel:") else _pool(parse_url(url), retries)
         # report a wrong option or file now, not at the first call
@@ -169,7 +169,7 @@ class _Retry(Retry):
 
 
 def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None:
-    """The error for the user to fix if `error` is a refused login or certificate; None if it may be temporary."""
+    """Return the error for the user to fix if `error` is a refused login or certificate; None if it may be temporary."""
     for cause in _causes(error):
         if isinstance(cause, AuthenticationError | AuthorizationError):
             return ReplayDenied(
@@ -183,8 +183,8 @@ def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None
             )
         if isinstance(cause, ssl.SSLError) and _NO_TLS.search(cause.reason or ""):
             return ReplayDenied(
-                f"no TLS with the Redis server ({cause.reason}); if it asks for a client's certificate, give ssl_certfile "
-                "and ssl_keyfile in replay.redis_url; if it speaks no TLS there, write redis:// for rediss://"
+                f"no TLS with the Redis server ({cause.reason}); if it requires a client certificate, give ssl_certfile and ssl_keyfile "
+                "in replay.redis_url; if it has no TLS on this port, write redis:// instead of rediss://"
             )
     return None
 
@@ -247,24 +247,24 @@ def _unusable(url: str, error: Exception) -> str:
 
 
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
-    """A client with a connection pool for `url` (in one of the forms above). Raises `ConfigError` if it can't be used."""
+    """Return a client with a connection pool for `url` (in one of the forms above). Raises `ConfigError` if it can't be used."""
     return Redis.from_pool(pool_of(url, retries))
 
 
 def function_name(function: str) -> str:
-    """The name that one of this build's functions has on the server (_register.lua)."""
+    """Return the name of one of this build's functions on the server (_register.lua)."""
     return f"hr_{BUILD}_{function}"
 
 
 def refusal(text: str) -> ReplayError:
-    """The exception for `<code> <message>`, the text with which the functions refuse a call."""
+    """Return the exception for `<code> <message>`, the text with which the functions refuse a call."""
     code, _, message = text.partition(" ")
     kind = _BY_CODE.get(code)
     if kind is not None:
         return kind(message)
     if "Function not found" in text:
         return ReplayUnavailable(
-            f"the Redis server holds no functions of build {BUILD}, which this program is of; start the replay service, of the same version"
+            f"the Redis server has no functions of this program's build {BUILD}; start the replay service of the same version"
         )
     return ReplayUnavailable(f"the Redis server refused the call: {text}")
 
@@ -278,10 +278,10 @@ def unavailable(error: BaseException, user: str | None = None) -> ReplayError:
 
 @contextlib.contextmanager
 def keeping_cancellation() -> Iterator[None]:
-    """Never lose a cancellation that comes while the body runs.
+    """Never lose a cancellation that arrives while the body runs.
 
-    redis-py sends under `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives together with the result that it
-    waits for; the cancelled task would keep running.
+    redis-py sends under `asyncio.wait_for`. Before Python 3.12 that drops a cancellation that arrives together with the awaited result, and
+    the cancelled task would keep running.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
@@ -304,7 +304,7 @@ class BufferConnection:
         self._user: str | None = redis.connection_pool.connection_kwargs.get("username")
 
     def fcall(self, function: str, *payloads: bytes, **arguments: Any) -> tuple[Any, ...]:
-        """The command that calls a function with its named arguments, and with the bytes that belong to them."""
+        """Return the command that calls a function with its named arguments, and with the bytes that belong to them."""
         named = (_pack(arguments),) if arguments else ()
         return ("FCALL", function_name(function), 1, self.key, *named, *payloads)
 
@@ -322,7 +322,7 @@ class BufferConnection:
             raise unavailable(error, self._user) from error
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Send commands together; returns their replies in order. The first refusal is raised after all have run."""
+        """Send commands together. Returns their replies in order. The first refusal is raised after all have run."""
         pipe = self.redis.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
@@ -340,8 +340,8 @@ class BufferConnection:
         return replies
 
     async def _report(self, error: ResponseError, commands: Sequence[Sequence[Any]]) -> None:
-        """Tell the buffer that its server was at its limit of memory for these commands, so that it makes room, and charges nobody for the
-        wait. A report that is lost is made up for by the next refusal."""
+        """Tell the buffer that its server was at its memory limit for these commands, so that it makes room, and doesn't count the wait
+        against anyone. If a report is lost, the next refusal sends another."""
         if isinstance(error, OutOfMemoryError):
             refused = sum(len(word) for command in commands for word in command if isinstance(word, bytes))
             report = self.fcall("make_room", refused=refused, sheds=False)
@@ -351,21 +351,21 @@ class BufferConnection:
     def _refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
         if isinstance(error, OutOfMemoryError):
             return ReplayFull(
-                "the Redis server is at its maxmemory and takes nothing more; raise maxmemory (at least 1.25 x replay.max_bytes), free "
-                "what else it holds, or lower replay.max_bytes"
+                "the Redis server is at its maxmemory and accepts no more data; raise maxmemory (at least 1.25 x replay.max_bytes), free "
+                "other data on it, or lower replay.max_bytes"
             )
         if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
             return refusal(str(error))
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
         return ReplayDenied(
-            f"user {self._user or 'default'!r} of the Redis server may not do {what} ({error}); connect as the user of the right role, "
+            f"user {self._user or 'default'!r} of the Redis server may not run {what} ({error}); connect as the user of the right role, "
             "or load the ACL that `headrace acl` of this version prints"
         )
 
 
 class WakeupSubscription:
-    """A client's subscriptions to its run's wake-ups, to each channel from the first wait on it: a message that wakes nobody costs the
-    server and its reader as much as one that does."""
+    """A client's subscriptions to its run's wake-ups. Each channel is subscribed at the first wait on it, because a message that wakes no
+    task costs the server and its reader as much as one that does."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self._connection = connection
@@ -379,7 +379,7 @@ class WakeupSubscription:
             event = self._events[channel] = asyncio.Event()
             self._readers.append(asyncio.create_task(self._read(channel, event)))
         with contextlib.suppress(TimeoutError):
-            # not wait_for: before Python 3.12 it loses a cancellation that arrives with the wake-up
+            # not wait_for, which before Python 3.12 loses a cancellation that arrives with the wake-up
             async with asyncio.timeout(min(timeout_s, _POLL_S)):
                 await event.wait()
         event.clear()

@@ -1,4 +1,4 @@
-"""A runner's calls: leases of episodes, their calls as they are made, and how each ends."""
+"""A runner's calls: leases of episodes, their calls as they are made, and how each episode ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from headrace.trajectory import AnyTrajectory, Call, Score
 
 class EpisodesClient(LeaseClient):
     async def register_runner(self, runner: str, info: Mapping[str, Any]) -> None:
-        """Enter as a runner. `runner` is a nonce: one that has left or died never enters again. `info` is for people: each value a text, a
-        finite number or a flag. Raises `Fenced`, `InvalidCall`."""
+        """Register a runner. `runner` is a nonce: one that has left or died can't register again. `info` is for people: each value is a
+        text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
         await self._enter("register_runner", runner=runner, info=info)
 
     async def deregister_runner(self, runner: str, *, died: bool = False) -> None:
-        """Leave; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and any of the
-        groups that it holds may be the cause: they are leased apart from others, as after a lost heartbeat."""
+        """Deregister a runner. Leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends the
+        runner, and any group that it holds may be the cause, so these are leased apart from others, as after a lost heartbeat."""
         await self._until_done("deregister_runner", runner=runner, died=died)
 
     async def runner_heartbeat(self, runner: str, tokens: Sequence[str]) -> RunnerReply:
@@ -33,11 +33,11 @@ class EpisodesClient(LeaseClient):
         return msgspec.convert(unpack(reply), RunnerReply)
 
     async def lease_episodes(self, runner: str, slots: int, validation_slots: int = 0) -> list[Lease]:
-        """Lease groups of episodes, each only if all the episodes that it misses fit into what is left of the `slots`, or of a validation's
-        of the `validation_slots`: first those that another runner has begun, then validation, then training prompts as admission allows. If
-        the result is empty, wait: there may be no HEALTHY replica.
+        """Lease groups of episodes. Each is leased only if all its missing episodes fit into the remaining `slots` (or, for a validation's
+        group, into the `validation_slots`). Groups that another runner has begun come first, then validation, then training prompts as
+        admission allows. If the result is empty, wait: there may be no HEALTHY replica.
 
-        Raises `Fenced` if the runner has to register under a new name.
+        Raises `Fenced` if the runner must register under a new name.
         """
         number, nonce = next(self._numbers), secrets.token_hex(8)
         return await self._read_leases(
@@ -52,10 +52,10 @@ class EpisodesClient(LeaseClient):
         )
 
     async def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call) -> None:
-        """Keep call `number` of an episode, before its answer is given to the program. The same call under the same nonce is a no-op.
+        """Store call `number` of an episode, before the program gets its answer. The same call under the same nonce is a no-op.
 
-        Raises `LeaseLost`, `WrongTimeline`; `Surplus` if the episode has ended, or its group is complete without it; `InvalidCall` if it
-        is out of order, or its parent is absent; `EpisodeTooLarge`.
+        Raises `LeaseLost`, `WrongTimeline`; `Surplus` if the episode has ended, or its group is complete without it; `InvalidCall` if it is
+        out of order, or its parent is missing; `EpisodeTooLarge`.
         """
         versions = [span.version for span in call.spans]
         await self._connection.call(
@@ -72,17 +72,17 @@ class EpisodesClient(LeaseClient):
     async def finish(
         self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None
     ) -> Lease | None:
-        """End an episode: with its trajectory if its score is SCORED, or None because a grader scores it; else without.
+        """End an episode. Pass its trajectory if its score is SCORED, or None because a grader scores it; else pass none.
 
         FAILED and TIMED_OUT cost the episode one of its `max_attempts`, NOT_STARTED and INTERRUPTED nothing; INVALID fails the group.
-        Returns the lease under which the episode has to begin anew, None if it has ended, or its group has. Saying it again is a
+        Returns the lease under which the episode must start over; None if the episode or its group has ended. Repeating the call is a
         no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`, `EpisodeTooLarge`; a refused trajectory leaves nothing
         behind.
         """
         payload = b"" if trajectory is None else payload_of(lease, trajectory)
         try:
             again = await self._finish(lease, index, trajectory, score, payload, CARRIED_BYTES)
-        except Unstaged:  # the server lost it, or its time ran out
+        except Unstaged:  # the server lost the payload, or its time ran out
             again = await self._finish(lease, index, trajectory, score, payload, math.inf)
         tries = {**lease.tries, index: lease.tries.get(index, 0) + 1}
         return msgspec.structs.replace(lease, tries=tries) if again else None
@@ -119,7 +119,7 @@ class EpisodesClient(LeaseClient):
 
 
 def _episode(lease: Lease, index: int) -> dict[str, Any]:
-    """What names an episode, and the time that it was begun, in a call."""
+    """Return the arguments that identify an episode and its try in a call."""
     return {
         "timeline": lease.timeline,
         "incarnation": lease.incarnation,

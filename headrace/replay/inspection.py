@@ -1,4 +1,4 @@
-"""Calls of users and tools: statistics, metrics, events, groups and their trajectories; failed groups that are retried."""
+"""Calls of users and tools: statistics, metrics, events, groups and their trajectories; retries of failed groups."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PLACES = {
 
 class InspectionClient(BufferClient):
     async def stats(self) -> dict[str, Any]:
-        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas,
-        runners, scoring line, environments."""
+        """Return statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, runners,
+        scoring line, environments."""
         empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
         stats = empty | unpack(await self._connection.call("stats"))
         return {
@@ -41,19 +41,19 @@ class InspectionClient(BufferClient):
         }
 
     async def failures(self) -> list[str]:
-        """The reasons of the newest training groups that failed, the newest first; `frequent` counts them."""
+        """Return the reasons of the newest training groups that failed, newest first; `frequent` counts them."""
         letters = unpack(await self._connection.call("stats"))["failed"]
         return [letter["reason"] for letter in letters if letter["lane"] == "train"]
 
     async def publish_metrics(
         self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float], timeline: str
     ) -> None:
-        """Append a step's metrics to the run's metric stream, which live views follow. Each step once, in their order."""
+        """Append a step's metrics to the run's metric stream, which live views follow. Publish each step once, in order."""
         entry = msgspec.msgpack.encode({name: float(value) for name, value in metrics.items()})
         await self._connection.call("publish_metrics", entry, kind=kind, step=step, timeline=timeline)
 
     async def metrics(self, after: str = "0", count: int = 1000) -> list[tuple[str, str, int, dict[str, float]]]:
-        """Entries after id `after`: (id, kind, step, metrics)."""
+        """Return the entries after id `after`: (id, kind, step, metrics)."""
         return _metrics(
             await self._connection.command(
                 "XRANGE", f"{self._connection.key}:metrics", f"({after}", "+", "COUNT", count
@@ -61,13 +61,13 @@ class InspectionClient(BufferClient):
         )
 
     async def newest_metrics(self, count: int) -> list[tuple[str, str, int, dict[str, float]]]:
-        """The newest entries as `metrics` gives them, the newest first."""
+        """Return the newest entries in the form of `metrics`, newest first."""
         return _metrics(
             await self._connection.command("XREVRANGE", f"{self._connection.key}:metrics", "+", "-", "COUNT", count)
         )
 
     async def events(self, after: str, block_s: float, count: int = 1000) -> list[tuple[str, dict[str, str]]]:
-        """Events after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
+        """Return the events after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
         key = f"{self._connection.key}:events"
         milliseconds = max(1, round(block_s * 1000))
         reply = await self._connection.command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", key, after)
@@ -83,13 +83,13 @@ class InspectionClient(BufferClient):
         await self._connection.call("append_event", **self._numbered(), kind=kind, fields=flat)
 
     async def newest_event(self) -> str:
-        """Id of the newest event, from which to follow the stream."""
+        """Return the id of the newest event, from which to follow the stream."""
         newest = await self._connection.command("XREVRANGE", f"{self._connection.key}:events", "+", "-", "COUNT", 1)
         return newest[0][0].decode() if newest else "0"
 
     async def group(self, group_id: str) -> dict[str, Any] | None:
-        """One group as plain fields: its record, state, trajectories pushed so far, and calls of episodes that have
-        not ended; None if the buffer does not hold it."""
+        """Return a group as plain fields: its record, state, trajectories pushed so far, and calls of episodes that have not ended; None if
+        the buffer does not hold it."""
         reply = await self._connection.call("group", group=group_id)
         if reply is None:
             return None
@@ -105,8 +105,8 @@ class InspectionClient(BufferClient):
         }
 
     async def retry(self, failures: Mapping[int, int]) -> int:
-        """Have failed training groups generated again; returns how many. `failures` are their orders, and how often each was retried before
-        (`Ended.retries`): a repetition, however late, does nothing to a later failure. The trainer enqueues their prompts again."""
+        """Have failed training groups generated again; returns how many. `failures` maps their orders to how often each was retried before
+        (`Ended.retries`), so that a repetition, however late, does not affect a later failure. The trainer enqueues their prompts again."""
         if self._incarnation is None:
             await self.state()
         again = 0
@@ -116,7 +116,7 @@ class InspectionClient(BufferClient):
         return again
 
     async def trajectory(self, group_id: str, index: int) -> tuple[AnyTrajectory, Score | None] | None:
-        """One trajectory that the buffer holds, with its score if it has one; None if it does not hold it."""
+        """Return a trajectory in the buffer, with its score if it has one; None if the buffer does not hold it."""
         group = await self.group(group_id)
         found = [t for t in group["trajectories"] if t["index"] == index] if group else []
         if not found:
@@ -125,12 +125,12 @@ class InspectionClient(BufferClient):
         return None if payload is None else (decode_trajectory(payload), Score.decode(score) if score else None)
 
     async def bias(self) -> dict[Moment, TrajectoryMeter]:
-        """The meters of the train lane's trajectories at each moment, since the run began."""
+        """Return the meters of the train lane's trajectories at each moment, since the run began."""
         return meters_of(dict(unpack(await self._connection.call("bias"))))
 
     async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
-        """Id and state of every group in one of `states` that the buffer holds, in both lanes. A group that changes state meanwhile may be
-        missed or yielded twice."""
+        """Yield id and state of every group in the buffer that is in one of `states`, in both lanes. A group that changes state meanwhile
+        may be missed or yielded twice."""
         for place, kept in _PLACES.items():
             if not kept & set(states):
                 continue
@@ -146,7 +146,7 @@ class InspectionClient(BufferClient):
                             seen.add(group_id)
 
     async def held(self, group_id: str) -> HeldGroup | None:
-        """A group with the trajectories that the buffer holds of it; None if it holds no such group."""
+        """Return a group with its trajectories in the buffer; None if the buffer does not hold the group."""
         found = await self.group(group_id)
         if found is None or found["group"] is None:
             return None
@@ -166,7 +166,7 @@ class InspectionClient(BufferClient):
         )
 
     async def lineage(self, group_id: str) -> GroupLineage | None:
-        """The lineage of a group that the buffer holds, as far as it has got; None if it holds no such group."""
+        """Return the lineage so far of a group in the buffer; None if the buffer does not hold the group."""
         found = await self.held(group_id)
         return None if found is None else await self.lineage_of(found)
 
@@ -186,7 +186,7 @@ class InspectionClient(BufferClient):
         )
 
     async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
-        """The reserved steps whose batches are still held, and the batch of `step` if it is one of them."""
+        """Return the reserved steps whose batches are still held, and the batch of `step` if it is one of them."""
         reply = unpack(await self._connection.call("step", step=step))
         batch = reply.get("batch")
         return reply["held"], None if batch is None else msgspec.convert(batch, BatchReply).reservation()
@@ -213,7 +213,7 @@ def _metrics(entries: Any) -> list[tuple[str, str, int, dict[str, float]]]:
 
 
 def frequent(reasons: Sequence[str], most: int = 3) -> list[str]:
-    """The most frequent reasons, each with how often it occurs. Of those that differ in numbers alone the first stands for all."""
+    """Return the most frequent reasons, each with its count. Reasons that differ only in numbers count as one, shown by the first."""
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     for reason in reasons:

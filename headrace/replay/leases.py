@@ -1,4 +1,4 @@
-"""What replicas and runners do alike: enter, read their leases, stage what they hand in, give leases back."""
+"""Calls that replicas and runners share: registering, reading leases, staging payloads, and returning leases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 # A payload that no call has made visible expires after this many seconds.
 STAGED = b"60"
 # A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
-# would cost more there, and block the server for longer.
+# would cost more in the call, and block the server for longer.
 CARRIED_BYTES = 32 << 10
 
 
@@ -27,8 +27,8 @@ class LeaseClient(BufferClient):
         await self._wakeups.wait("work", timeout_s)
 
     async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the
-        next attempt starts over; otherwise (shutdown, refit) another replica continues it."""
+        """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the next
+        attempt starts over. Otherwise (shutdown, refit) another replica continues it."""
         await self._release_lease(lease, "failed" if failed else "returned", reason)
 
     async def reject(self, lease: Lease, reason: str) -> None:
@@ -46,7 +46,7 @@ class LeaseClient(BufferClient):
         entered = False
         while not entered:
             incarnation = (await self.state()).incarnation
-            with contextlib.suppress(WrongTimeline):  # a restore came in between
+            with contextlib.suppress(WrongTimeline):  # a restore happened in between
                 entered = bool(await self._connection.call(function, incarnation=incarnation, **arguments))
 
     async def _read_leases(self, answer: bytes) -> list[Lease]:
@@ -56,12 +56,12 @@ class LeaseClient(BufferClient):
         prefixes = await self._prefixes(granted)
         leases = []
         for lease, record in zip(granted, records, strict=True):
-            if record is None:  # dropped since: the lease is void
+            if record is None:  # the group was dropped, so the lease is void
                 continue
             group_id, token = lease.pop("group"), lease["token"]
             try:
                 group = Group.decode(record)
-            except CodecError as error:  # no replica can ever generate this group
+            except CodecError as error:  # no replica can generate this group
                 await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
                 continue
             lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
@@ -71,8 +71,8 @@ class LeaseClient(BufferClient):
         return leases
 
     async def _prefixes(self, granted: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Trajectory]]:
-        """The saved prefixes of these leases, by token and index. One that was freed or can't be read is left out: its trajectory starts
-        over."""
+        """Return the saved prefixes of these leases, by token and index. A prefix that was freed or can't be read is left out: its
+        trajectory starts over."""
         begun: dict[str, dict[int, Trajectory]] = {}
         saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
         payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
@@ -82,22 +82,24 @@ class LeaseClient(BufferClient):
             try:
                 prefix = Trajectory.decode(payload)
             except CodecError as error:
-                log.warning("a saved trajectory (%r) can't be continued: %s", key, error)
+                log.warning("the saved trajectory %r can't be continued: %s", key, error)
                 continue
             if (prefix.group_id, prefix.index) == (lease["group"], index):
                 begun.setdefault(lease["token"], {})[index] = prefix
             else:
-                log.warning("a saved trajectory (%r) is of another: %s[%d]", key, prefix.group_id, prefix.index)
+                log.warning(
+                    "the saved trajectory %r belongs to %s[%d]; it is ignored", key, prefix.group_id, prefix.index
+                )
         return begun
 
     def _staging(self, lease: Lease, nonce: str, payload: bytes) -> tuple[Any, ...]:
-        """The command that writes a payload before the call that makes it visible."""
+        """Return the command that writes a payload before the call that makes it visible."""
         key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
         return (b"SET", key, payload, b"NX", b"EX", STAGED)
 
 
 def payload_of(lease: Lease, trajectory: AnyTrajectory) -> bytes:
-    """The encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it is of another group or attempt."""
+    """Return the encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it belongs to another group or attempt."""
     trajectory.check()
     if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
         raise InvalidCall(

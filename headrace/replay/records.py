@@ -1,7 +1,7 @@
 """The records of the replay buffer's calls: plain data, no I/O.
 
-The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so most records are decoded
-directly; `*_of` functions build those that have several sources.
+The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so most records are decoded directly. `*_of`
+functions build those that have several sources.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GroupState = Literal[
 ]
 
 
-# Dataclasses, because they are configuration and not replies.
+# The next two are dataclasses, because they are configuration and not replies.
 @dataclasses.dataclass(frozen=True)
 class EnvironmentLimits:
-    """When the breaker of an environment opens (`failure_share` of its last results), and how long the run then waits for it; and of which
-    kind its groups are."""
+    """The limits of an environment: its breaker opens at this `failure_share` of its last results, and the run then waits for it this long.
+    `episodes` is the kind of its groups."""
 
     failure_share: float = 0.5
     give_up_after_s: float | None = None
@@ -52,26 +52,28 @@ class Limits:
     ahead_steps: int | None = None  # for `drop` and `mask`; None means max_age
     redundant: int = 0  # trajectories started beyond n; the first n scored complete a group
     filter_equal: bool = False  # dynamic sampling: filter groups whose rewards, clamped to the next two, are all equal
-    filter_components: bool = False  # with it: whose reward components are, each by itself
+    filter_components: bool = (
+        False  # with it: filter by reward components that are all equal, each component on its own
+    )
     reward_min: float | None = None
     reward_max: float | None = None
-    max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
-    retain_steps: int = 0  # newest committed steps whose payloads stay
-    # of the calls that are appended, and of the record; a lease of n episodes counts for 2 n of it
+    max_scored_per_step: int = 0  # groups scored since the last batch beyond which `reserve` refuses; 0 is no limit
+    retain_steps: int = 0  # newest committed steps whose payloads are kept
+    # the most bytes of the appended calls, and of the record; a lease of n episodes counts 2 n times as many
     max_episode_bytes: int = 4 << 20
-    # by name; the default for others
+    # by name; others have the defaults
     environments: Mapping[str, EnvironmentLimits] = dataclasses.field(default_factory=dict)
 
 
 class RunState(msgspec.Struct, frozen=True):
     """The state of the run.
 
-    `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
-    the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
-    `refill`: prompts up to `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called
-    `refilled`. `wanted`: how many prompts it is to enqueue again because their failed groups are retried.
-    `timelines`: those that the weights descend from, each with the version it began at, oldest first. `episodes`: groups that wait for a
-    runner to lease them; `alive_runners`: how many there are.
+    `timeline` and `incarnation` are nonces (random hex). `next_step` is the step that the next `reserve` must name; `committed` the newest
+    published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none). `refill`: prompts up to
+    `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called `refilled`. `wanted`: the number
+    of prompts that the trainer must enqueue again because their failed groups are retried. `timelines`: those that the weights descend
+    from, each with the version it began at, oldest first. `episodes`: the number of groups that wait for a runner to lease them;
+    `alive_runners`: the number of live runners.
     """
 
     run_id: str
@@ -89,13 +91,14 @@ class RunState(msgspec.Struct, frozen=True):
     alive_runners: int = 0
 
     def timeline_of(self, version: int) -> str | None:
-        """The timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
+        """Return the timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
         return next((timeline for timeline, start in reversed(self.timelines) if start < version), None)
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both and `failures` over
-    those that failed (the most significant bit of the first byte is order 0). `retries`: how often a group was retried, by order."""
+    """Train groups that ended without being trained: the numbers of `failed` and `filtered` ones, `bitmap` over the orders of both, and
+    `failures` over those of failed ones (the most significant bit of the first byte is order 0). `retries`: how often a group was retried,
+    by order."""
 
     failed: int = 0
     filtered: int = 0
@@ -107,7 +110,7 @@ class Ended(msgspec.Struct, frozen=True):
         return [8 * i + bit for i, byte in enumerate(self.failures) for bit in range(8) if byte & 128 >> bit]
 
     def without(self, orders: Iterable[int]) -> Ended:
-        """This, but without the failures of groups of these orders, which have been retried."""
+        """Return a copy without the failures of groups of these orders, which have been retried."""
         bitmap, failures, failed = bytearray(self.bitmap), bytearray(self.failures), self.failed
         for order in set(orders):
             byte, bit = order // 8, 128 >> order % 8
@@ -125,23 +128,23 @@ class Lease(msgspec.Struct, frozen=True):
     token: str
     attempt: int
     ticket: int  # place in line; -1 in the validation lane
-    version: int  # verified version of the replica when the lease was granted; of episodes the lowest that any held
+    version: int  # verified version of the replica when the lease was granted; for episodes, the lowest of all replicas
     timeline: str
     incarnation: str
     expires_in_s: float
     count: int  # trajectories of the group, with indices from 0: the first n of them that are scored are the group
     missing: tuple[int, ...]  # indices to generate: the others are pushed, or were given up
-    # saved prefixes of those, by index, which another replica has sampled and this one continues
+    # saved prefixes of these, by index, which another replica has sampled and this one continues
     prefixes: Mapping[int, Trajectory] = {}
-    tries: Mapping[int, int] = {}  # how often each episode was begun before, by index; none are left out
+    tries: Mapping[int, int] = {}  # how often each episode was begun before, by index; zeros are left out
 
 
 class Epoch(msgspec.Struct, frozen=True):
     """A membership epoch of the weight channel.
 
-    `announced`: members are asked to acknowledge. `transfer`: the acknowledged set is final, ranks are fixed (trainer rank 0,
-    `members[i]` rank i + 1) and the collective runs. `done` / `aborted`: over. `rendezvous` is opaque to the buffer: what the
-    trainer tells its members (address, group id, manifest, probe), as msgpack types; or the bytes themselves if they are no msgpack.
+    `announced`: members are asked to acknowledge. `transfer`: the acknowledged set is final, ranks are fixed (trainer rank 0, `members[i]`
+    rank i + 1) and the collective runs. `done` / `aborted`: over. `rendezvous` is opaque to the buffer: what the trainer tells its members
+    (address, group id, manifest, probe), as msgpack types; or the raw bytes if they are not msgpack.
     """
 
     id: str
@@ -172,7 +175,7 @@ class Replica(msgspec.Struct, frozen=True):
 
     @property
     def takes_part(self) -> bool:
-        """Whether epochs ask it, and it may hold leases: it is not LOADING, DEAD or QUARANTINED."""
+        """Whether the replica is asked to join epochs and may hold leases: it is not LOADING, DEAD or QUARANTINED."""
         return self.state in ("HEALTHY", "STALE")
 
 
@@ -187,7 +190,7 @@ class Runner(msgspec.Struct, frozen=True):
 
 
 class RefitVerdict(msgspec.Struct, frozen=True):
-    """Whether a replica's log-probabilities of the probe proved its weights; their largest and mean difference from the trainer's, in
+    """Whether a replica's log-probabilities of the probe verified its weights, and their largest and mean difference from the trainer's, in
     nats."""
 
     verified: bool
@@ -197,7 +200,7 @@ class RefitVerdict(msgspec.Struct, frozen=True):
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
     """The answer to a heartbeat. `lost` are the caller's lease tokens that are no longer valid: abort their generations. `complete` are
-    those of them whose groups have their n trajectories. `epoch` is the newest, if any. `reason`: why the caller is quarantined."""
+    those of them whose groups have their n trajectories. `epoch` is the newest, if any. `reason` is why the caller is quarantined."""
 
     state: ReplicaState
     timeline: str
@@ -208,7 +211,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
 
 
 class RunnerReply(msgspec.Struct, frozen=True):
-    """The answer to a runner's heartbeat. One that is not `alive` has to register under a new name. `lost` are the caller's lease tokens
+    """The answer to a runner's heartbeat. A runner that is not `alive` must register under a new name. `lost` are the caller's lease tokens
     that are no longer valid: end their episodes. `complete` are those of them whose groups have their n trajectories, and `surplus` the
     token and index of each of their episodes that has not ended."""
 
@@ -220,12 +223,12 @@ class RunnerReply(msgspec.Struct, frozen=True):
 
 
 class EnvironmentState(msgspec.Struct, frozen=True):
-    """How an environment fares.
+    """The state of an environment.
 
-    Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing`
-    among its last results. If its breaker is open (`broken`): `kind` is FAILING, NOT_STARTED if it begins nothing, or BUILDS if several
-    builds score its groups in turn; message and traceback are of the failure that opened it or of the newest probe; `probes` failed in a
-    row, and the next is due in `probe_in_s`.
+    Trajectories: `waiting` for it; `alone`, those among them that are sent alone because its process died with them; `taken` by a scorer;
+    `failing` among its last results. If its breaker is open (`broken`): `kind` is FAILING, NOT_STARTED if it starts nothing, or BUILDS if
+    several builds score its groups in turn; `message` and `traceback` are of the failure that opened the breaker, or of the newest probe;
+    `probes` failed in a row, and the next is due in `probe_in_s`.
     """
 
     name: str
@@ -247,7 +250,7 @@ class ScoringJob(msgspec.Struct, frozen=True):
     trajectory: AnyTrajectory
     token: str  # fences `score`, as a lease's token fences `push`
     scoring_attempt: int
-    waited_s: float = 0.0  # how long it could have been taken before it was
+    waited_s: float = 0.0  # how long it waited to be taken
 
 
 class ReservedTrajectory(msgspec.Struct, frozen=True):
@@ -266,7 +269,7 @@ class Reservation(msgspec.Struct, frozen=True, eq=False):
     """The batch of `step`: `P` complete groups in ticket order, each with n trajectories in index order (any n under over-sampling).
 
     `scored` groups got all their scores since the previous batch; dynamic sampling filtered `filtered` of them (they are in no batch).
-    `attempts` are those at the groups.
+    `attempts` has the attempt of each group.
     """
 
     step: int
@@ -304,8 +307,8 @@ class Evaluated(msgspec.Struct, frozen=True):
 
 
 class HeldGroup(msgspec.Struct, frozen=True):
-    """A group as the buffer holds it: the `step` that it is kept or reserved for or was trained at, and the trajectories pushed so far in
-    index order, with their scores if they have one."""
+    """A group in the buffer. `step` is the step that it is kept or reserved for, or was trained at. `trajectories` are those pushed so far,
+    in index order, with their scores if they have one."""
 
     group: Group
     state: str
@@ -323,7 +326,7 @@ class _BatchGroup(msgspec.Struct, frozen=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
-    """A reservation as the buffer answers it (_steps.lua)."""
+    """A reservation in the form of the buffer's answer (_steps.lua)."""
 
     step: int
     payload_prefix: str
@@ -358,31 +361,31 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 def unpack(data: bytes) -> Any:
-    """What a caller of the buffer has packed. Raises `CodecError` for bytes that are no msgpack."""
+    """Unpack the value that a caller of the buffer has packed. Raises `CodecError` for bytes that are not msgpack."""
     try:
         return _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(f"what the buffer holds is no msgpack: {error}") from error
+        raise CodecError(f"the buffer's value is not msgpack: {error}") from error
 
 
 _decode_info = msgspec.msgpack.Decoder(dict[str, str | int | float | bool]).decode
 
 
 def info_of(data: bytes) -> dict[str, str | int | float | bool]:
-    """What a replica or runner says of itself; of one that the buffer took from an earlier build and nobody can read, only why
-    (`unreadable`)."""
+    """Return the description that a replica or runner registered. If it was stored by an earlier build and can't be read, return only the
+    reason (`unreadable`)."""
     try:
         info = _decode_info(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return {"unreadable": str(error)}
-    unfit = [name for name, value in info.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {"unreadable": f"{', '.join(unfit)}: not a finite number"} if unfit else info
+    not_finite = [name for name, value in info.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {"unreadable": f"{', '.join(not_finite)}: not a finite number"} if not_finite else info
 
 
 def epoch_of(reply: Sequence[bytes]) -> Epoch:
-    """The epoch in a reply of `hr_epoch` and similar functions: its fields, then its rendezvous."""
+    """Return the epoch in a reply of `hr_epoch` and similar functions: its fields, then its rendezvous."""
     fields, rendezvous = unpack(reply[0]), reply[1]
-    with contextlib.suppress(CodecError):  # the members refuse the epoch for it
+    with contextlib.suppress(CodecError):  # the members then refuse the epoch
         rendezvous = unpack(reply[1])
     announced = fields["state"] == "announced"
     did = dict(pairs(fields["members"]))
@@ -402,7 +405,7 @@ def epoch_of(reply: Sequence[bytes]) -> Epoch:
 
 
 def said_of(score: Score) -> dict[str, Any]:
-    """The fields of a score that the buffer reads, besides its record (_score.lua)."""
+    """Return the fields of a score that the buffer reads, besides its record (_score.lua)."""
     if score.reward is None:
         return {"status": score.status}
     return {"status": score.status, "reward": float(score.reward), "build": score.build}

@@ -21,8 +21,8 @@ LAST_PAUSE_S = 2.0
 
 
 class BufferRetry:
-    """Repeats a call while the buffer's server is away, for up to `deadline_s` from the first failure; then the error is raised. A server
-    that is only full is waited for without a deadline: it is there, and a person has to give it memory.
+    """Repeats a call while the buffer's server is away, for up to `deadline_s` from the first failure; then the error is raised. While the
+    server is only full there is no deadline, because a person must give it memory.
 
         retry = BufferRetry(deadline_s=60.0)
         state = await retry(lambda: replay.state())

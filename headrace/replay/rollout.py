@@ -22,18 +22,18 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 
 class RolloutClient(LeaseClient):
     async def register(self, replica: str, info: Mapping[str, Any], loading: bool = False) -> None:
-        """Enter the fleet as STALE, or as LOADING. `replica` is a nonce: one that has left or died never enters again. `info` is for
-        people: each value a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
+        """Register a replica as STALE, or as LOADING. `replica` is a nonce: one that has left or died can't register again. `info` is for
+        people: each value is a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
         await self._enter("register", replica=replica, info=info, loading=loading)
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
-        """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and
-        any of the groups that it holds may be the cause: they are leased apart from others, as after a lost heartbeat."""
+        """Leave the fleet. Leases that the replica still holds are passed on at once, without costing an attempt. `died`: an error ends the
+        replica, and any group that it holds may be the cause, so these are leased apart from others, as after a lost heartbeat."""
         await self._until_done("deregister", replica=replica, died=died)
 
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
-        """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica that it
-        is DEAD or unknown."""
+        """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica whether it is DEAD
+        or unknown."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
         number = next(self._numbers)
         reply = await self._connection.call("heartbeat", replica=replica, number=number, epoch=known, tokens=tokens)
@@ -63,24 +63,24 @@ class RolloutClient(LeaseClient):
             raise error
 
     async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
-        """`push` many at once; returns, for each, None or the error that `push` would raise."""
+        """Push many at once. Returns, for each, None or the error that `push` would raise."""
         return await self._write_batches(partial(self._hand_in, "push"), items, _size)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
-        """Save an unfinished trajectory, so that another replica can continue it if the lease is lost. Each save must be longer
-        than the previous one; raises as `push` does."""
+        """Save an unfinished trajectory, so that another replica can continue it if the lease is lost. Each save must be longer than the
+        previous one; raises as `push` does."""
         (error,) = await self.save_many([(lease, trajectory)])
         if error is not None:
             raise error
 
     async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
-        """`save` many at once; returns, for each, None or the error that `save` would raise."""
+        """Save many at once. Returns, for each, None or the error that `save` would raise."""
         return await self._write_batches(partial(self._hand_in, "save"), items, _size)
 
     async def _hand_in(
         self, function: str, items: Sequence[tuple[Lease, Trajectory]]
     ) -> list[ReplayError | CodecError | None]:
-        """Push or save. What was staged and is gone when the call comes (the server lost it, or its time ran out) is sent again."""
+        """Push or save. A staged payload that is gone when the call arrives (the server lost it, or its time ran out) is sent again."""
         errors = await self._hand_in_once(function, items, CARRIED_BYTES)
         gone = [position for position, error in enumerate(errors) if isinstance(error, Unstaged)]
         again = await self._hand_in_once(function, [items[position] for position in gone], math.inf)
@@ -147,8 +147,8 @@ class RolloutClient(LeaseClient):
 
     async def verify(self, replica: str, epoch: str, logprobs: Sequence[float]) -> RefitVerdict:
         """Report the replica's log-probabilities of the probe's tokens under the epoch's weights. The buffer compares them with the
-        trainer's (`begin_epoch`): the only way to HEALTHY. A replica that differs by more than the tolerances is STALE. Raises
-        `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
+        trainer's (`begin_epoch`); a replica becomes HEALTHY in no other way. A replica that differs by more than the tolerances is STALE.
+        Raises `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
         reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs)
         return msgspec.convert(unpack(reply), RefitVerdict)
 

@@ -14,8 +14,8 @@ from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 
 class ScoringClient(BufferClient):
     async def take_scoring(self, room: Mapping[str, int]) -> list[ScoringJob]:
-        """Pushed trajectories waiting for a score, of each environment up to its `room` (what may be sent to it now), oldest first. They
-        are this client's until `scoring_deadline_s` from now, or from when it renews them. One call at a time."""
+        """Take pushed trajectories that wait for a score, oldest first, for each environment up to its `room` (the number that may be sent
+        to it now). They belong to this client until `scoring_deadline_s` from now, or from when it renews them. Make one call at a time."""
         return await self._read_jobs(
             await self._connection.call(
                 "take_scoring",
@@ -27,7 +27,7 @@ class ScoringClient(BufferClient):
         )
 
     async def renew_scoring(self, jobs: Sequence[ScoringJob]) -> list[ScoringJob]:
-        """Keep what is being scored; returns those of `jobs` that are no longer with this client."""
+        """Renew trajectories that are being scored. Returns those of `jobs` that no longer belong to this client."""
         lost: list[ScoringJob] = []
         for batch in chunks(jobs, BATCH):
             places = await self._connection.call(
@@ -56,7 +56,7 @@ class ScoringClient(BufferClient):
         payloads = await self._read_batches(self._fetch, [key for _, _, _, key, *_ in entries])
         jobs = []
         for (group, group_id, index, _, attempt, waited_s), payload in zip(entries, payloads, strict=True):
-            if payload is None or group is None:  # discarded meanwhile: the token is void
+            if payload is None or group is None:  # discarded meanwhile, so the token is void
                 continue
             try:
                 jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt, waited_s))
@@ -71,7 +71,7 @@ class ScoringClient(BufferClient):
             raise error
 
     async def release_scoring(self) -> None:
-        """Return what an earlier scorer had taken to the line at once, without costing an attempt. Called when a scorer starts."""
+        """Return the trajectories of an earlier scorer to the queue at once, without costing an attempt. Called when a scorer starts."""
         while await self._connection.call("release_scoring", **self._numbered()):
             pass
 
@@ -79,16 +79,17 @@ class ScoringClient(BufferClient):
         await self._wakeups.wait("scoring", timeout_s)
 
     async def score(self, job: ScoringJob, score: Score) -> None:
-        """Write a score back. `SCORED` counts towards the group's completeness, with the others of its build: a score of a build whose
-        place another has taken is refused with `LeaseLost`, and the trajectory waits again (law 3). Law 7: what failed is retried, after a
-        pause, up to `max_scoring_attempts` times, and then fails the group with the message, `INVALID` at once; unless it was the
-        environment, whose breaker then opens. `NOT_STARTED`, and `INTERRUPTED` if it was not alone, cost no attempt."""
+        """Write a score back. `SCORED` counts towards the group's completeness, with the others of its build. A score of a build that
+        another has replaced is refused with `LeaseLost`, and the trajectory waits again (law 3). Law 7: a failed scoring is retried, after
+        a pause, up to `max_scoring_attempts` times, and then fails the group with the message; `INVALID` fails it at once. If the
+        environment was at fault, its breaker opens instead. `NOT_STARTED`, and `INTERRUPTED` if the trajectory was not alone, cost no
+        attempt."""
         (error,) = await self.score_many([(job, score)])
         if error is not None:
             raise error
 
     async def score_many(self, items: Sequence[tuple[ScoringJob, Score]]) -> list[ReplayError | None]:
-        """`score` of many at once: for each None, or the error that `score` would raise."""
+        """Write many scores at once. Returns, for each, None or the error that `score` would raise."""
         errors: list[ReplayError | None] = []
         for batch in chunks(items, BATCH):
             errors += await self._score_batch(
@@ -109,7 +110,6 @@ def _trajectory_of(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
     trajectory = decode_trajectory(payload)
     if (trajectory.group_id, trajectory.index) != (group_id, index):
         raise CodecError(
-            f"the payload of trajectory {index} of group {group_id!r} says it is "
-            f"{trajectory.index} of {trajectory.group_id!r}"
+            f"the payload of trajectory {index} of group {group_id!r} belongs to {trajectory.index} of {trajectory.group_id!r}"
         )
     return trajectory

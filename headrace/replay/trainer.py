@@ -35,8 +35,8 @@ class TrainerClient(BufferClient):
     async def rewind(self, version: int, timeline: str) -> RunState:
         """Take the buffer back to checkpoint `version`, on the new `timeline` (a nonce of the caller: a repetition is a no-op).
 
-        Commits reserved steps < version; if the checkpoint is older than the newest, takes back what was committed since (the state then
-        says `refill`). Reopens steps >= version, unchanged if all their trajectories survive. Voids all leases, drops the validation
+        Commits reserved steps < version. If the checkpoint is older than the newest, takes back what was committed since (`refill` is then
+        true in the state). Reopens steps >= version, unchanged if all their trajectories survive. Voids all leases, drops the validation
         lane, discards every trajectory with a token newer than `version`, and marks every replica STALE.
         """
         state = self._note(await self._connection.call("rewind", version=version, timeline=timeline))
@@ -47,9 +47,8 @@ class TrainerClient(BufferClient):
         self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended | None = None
     ) -> RunState:
         """Rebuild the buffer after lost writes: install a new incarnation that knows only checkpoint `version`, that the prompts up to
-        order `enqueued` were taken, and which of them `ended`. The state then says `refill`: the caller enqueues again those that are not
-        in its ledger.
-        """
+        order `enqueued` were taken, and which of them `ended`. `refill` is then true in the state: the caller must enqueue again those that
+        are not in its ledger."""
         ended = ended or Ended()
         state = self._note(
             await self._connection.call(
@@ -72,22 +71,22 @@ class TrainerClient(BufferClient):
         await self._connection.call("refilled", timeline=timeline)
 
     async def ended(self) -> Ended:
-        """The train groups that ended without being trained, for `restore`: their orders are never enqueued again, unless a failed one is
-        retried."""
+        """Return the train groups that ended without being trained, for `restore`: their orders are never enqueued again, unless a failed
+        one is retried."""
         counts, bitmap, failures = await self._connection.call("ended")
         fields = unpack(counts)
         retries = {int(order): times for order, times in fields.pop("retries", {}).items()}
         return Ended(**fields, bitmap=bitmap, failures=failures, retries=retries)
 
     async def wanted(self) -> list[int]:
-        """Orders of the prompts to enqueue again (`refill`) because their failed groups are retried: the lowest of them."""
+        """Return the lowest orders of the prompts to enqueue again (`refill`) because their failed groups are retried."""
         return [int(order) for order in await self._connection.call("wanted")]
 
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False, validation: int = 0) -> int:
-        """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known
-        id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`
-        that are `wanted`, and any while the state says `refill`. `validation`: the version that validation groups evaluate. Raises
-        `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
+        """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known id,
+        or among those that ended, is not new (idempotent). `refill` also accepts groups at or below `enqueued` that are `wanted`, and any
+        while `refill` is true in the state. `validation` is the version that validation groups evaluate. Raises `WrongTimeline`, and
+        `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()
         records = [(group, group.encode()) for group in sorted(groups, key=lambda group: group.order)]
@@ -109,10 +108,11 @@ class TrainerClient(BufferClient):
         await self._connection.call("close", timeline=timeline)
 
     async def reserve(self, step: int, timeline: str) -> Reservation | Waiting | End:
-        """Reserve the batch of `step` by laws 2, 3 and 5; `step` must be `next_step` (repeating the last reserve returns the same batch).
+        """Reserve the batch of `step` by laws 2, 3 and 5; `step` must be `next_step` (repeating the last reserve returns the same
+        batch).
 
-        Raises `WrongStep`, `WrongTimeline`; and if it would have to wait, `SamplingStarved` if dynamic sampling has reached its limit,
-        `EnvironmentBroken` if an environment has been broken for longer than its `give_up_after`.
+        Raises `WrongStep`, `WrongTimeline`. If it would have to wait, raises `SamplingStarved` if dynamic sampling has reached its limit,
+        and `EnvironmentBroken` if an environment has been broken for longer than its `give_up_after`.
         """
         answer = await self._connection.call("reserve", **self._numbered(), step=step, timeline=timeline)
         reply = decode_reserve(answer)
@@ -123,8 +123,8 @@ class TrainerClient(BufferClient):
         await self._wakeups.wait("ready", timeout_s)
 
     async def read(self, keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score]]:
-        """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`). Raises `CodecError` if one can't
-        be decoded, `InvalidCall` if one is not held any more."""
+        """Return payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`). Raises `CodecError` if
+        one can't be decoded, `InvalidCall` if one is no longer held."""
         found = []
         for pair in await self.read_each(keys):
             if isinstance(pair, CodecError):
@@ -133,7 +133,7 @@ class TrainerClient(BufferClient):
         return found
 
     async def read_each(self, keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
-        """What `read` gives, with the error in place of each that can't be decoded."""
+        """Return what `read` returns, with the error in place of each trajectory that can't be decoded."""
 
         async def read_batch(batch: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
             values = await self._held([*batch, *map(score_key, batch)])
@@ -152,12 +152,12 @@ class TrainerClient(BufferClient):
         return [Group.decode(record) for record in await self._held(records)]
 
     async def reject_step(self, step: int, timeline: str, nonce: str, attempts: Mapping[str, int], reason: str) -> None:
-        """Give the batch of `step` back, because what was read of these groups (the attempt of each, by id) can't be trained on. The step
-        is reopened as by a rewind to it, but nothing else is: its other groups keep it, these are generated again, at the cost of an
+        """Give the batch of `step` back, because trajectories of these groups (the attempt of each, by id) can't be trained on. The step is
+        reopened as by a rewind to it, but nothing else is: its other groups keep it, and these are generated again, at the cost of an
         attempt.
 
-        At most 256 groups are named. `nonce` is the caller's: a repetition is a no-op. Raises `WrongStep` unless it is the newest
-        reserved step with these groups in these attempts, `WrongTimeline`.
+        At most 256 groups are named. `nonce` is the caller's: a repetition is a no-op. Raises `WrongStep` unless it is the newest reserved
+        step with these groups in these attempts, `WrongTimeline`.
         """
         groups = [{"id": group, "attempt": attempt} for group, attempt in attempts.items()]
         await self._connection.call("reject", step=step, timeline=timeline, nonce=nonce, reason=reason, groups=groups)
@@ -166,20 +166,20 @@ class TrainerClient(BufferClient):
         """Commit steps < version, because checkpoint `version` is published: their groups are trained, and the payloads of all but the
         newest `retain_steps` steps are freed (idempotent).
 
-        `trained`: the groups of each step since the commit before. Raises `WrongStep` if the buffer holds others, because its server lost
-        writes.
+        `trained` has the groups of each step since the previous commit. Raises `WrongStep` if the buffer holds others, because its server
+        lost writes.
         """
         await self._until_done(
             "commit", version=version, timeline=timeline, trained=_digest_of(trained) if trained else ""
         )
 
     async def masked(self, step: int, timeline: str, tokens: int) -> None:
-        """Meter that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
+        """Record that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
-        """The state of these validation groups: (those evaluated, reasons of those failed by id, ids that the buffer does not know). The
-        others are pending. One with a trajectory that can't be decoded has failed."""
+        """Return the state of these validation groups: (those evaluated, reasons of failed ones by id, ids that the buffer does not know).
+        The others are pending. A group with a trajectory that can't be decoded counts as failed."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
             replies += unpack(await self._connection.call("evaluated", groups=batch))
@@ -191,13 +191,14 @@ class TrainerClient(BufferClient):
                 try:
                     done.append(Evaluated(Group.decode(record), tuple(await self.read(reply["keys"]))))
                 except CodecError as error:
-                    failed[group_id] = f"what was evaluated can't be read: {error}"
+                    failed[group_id] = f"its trajectories can't be read: {error}"
             elif reply["state"] == "failed":
                 failed[group_id] = reply["reason"]
         return done, failed, [id_ for id_, reply in zip(ids, replies, strict=True) if reply["state"] == "unknown"]
 
     async def drop_validation(self, timeline: str, before: int) -> None:
-        """Forget every group of validations of versions < `before`, leased or not, with its payloads; the buffer takes no more of them."""
+        """Delete every group of validations of versions < `before`, leased or not, with its payloads. The buffer accepts no more of
+        them."""
         await self._until_done("drop_validation", timeline=timeline, before=before)
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class TrainerClient(BufferClient):
     ) -> Epoch:
         """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE. To be verified, a
         member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the mean within
-        `mean_tolerance`, by default the same; members are told none of these."""
+        `mean_tolerance` (default: `tolerance`). Members don't learn any of these values."""
         packed = msgspec.msgpack.encode(rendezvous)
         return epoch_of(
             await self._connection.call(
@@ -237,14 +238,14 @@ class TrainerClient(BufferClient):
         return epoch_of(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
 
     async def disagreements(self, step: int, timeline: str, errors: Mapping[str, float]) -> None:
-        """Keep, for people, the `logprob_error` of replicas whose tokens `step` trained on (`Replica`). Each step once, in their order."""
+        """Store, for people, the `logprob_error` of replicas whose tokens `step` trained on (`Replica`). Store each step once, in order."""
         await self._connection.call(
             "disagreements", step=step, timeline=timeline, replicas=list(errors), errors=list(errors.values())
         )
 
     async def quarantine(self, replica: str, timeline: str, reason: str) -> bool:
-        """Leave a replica alone until it registers under a new name: it takes part in no epoch and gets no lease, and what it holds is
-        passed on, without costing an attempt. Returns False, and changes nothing, if no other replica is HEALTHY, or it is DEAD or gone."""
+        """Leave a replica out until it registers under a new name: it takes part in no epoch and gets no lease, and its leases are passed
+        on, without costing an attempt. Returns False, and changes nothing, if no other replica is HEALTHY, or it is DEAD or gone."""
         return bool(
             await self._connection.call(
                 "quarantine", **self._numbered(), replica=replica, timeline=timeline, reason=reason
@@ -264,7 +265,7 @@ def _decoded(payload: bytes, score: bytes) -> tuple[AnyTrajectory, Score] | Code
 
 
 def _queued(group: Group) -> dict[str, Any]:
-    """The fields of a group that the buffer reads, besides its opaque record (enqueue.lua)."""
+    """Return the fields of a group that the buffer reads, besides its opaque record (enqueue.lua)."""
     return {
         "id": group.id,
         "lane": group.lane,
@@ -277,11 +278,11 @@ def _queued(group: Group) -> dict[str, Any]:
 
 
 def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
-    """The most bytes that a group of `n` trajectories may take in the buffer; a lease reserves them of `Limits.max_bytes`."""
+    """Return the most bytes that a group of `n` trajectories may take in the buffer; a lease reserves them of `Limits.max_bytes`."""
     return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)
 
 
 def _digest_of(trained: Mapping[int, Sequence[str]]) -> str:
-    """As commit.lua makes it of the steps that it holds."""
+    """Return the digest that commit.lua computes from the steps that it holds."""
     steps = [f"{step}\n" + "\n".join(sorted(groups)) for step, groups in sorted(trained.items())]
     return hashlib.sha1("\n".join(steps).encode(), usedforsecurity=False).hexdigest()

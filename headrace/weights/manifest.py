@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import CodecError
 
-# What the names of an adapter's tensors begin with, as in PEFT's files; others are the model's own.
+# The prefix of the names of an adapter's tensors, as in PEFT's files; others are the model's own.
 ADAPTER = "base_model.model."
 ITEM_BYTES = {
     "float64": 8,
@@ -36,7 +36,7 @@ ITEM_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its name in the checkpoint, its dtype as torch names it without `torch.`, and its full shape."""
+    """One tensor: its name in the checkpoint, its dtype by torch's name without `torch.`, and its full shape."""
 
     name: str
     dtype: str
@@ -93,21 +93,21 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Manifest:
-        """From (name, dtype, shape) triples."""
+        """Make a manifest from (name, dtype, shape) triples."""
         rows = [(name, dtype, tuple(shape)) for name, dtype, shape in metadata]
         names, dtypes, shapes = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(names, dtypes, shapes, bucket_bytes)
 
     @classmethod
     def decode(cls, fields: Any) -> Manifest:
-        """From what `encode` returned. Raises `CodecError` naming what is wrong."""
+        """Decode the result of `encode`. Raises `CodecError` naming what is wrong."""
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             raise CodecError(f"manifest: {error}") from error
 
     def encode(self) -> dict[str, Any]:
-        """The manifest as msgpack types."""
+        """Return the manifest as msgpack types."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 
@@ -120,8 +120,8 @@ class Manifest(msgspec.Struct, frozen=True):
         return _nbytes(self.tensors)
 
     def buckets(self) -> list[Bucket]:
-        """Cut the tensors into buckets: in order, one dtype a bucket, between layers. Only a layer larger than `bucket_bytes` is cut too,
-        and a tensor larger than that gets its own.
+        """Cut the tensors into buckets: in order, one dtype per bucket, between layers. Only a layer larger than `bucket_bytes` is cut too,
+        and a tensor larger than that gets its own bucket.
 
         Order and cuts matter because a replica installs a layer as soon as it has the layer's last tensor, and until then keeps copies of
         those that came in an earlier bucket.
@@ -145,7 +145,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def _layer(name: str) -> str:
-    """The layer of a tensor by its name, up to the first number; a tensor of no layer is one of its own."""
+    """Return the layer of a tensor, by its name up to the first number; a tensor without a number is its own layer."""
     numbered = re.match(r"(?:.+?\.)?\d+(?=\.)", name)
     return numbered[0] if numbered else name
 

@@ -9,24 +9,24 @@ from headrace.replay import Epoch, Replica
 
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Members that are DEAD or quarantined, or have left the fleet."""
+    """Return the members that are DEAD or quarantined, or have left the fleet."""
     living = {replica.id for replica in fleet if replica.takes_part}
     return frozenset(member for member in epoch.members if member not in living)
 
 
 def awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
-    """Replicas of an announced epoch whose acknowledgement is still worth waiting for."""
+    """Return the replicas of an announced epoch whose acknowledgement is still worth waiting for."""
     answered = frozenset(epoch.acknowledged) | frozenset(epoch.refused)
     return frozenset(epoch.members) - answered - dead(epoch, fleet) - frozenset(excluded)
 
 
 def lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Members that an epoch in transfer has lost; without them the collective can't complete."""
+    """Return the members that an epoch in transfer has lost; without them the collective can't complete."""
     return dead(epoch, fleet) | frozenset(epoch.refused)
 
 
 def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Members that may still verify, once the transfer is over."""
+    """Return the members that may still verify, once the transfer is over."""
     return frozenset(epoch.members) - frozenset(epoch.verified) - lost(epoch, fleet)
 
 
@@ -36,14 +36,15 @@ def interrupted(epoch: Epoch) -> bool:
 
 
 def at_fault(epoch: Epoch) -> frozenset[str]:
-    """Members that broke the collective themselves, and would break the next one."""
+    """Return the members that broke the collective themselves, and would break the next one."""
     return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
 def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) -> str | None:
-    """Why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU): None if it can.
+    """Return why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU); None if it
+    can.
 
-    It refuses two ranks on one device, and can't connect instances of a divided one.
+    NCCL refuses two ranks on one device, and can't connect instances of a divided one.
     """
     holders: dict[str, str] = {}
     for holder, own in (("the trainer", trainer), *((f"replica {name}", own) for name, own in replicas.items())):
@@ -59,7 +60,7 @@ def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) 
 
 
 def choose_backend(configured: str, problem: str | None) -> str:
-    """Resolve `auto`: nccl unless there is a `nccl_problem`. Raises `ServiceError` if nccl is configured and there is one."""
+    """Resolve `auto`: nccl unless there is a `nccl_problem`. Raises `ServiceError` if nccl is configured but there is a problem."""
     if configured == "nccl" and problem is not None:
         raise ServiceError(f"weight_channel.backend: nccl, but {problem}; set it to auto or gloo")
     if configured == "auto":

@@ -1,6 +1,6 @@
 """The probe: a fixed prompt on which a replica's log-probabilities must equal the trainer's before it may lease.
 
-That replicas hold the trainer's weights, their workers prove exactly (docs/architecture.md). The probe shows that they compute the same
+The replicas' workers prove exactly that they hold the trainer's weights (docs/architecture.md). The probe shows that they compute the same
 model with them.
 """
 
@@ -15,32 +15,32 @@ import numpy as np
 from headrace.config import Config
 from headrace.trajectory import Int32
 
-# Few, because a replica is HEALTHY only when it has computed them; enough to tell another model from the trainer's.
+# Few, because a replica is HEALTHY only when it has computed them; enough to distinguish another model from the trainer's.
 PROBE_TOKENS = 32
 
 
 class Tolerance(NamedTuple):
-    """By how many nats the probe's log-probabilities may differ: the largest difference, and their mean."""
+    """The allowed differences of the probe's log-probabilities in nats: the largest, and the mean."""
 
     largest: float
     mean: float
 
 
 def is_exact(config: Config) -> bool:
-    """Whether trainer and replicas compute in float32, which differs by no more than the order of its sums."""
+    """Whether trainer and replicas both compute in float32, where only the order of sums makes a difference."""
     kv_cache_dtype = config.policy.generation.vllm_cfg.kv_cache_dtype
     return {config.policy.precision, rollout_dtype(config)} == {"float32"} and kv_cache_dtype == "auto"
 
 
 def rollout_dtype(config: Config) -> str:
-    """The dtype of the replicas' weights, as torch names it without `torch.`."""
+    """Return the dtype of the replicas' weights, by torch's name without `torch.`."""
     return config.policy.generation.vllm_cfg.precision or config.policy.precision
 
 
 def tolerance(config: Config) -> Tolerance:
-    """What proves a refit. Two implementations of one model in bfloat16 differ by a few tenths of a nat here and there, and by 0.07 in the
-    mean (measured with 135 M parameters): more than a step of training changes. The bounds leave room for larger models, and refuse
-    another model, or one that is computed wrongly."""
+    """Return the tolerances with which a refit is verified. Two implementations of one model in bfloat16 differ by a few tenths of a nat
+    here and there, and by 0.07 in the mean (measured with 135 M parameters): more than a step of training changes. The tolerances leave
+    room for larger models, and refuse another model, or one that is computed wrongly."""
     channel = config.weight_channel
     largest = channel.verify_tolerance or (1e-3 if is_exact(config) else 2.0)
     return Tolerance(largest, channel.verify_mean_tolerance or (largest if is_exact(config) else min(0.2, largest)))
@@ -49,10 +49,10 @@ def tolerance(config: Config) -> Tolerance:
 def choose_token_ids(
     vocab_size: int, length: int = PROBE_TOKENS, seed: int = 0, exclude: tuple[int, ...] = ()
 ) -> Int32:
-    """[length] int32 ids drawn from [0, vocab_size) without `exclude`, the same for the same arguments.
+    """Return [length] int32 ids drawn from [0, vocab_size) without `exclude`, the same for the same arguments.
 
-    Random ids reach rows of the embedding and of the head that ordinary text seldom does. On such text a model is sure of nothing, and
-    small errors make large differences: where they are not small, `repeat_text` is the better probe.
+    Random ids reach rows of the embedding and of the head that ordinary text seldom does. On such text a model is uncertain everywhere, and
+    small errors make large differences. Where errors are not small, `repeat_text` is the better probe.
     """
     ids = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.asarray(exclude, dtype=np.int32))
     if ids.size == 0 or length < 2:
@@ -63,8 +63,8 @@ def choose_token_ids(
 
 
 def repeat_text(prompts: Iterable[Iterable[int]], length: int) -> Int32:
-    """[length] int32 ids: those of the first prompts one after the other, again from the beginning if they are too few."""
+    """Return [length] int32 ids: those of the first prompts one after the other, repeated from the beginning if they are too few."""
     ids = list(itertools.islice(itertools.chain.from_iterable(prompts), length))
     if not ids:
-        raise ValueError("a probe of no prompts; there must be at least one")
+        raise ValueError("a probe without prompts; give at least one")
     return np.resize(np.array(ids, dtype=np.int32), length)

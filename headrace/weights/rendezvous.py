@@ -1,4 +1,4 @@
-"""The trainer's messages to the members of an epoch: first who is excluded, then where to connect, what is sent, and the probe.
+"""The trainer's messages to the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe.
 
 The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
 """
@@ -30,18 +30,17 @@ class Announcement(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, fields: Any) -> Announcement:
-        """Raises `CodecError` naming what is wrong."""
+        """Decode the message. Raises `CodecError` naming what is wrong."""
         return _decode(fields, cls)
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
     """Sent when an epoch enters `transfer`.
 
-    If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group
-    `group_id` at the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has
-    `workers` ranks, one per worker process. Each phase ends after `timeout_s`.
-    A member reports its log-probabilities of `probe_token_ids[1:]` at temperature 1, and isn't told the trainer's. Members prove with
-    `secret` that they were given this message (`weight_channel.transport`).
+    If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group `group_id` at
+    the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has `workers` ranks, one per worker
+    process. Each phase ends after `timeout_s`. A member reports its log-probabilities of `probe_token_ids[1:]` at temperature 1, and
+    doesn't know the trainer's. Members prove with `secret` that they received this message (`weight_channel.transport`).
     """
 
     group_id: str
@@ -57,11 +56,11 @@ class Rendezvous(msgspec.Struct, frozen=True):
     probe_token_ids: Int32
 
     def group_of(self, members: Sequence[str]) -> str:
-        """Id of the group that these members use; a pure function, so that all compute the same one."""
+        """Return the id of the group that these members use; a pure function, so that all compute the same id."""
         return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
 
     def first_rank(self, member: str, members: Sequence[str]) -> int:
-        """Rank of the member's first worker, whatever the order of `members`."""
+        """Return the rank of the member's first worker, whatever the order of `members`."""
         return 1 + sorted(members).index(member) * self.workers
 
     def world_size(self, members: Sequence[str]) -> int:
@@ -72,7 +71,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, fields: Any) -> Rendezvous:
-        """Raises `CodecError` naming what is wrong, also if the probe could not prove anything."""
+        """Decode the message. Raises `CodecError` naming what is wrong, also if the probe could not prove anything."""
         rendezvous = _decode(fields, cls)
         if rendezvous.probe_token_ids.size < 2:
             raise CodecError(f"rendezvous: a probe of {rendezvous.probe_token_ids.size} tokens, not of at least 2")
@@ -82,7 +81,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 def _encode(record: msgspec.Struct) -> dict[str, Any]:
-    """The record as msgpack types; arrays as little-endian bytes."""
+    """Return the record as msgpack types, with arrays as little-endian bytes."""
     fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=_array_to_bytes)
     return fields
 
@@ -100,7 +99,7 @@ def _array_to_bytes(array: Any) -> bytes:
 
 
 def _bytes_to_array(kind: Any, data: Any) -> Any:
-    """`kind` is `NDArray[element]`. A `ValueError` here becomes msgspec's, with the path of the field."""
+    """Convert bytes to an array; `kind` is `NDArray[element]`. A `ValueError` here becomes msgspec's, with the path of the field."""
     (element,) = get_args(get_args(kind)[1])
     if not isinstance(data, bytes):
         raise ValueError(f"{data!r:.80} are not bytes")

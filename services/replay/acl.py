@@ -1,8 +1,8 @@
-"""Redis users, one per role: each can reach the keys and channels of one run only, through the functions and commands of its role.
+"""Redis users, one per role. Each can reach only the keys and channels of one run, through the functions and commands of its role.
 
-Redis checks the commands inside a function against the rights of its caller. So a user also needs the commands that its functions
-use, and could send those directly, to keys of its run. The users isolate runs, prevent calls by the wrong role, and limit
-readers to reading; they do not protect a run from a malicious replica of its own.
+Redis checks the commands inside a function against the rights of its caller. So a user also needs the commands that its functions use, and
+could send them directly, to keys of its run. The users isolate runs, prevent calls by the wrong role, and limit readers to reading. They do
+not protect a run from its own malicious replica.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Commands inside functions that change nothing.
+# commands inside functions that change nothing
 _READS = _names(
     "exists get getbit hexists hget hgetall hmget lindex llen lrange scard sismember smembers "
     "srandmember sscan time zcard zcount zrange zrangebyscore zrevrange zscore"
@@ -36,13 +36,14 @@ _SWEEP = ("smembers", "srem", "scan", "unlink")
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """The rights of a role: `functions` that change something (all roles may call the others), `commands` sent outside functions."""
+    """The rights of a role: the `functions` it may call that change something (all roles may call the others), and the `commands` that it
+    sends outside functions."""
 
     functions: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
 
 
-# Functions that change something, by who calls them. Whoever is refused for want of memory reports it with `make_room`.
+# Functions that change something, by caller. A caller that is refused for lack of memory reports this with `make_room`.
 _REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
     "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
@@ -52,7 +53,7 @@ _OPERATOR = "retry"
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
 _AGENTS = "make_room register_runner deregister_runner runner_heartbeat lease_episodes append finish release"
 
-# They open the run.
+# the roles that open the run
 _OPENS = ("replay", "up")
 
 ROLES = {
@@ -66,11 +67,11 @@ ROLES = {
 
 
 def users(run_id: str, passwords: Mapping[str, str], *, own_server: bool = False) -> list[str]:
-    """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), `headrace-admin` for the server's
-    administrator; no other user can log in. `passwords` are by role and stored as SHA-256. With `own_server` the replay service may load
-    functions: whoever may load one can replace those of every run."""
-    # Nobody is this user, for it is off. But as this user a server reads its append-only file, and Redis 7.0 leaves out every
-    # transaction of it that the user may not make: with -@all a restart would lose the run.
+    """Return the lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), and `headrace-admin` for
+    the server's administrator. No other user can log in. `passwords` are by role, and stored as SHA-256. With `own_server` the replay
+    service may load functions: a user that may load one can replace those of every run."""
+    # Nobody can log in as this user, which is off. But a server reads its append-only file as this user, and Redis 7.0 skips every
+    # transaction in it that the user may not make: with -@all a restart would lose the run.
     lines = ["user default off resetpass ~* &* +@all"]
     for role in REDIS_ROLES:
         digest = hashlib.sha256(passwords[role].encode()).hexdigest()
@@ -81,7 +82,7 @@ def users(run_id: str, passwords: Mapping[str, str], *, own_server: bool = False
 
 
 def functions_of(role: str) -> list[str]:
-    """Names of the functions that a user of `role` may call, without their prefix."""
+    """Return the names of the functions that a user of `role` may call, without their prefix."""
     changing = {name for one in _parts(role) for name in one.functions}
     built_in = library.built_in()
     return [name for name in built_in.transitions if name in changing or _READER.search(built_in.text(name))]
@@ -100,7 +101,7 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
     others = "%R~" if role == "reader" else "~"
     current = "~" if role in _OPENS else "%R~"
     return [
-        f"~hr:{{{run_id}}}",  # Redis can't know that the key of an FCALL is only read
+        f"~hr:{{{run_id}}}",  # Redis can't know that an FCALL only reads its key
         f"{others}hr:{{{run_id}}}:*",
         f"{current}{CURRENT_RUN}",
         "resetchannels",

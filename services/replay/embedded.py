@@ -25,8 +25,8 @@ from headrace_services.replay import acl
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0
-# Executes the server, which then dies with its parent. Not a preexec_fn: that would run in a fork of a process with active gRPC threads,
-# where their libraries may crash.
+# Executes the server, which then dies with its parent. This is not a preexec_fn, because that would run in a fork of a process with active
+# gRPC threads, whose libraries may crash there.
 _LAUNCHER = """
 import os, sys
 from headrace.service import die_with_parent
@@ -44,10 +44,10 @@ def _bundled() -> str:
 
 
 class EmbeddedServer:
-    """One server process on `host`:`port`, with its files in `folder`; when it is started again on the same folder, the data is there.
+    """One server process on `host`:`port`, with its files in `folder`. A restart on the same folder keeps the data.
 
-    It dies with the process that started it, even by SIGKILL. Start it from the main thread: the kernel watches the end of the thread that
-    starts it.
+    It dies with the process that started it, even by SIGKILL. Start it from the main thread, because the kernel ends it with the thread
+    that started it.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class EmbeddedServer:
         users: Sequence[str] = (),
         login: str | None = None,
     ) -> None:
-        """`binary` None uses the Valkey that comes with the package. `users`: lines of an ACL file, none to let everybody in; `login`: user
-        and password of one of them, which becomes part of `url`."""
+        """`binary`: the server to run, by default the packaged Valkey. `users`: lines of an ACL file; without any, everybody may connect.
+        `login`: user and password of one of them, which become part of `url`."""
         self.folder = folder
         self.host = host
         self.port = port
@@ -73,7 +73,8 @@ class EmbeddedServer:
 
     @classmethod
     def of(cls, config: Config, host: str, port: int) -> EmbeddedServer:
-        """The server of a run, on `host`:`port`. With credentials for its users it lets nobody else in. Raises `ConfigError`."""
+        """Create the server of a run, on `host`:`port`. If there are credentials for its users, nobody else may connect. Raises
+        `ConfigError`."""
         folder, appendfsync = config.run_folder / "replay", config.replay.appendfsync
         credentials = credentials_of(config)
         if credentials is None or not credentials.has_redis_users:
@@ -89,8 +90,8 @@ class EmbeddedServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start the server; return once it answers and has loaded its data, after cutting off an unreadable end. Raises `ServiceError` with
-        the server's own message."""
+        """Start the server, and return once it answers and has loaded its data. An unreadable end of the data is cut off. Raises
+        `ServiceError` with the server's own message."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._users:
             write(self._acl_file, "".join(f"{line}\n" for line in self._users))
@@ -116,7 +117,7 @@ class EmbeddedServer:
             raise
 
     async def ended(self) -> int:
-        """Wait for the server process to end; returns its exit status."""
+        """Wait for the server process to end, and return its exit status."""
         process = self._process
         if process is None:
             raise ServiceError("the embedded server was not started")
@@ -130,7 +131,7 @@ class EmbeddedServer:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Stop cleanly: the append-only file is complete afterwards. Idempotent."""
+        """Stop cleanly, with a complete append-only file. Idempotent."""
         process = self._process
         if process is None:
             return
@@ -154,7 +155,7 @@ class EmbeddedServer:
         settings = {
             "port": str(self.port),
             "bind": self.host,
-            # it listens where the configuration says, on the loopback interface unless told otherwise
+            # it listens on the configured address, by default the loopback interface
             "protected-mode": "no",
             "dir": str(self.folder.resolve()),
             "appendonly": "yes",
@@ -172,7 +173,7 @@ class EmbeddedServer:
         redis = Redis.from_url(self.url, socket_connect_timeout=1.0)
         async with redis:
             while process.poll() is None:
-                # another server may hold the port: only an answer of this process counts
+                # another server may hold the port, so only an answer from this process counts
                 with contextlib.suppress(BusyLoadingError, RedisError, OSError), keeping_cancellation():
                     if (await redis.info("server"))["process_id"] == process.pid:
                         await redis.ping()
@@ -181,10 +182,10 @@ class EmbeddedServer:
         raise ServiceError(self._last_words())
 
     def _truncate_damaged_aof(self) -> bool:
-        """Keep a copy of the append-only file and truncate it where it becomes unreadable; returns whether there was anything to cut.
+        """Copy the append-only file, then truncate the original where it becomes unreadable. Return whether anything was cut off.
 
-        A power cut can leave zeros at its end, and a server that has rewritten the file leaves a gap of zeros where its disk was full.
-        The newest writes are cut off; the trainer restores them as after a failover.
+        A power cut can leave zeros at the end of the file, and a server that rewrites it on a full disk leaves a gap of zeros. The cut
+        loses the newest writes, and the trainer restores them as after a failover.
         """
         if _UNREADABLE not in "".join(self._log_tail()[-1:]):
             return False  # don't touch the file: another server may have it open
@@ -208,7 +209,7 @@ class EmbeddedServer:
             kept.unlink(missing_ok=True)
             return False
         _log.warning(
-            "the embedded server's append-only file can't be read to its end; its last %d bytes were cut off, a copy is %s",
+            "the embedded server's append-only file is unreadable near its end; its last %d bytes were cut off, and %s is a copy of it",
             cut,
             kept,
         )
@@ -222,7 +223,7 @@ class EmbeddedServer:
         if any("Address already in use" in line for line in log):
             return (
                 f"replay.redis_port: can't listen on {self.host}:{self.port} (address already in use); "
-                "free the port or set replay.redis_port to another"
+                "free the port, or set replay.redis_port to another one"
             )
         return (
             f"the embedded server did not start: {log[-1] if log else 'no output'} (see {self.folder / 'server.log'})"

@@ -15,7 +15,7 @@ from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter
 
 
 class LatestStats:
-    """The newest statistics; None while the buffer can't be reached, so that no gauge shows a stale figure."""
+    """The newest statistics, or None while the buffer is unreachable, so that no gauge shows a stale value."""
 
     stats: dict[str, Any] | None = None
     meters: Mapping[Moment, TrajectoryMeter] | None = None
@@ -25,7 +25,7 @@ def _powers(first: int, last: int) -> list[float]:
     return [2.0**place for place in range(first, last + 1)]
 
 
-# Upper bounds of the histograms: those of the meters' buckets, one per octave (latency is metered in milliseconds).
+# Upper bounds of the histograms: the bounds of the meters' buckets, one per octave. Latency is metered in milliseconds.
 _HISTOGRAMS: dict[Quantity, tuple[str, str, list[float]]] = {
     "length": ("length_tokens", "completion tokens of trajectories", _powers(0, 17)),
     "reward": (
@@ -40,11 +40,11 @@ _HISTOGRAMS: dict[Quantity, tuple[str, str, list[float]]] = {
 
 _GAUGES = {
     "bytes": "payload bytes held or reserved by leases",
-    "max_bytes": "payload bytes past which leases wait",
-    "full": "bytes that the server refused for want of memory, until they fit",
+    "max_bytes": "payload bytes beyond which leases wait",
+    "full": "bytes that the server refused because it was out of memory, until they fit",
     "leases": "groups leased",
     "line": "groups open, scoring or ready",
-    "next_step": "the step that is reserved next",
+    "next_step": "the step to be reserved next",
     "committed": "version of the newest published checkpoint",
     "age_mean": "mean age of the newest batch, in steps",
     "age_max": "largest age in the newest batch, in steps",
@@ -100,14 +100,12 @@ class _BufferGauges(Collector):
 
 
 def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
-    trajectories = CounterMetricFamily(
-        "headrace_replay_trajectories", "trajectories by what became of them", labels=["moment"]
-    )
+    trajectories = CounterMetricFamily("headrace_replay_trajectories", "trajectories by outcome", labels=["moment"])
     for moment, meter in meters.items():
         trajectories.add_metric([moment], meter.trajectories)
     yield trajectories
     yield CounterMetricFamily(
-        "headrace_replay_masked_tokens", "tokens over age left out of the loss", value=meters["masked"].tokens
+        "headrace_replay_masked_tokens", "tokens over age that were left out of the loss", value=meters["masked"].tokens
     )
     for quantity, (name, what, bounds) in _HISTOGRAMS.items():
         histogram = HistogramMetricFamily(f"headrace_replay_trajectory_{name}", what, labels=["moment"])
@@ -121,7 +119,7 @@ def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
         yield mean
     bias = GaugeMetricFamily(
         "headrace_replay_selection_bias",
-        "mean of what is trained less that of all that came to an end, in standard deviations of the latter",
+        "mean over trained trajectories minus the mean over all that ended, in standard deviations of the latter",
         labels=["quantity"],
     )
     for skew in skews(meters):
@@ -130,8 +128,8 @@ def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
 
 
 def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[str, float]]:
-    """(upper bound, values at or below it), the last bound infinite."""
-    # a bound and a bucket's bound may differ by rounding
+    """Return (upper bound, number of values at or below it) for each bound, and last for an infinite bound."""
+    # a bound and its bucket's bound may differ by rounding
     counts = [sum(n for upper, n in distribution.buckets if upper <= bound + 1e-9 * abs(bound)) for bound in bounds]
     return [*zip(map(str, bounds), map(float, counts), strict=True), ("+Inf", float(distribution.count))]
 

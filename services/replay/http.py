@@ -1,4 +1,4 @@
-"""The buffer's HTTP API for inspection: the run, its groups and trajectories, metrics, and events as they happen."""
+"""The buffer's HTTP API for inspection: the run, its groups and trajectories, metrics, and live events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.service import Ready, WaitsFor, create_app, nothing, problems
 from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
 
 _EVENTS_BLOCK_S = 5.0
-# ids of a Redis stream, two numbers of 64 bits; `$` is "from now on"
+# ids of a Redis stream: two 64-bit numbers; `$` means "from now on"
 _ID = "[0-9]{1,19}(-[0-9]{1,19})?"
 _ID_OR_NOW = rf"^(\$|{_ID})$"
 States = Annotated[
@@ -31,7 +31,7 @@ States = Annotated[
 
 
 def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = nothing) -> FastAPI:
-    """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
+    """Build the replay service's application. `lineage` are the trainer's files, which may be missing if it runs on another machine."""
     app = create_app("Headrace replay", ready, waits_for=waits_for)
     app.router.responses |= problems(503)
     _answer_errors(app)
@@ -42,7 +42,7 @@ def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_f
 
 def _add_run(app: FastAPI, client: ReplayClient) -> None:
 
-    @app.get("/v1/run", summary="Where the run stands")
+    @app.get("/v1/run", summary="The state of the run")
     async def run() -> dict[str, Any]:
         return msgspec.structs.asdict(await client.state())
 
@@ -74,7 +74,7 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
             for entry, kind, step, values in await client.metrics(after, count)
         ]
 
-    @app.get("/v1/events", summary="What happens in the run, as server-sent events", response_class=StreamingResponse)
+    @app.get("/v1/events", summary="The events of the run, as server-sent events", response_class=StreamingResponse)
     async def events(
         request: Request,
         after: Annotated[str, Query(pattern=_ID_OR_NOW, description="events after this id; `$`: from now on")] = "$",
@@ -87,7 +87,7 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
 
 
 def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None:
-    @app.get("/v1/groups", summary="Groups that the buffer holds, by state")
+    @app.get("/v1/groups", summary="The groups in the buffer, by state")
     async def groups(
         states: States = None, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
     ) -> list[dict[str, str]]:
@@ -123,20 +123,18 @@ def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None
 
     @app.get(
         "/v1/groups/{group_id}/lineage",
-        summary="The lineage of a trained or waiting group: which replica wrote which tokens under which weights, and its end",
+        summary="The lineage of a trained or waiting group: which replica wrote which tokens under which weights, and how it ended",
         responses=problems(400, 404, 500),
     )
     async def lineage(group_id: str) -> dict[str, Any]:
         found = await asyncio.to_thread(files.find, group_id) or await client.lineage(group_id)
         if found is None:
             raise HTTPException(
-                404, f"the buffer does not hold group {group_id!r}, and none of {files.folder} says that it was trained"
+                404, f"the buffer does not hold group {group_id!r}, and no file in {files.folder} lists it as trained"
             )
         return dataclasses.asdict(found)
 
-    @app.get(
-        "/v1/export", summary="Trajectories that the buffer holds, as JSON lines", response_class=StreamingResponse
-    )
+    @app.get("/v1/export", summary="The trajectories in the buffer, as JSON lines", response_class=StreamingResponse)
     async def exported(states: States = None) -> StreamingResponse:
         found = export.lines(client, states or get_args(GroupState))
         return StreamingResponse((line + "\n" async for line in found), media_type="application/x-ndjson")
@@ -164,8 +162,8 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
-    """A meter as JSON types: `mean` and `deviation` are null without values; a bucket is [upper bound, count], the bound null if it is
-    infinite."""
+    """Return a meter as JSON types. `mean` and `deviation` are null without values. A bucket is [upper bound, count], with null for an
+    infinite bound."""
     plain: dict[str, Any] = {"trajectories": meter.trajectories, "tokens": meter.tokens}
     for quantity in QUANTITIES:
         distribution: Distribution = getattr(meter, quantity)
@@ -179,7 +177,7 @@ def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
 
 
 def _plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
-    """A record as JSON types; arrays become lists, spans objects, and what JSON does not have what it is in an export."""
+    """Return a record as JSON types. Arrays become lists and spans objects. Values that JSON lacks are written as in an export."""
     fields = export.plain(record)
     del fields["schema"]
     if isinstance(record, Trajectory):

@@ -1,10 +1,10 @@
-"""The buffer's library of Redis functions: checks the server, and joins and loads the Lua files.
+"""The buffer's library of Redis functions. This module checks the server, and joins and loads the Lua files.
 
-`functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file says from which shared files it takes
-names: `-- uses: _args, _group`. That determines the order in which the shared files are joined; transitions come after them.
+`functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file lists the shared files from which it
+takes names: `-- uses: _args, _group`. That determines the order in which the shared files are joined. Transitions come after them.
 
-The library and its functions are named by their *build*, a digest of what is joined, so that several builds can share a server. Clients,
-which have no Lua files, find the name in `headrace/replay/build.py`.
+The library and its functions are named after their *build*, a digest of the joined source, so that several builds can share a server.
+Clients have no Lua files: they find the name in `headrace/replay/build.py`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from headrace.errors import ReplayDenied, ReplayUnavailable, ServiceError
 from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection, shown
 
-# What a server's `maxmemory` must be at least, in units of `replay.max_bytes`.
+# the least that a server's `maxmemory` must be, in units of `replay.max_bytes`
 _MEMORY_SHARE = 1.25
 
 _log = logging.getLogger("headrace.replay")
 _USES = re.compile(r"^-- uses: (.*)$", re.MULTILINE)
 _DEFINED = re.compile(r"^local (?:function (\w+)|(\w+(?:, \w+)*))", re.MULTILINE)
 _COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
-# a name that is not a field, nor the key of a table or an assignment
+# a name that is neither a field nor the key of a table or an assignment
 _NAMED = re.compile(r"(?<![\w.:])[A-Za-z_]\w*(?!\w)(?!\s*=[^=])")
 
 
 class LibraryError(Exception):
-    """An inconsistency between Lua files; the message names the file and the line."""
+    """Raised for an inconsistency between Lua files. The message names the file and the line."""
 
 
 class _File:
-    """One Lua file: the shared files in its `uses` line, the names that it defines for others, and those that it takes."""
+    """One Lua file: the shared files in its `uses` line, the names that it defines for others, and the names that it takes."""
 
     def __init__(self, file: Traversable) -> None:
         self.name = file.name.removesuffix(".lua")
@@ -49,7 +49,7 @@ class _File:
         self.uses = header[1].split(", ") if header else []
         self._header_line = self._line(header.start()) if header else 1
         code = _COMMENT_OR_STRING.sub(lambda match: " " * len(match[0]), self.text)
-        # names, and the lines they are defined in
+        # names, and the lines that define them
         self.defines = {
             name: self._line(match.start())
             for match in _DEFINED.finditer(code)
@@ -64,10 +64,8 @@ class _File:
         return self.name.startswith("_")
 
     def check(self, shared: dict[str, _File]) -> None:
-        """Raise `LibraryError` unless `uses` names exactly the shared files that this file takes names from.
-
-        No two shared files define one name.
-        """
+        """Raise `LibraryError` unless `uses` names exactly the shared files from which this file takes names, and no other shared file
+        defines the same names."""
         for file in shared.values():
             for name in sorted(self.defines.keys() & file.defines.keys()):
                 if self.shared and file is not self:
@@ -89,7 +87,7 @@ class _File:
                 raise LibraryError(f"{self.place()}: uses {used}, but takes no name from it")
 
     def defining(self, names: set[str]) -> str:
-        """The text, in which `names`, declared before it, are given their values."""
+        """Return the text in a form that assigns values to `names`, which are declared before it."""
 
         def define(match: re.Match[str]) -> str:
             defined = {*(match[1] or match[2]).split(", ")}
@@ -107,7 +105,7 @@ class _File:
 
 
 class Library:
-    """The Lua files of a folder, checked and in order. Raises `LibraryError`."""
+    """The Lua files of a folder, checked and ordered. Raises `LibraryError`."""
 
     def __init__(self, folder: Traversable) -> None:
         paths = sorted((path for path in folder.iterdir() if path.name.endswith(".lua")), key=lambda path: path.name)
@@ -129,7 +127,7 @@ class Library:
 
     @property
     def transitions(self) -> list[str]:
-        """Names of the functions, without their prefix."""
+        """The names of the functions, without their prefix."""
         return list(self._transitions)
 
     def shared_texts(self) -> list[str]:
@@ -139,12 +137,12 @@ class Library:
         return self._transitions[transition].text
 
     def source(self) -> str:
-        """The joined source for `FUNCTION LOAD`."""
+        """Return the joined source for `FUNCTION LOAD`."""
         return f"#!lua name={self.name}\nlocal BUILD = '{self.build}'\n{self._joined}"
 
     def _join(self) -> str:
-        """Each file has a scope of its own, because Lua allows 200 local variables in one: what a shared file defines for others is
-        declared before its scope."""
+        """Join the files. Each has its own scope, because Lua allows only 200 local variables per scope. The names that a shared file
+        defines for others are declared before its scope."""
         parts = []
         for name in self._order:
             taken = self._taken_from(name)
@@ -153,13 +151,13 @@ class Library:
         return "\n".join(parts)
 
     def _taken_from(self, name: str) -> set[str]:
-        """The names that other files take from a shared file."""
+        """Return the names that other files take from a shared file."""
         defined = self._shared[name].defines
         others = (file for file in [*self._shared.values(), *self._transitions.values()] if file.name != name)
         return {taken for file in others if name in file.uses for taken, _ in file.taken if taken in defined}
 
     def _add(self, name: str, users: list[str]) -> None:
-        """Append a shared file after those that it uses. `users` is the chain of files that led to it."""
+        """Append a shared file after those that it uses. `users` is the chain of files that led to this one."""
         if name in users:
             circle = " -> ".join([*users[users.index(name) :], name])
             raise LibraryError(f"{self._shared[users[-1]].place()}: a circle of shared files: {circle}")
@@ -171,22 +169,22 @@ class Library:
 
 @cache
 def built_in() -> Library:
-    """The buffer's own library."""
+    """Return the buffer's own library."""
     return Library(resources.files("headrace_services.replay") / "functions")
 
 
 def source() -> str:
-    """The buffer's own library, for `FUNCTION LOAD`. Raises `LibraryError` if clients would call another."""
+    """Return the source of the buffer's own library for `FUNCTION LOAD`. Raises `LibraryError` if clients would call another build."""
     if built_in().build != BUILD:
         raise LibraryError(
-            f"headrace/replay/build.py names build {BUILD}, and the files in services/replay/functions are build {built_in().build}: "
+            f"headrace/replay/build.py names build {BUILD}, but the files in services/replay/functions are build {built_in().build}; "
             "run `make build`"
         )
     return built_in().source()
 
 
 async def load(redis: Redis) -> None:
-    """Load the library unless the server has it; those of other builds stay. Raises `ReplayUnavailable`, `ReplayDenied`."""
+    """Load the library unless the server has it. Libraries of other builds stay. Raises `ReplayUnavailable`, `ReplayDenied`."""
     connection, code, name = BufferConnection(redis, "none"), source(), built_in().name
     if await connection.command("FUNCTION", "LIST", "LIBRARYNAME", name):
         return
@@ -195,16 +193,17 @@ async def load(redis: Redis) -> None:
         await connection.command("FUNCTION", "LOAD", "REPLACE", code)
     except ReplayDenied as error:
         raise ReplayDenied(
-            f"the Redis server holds no functions of this build ({name}), and this service may not load them: have its administrator do "
-            f"that, `headrace functions | redis-cli -u URL -x FUNCTION LOAD REPLACE` ({error})"
+            f"the Redis server has no functions of this build ({name}), and this service may not load them; have an administrator do that: "
+            f"`headrace functions | redis-cli -u URL -x FUNCTION LOAD REPLACE` ({error})"
         ) from error
     except ReplayUnavailable as error:
-        raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error
+        raise ReplayUnavailable(f"can't load the function library into the server: {error}") from error
 
 
 async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
-    """Check that the server can hold the buffer, and log what it may lose. Raises `ServiceError` if it can't, `ReplayUnavailable` if it
-    does not answer, `ReplayDenied` if it refuses the login. `max_bytes` is the bound of the payloads."""
+    """Check that the server can hold the buffer, and log what the server may lose. `max_bytes` is the limit on payloads. Raises
+    `ServiceError` if the server can't hold the buffer, `ReplayUnavailable` if it does not answer, and `ReplayDenied` if it refuses the
+    login."""
     info = await BufferConnection(redis, "none").command("INFO", "everything")
     where = f"replay.redis_url {shown(url)}"
     problem = incompatibility(info, max_bytes)
@@ -215,7 +214,7 @@ async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
 
 
 def incompatibility(info: dict[str, Any], max_bytes: int) -> str | None:
-    """Why a server with this INFO can't hold `max_bytes` of payloads, with the remedy; None if it can."""
+    """Return why a server with this INFO can't hold `max_bytes` of payloads, with the remedy; or None if it can."""
     version = str(info["redis_version"])
     if int(version.split(".")[0]) < 7:
         return f"Redis {version} has no functions; run Redis 7.0 or later, or Valkey"
@@ -225,30 +224,30 @@ def incompatibility(info: dict[str, Any], max_bytes: int) -> str | None:
             f"maxmemory-policy {policy} would drop trajectories; set it with `CONFIG SET maxmemory-policy noeviction`"
         )
     if info.get("cluster_enabled"):
-        return "it is a node of a Redis Cluster; the buffer of a run lives on one server: give one outside a cluster"
+        return "it is a node of a Redis Cluster, but a run's buffer needs a single server; give one outside a cluster"
     if info["role"] != "master":
         return (
             f"it is a replica of {info['master_host']}:{info['master_port']}; give the primary, an address that follows it, or "
             "sentinel://host:port/SERVICE"
         )
-    # beside the payloads: scores, records, the functions' own keys, and what the allocator wastes
+    # besides payloads there are scores, records, the functions' own keys, and the allocator's overhead
     needed = math.ceil(_MEMORY_SHARE * max_bytes)
     if 0 < int(info["maxmemory"]) < needed:
         return (
-            f"maxmemory {info['maxmemory']} is less than {_MEMORY_SHARE} x replay.max_bytes {max_bytes}: it would refuse trajectories that "
-            f"were leased; set it with `CONFIG SET maxmemory {needed}`, or replay.max_bytes to "
+            f"maxmemory {info['maxmemory']} is less than {_MEMORY_SHARE} x replay.max_bytes {max_bytes}, so the server would refuse leased "
+            f"trajectories; set it with `CONFIG SET maxmemory {needed}`, or set replay.max_bytes to "
             f"{int(int(info['maxmemory']) / _MEMORY_SHARE)}"
         )
     return None
 
 
 def risks(info: dict[str, Any]) -> list[str]:
-    """What a server with this INFO may lose that another would not."""
+    """Return what a server with this INFO may lose because of its configuration."""
     found = []
-    # while it loads its file, a server says that it has none
+    # while a server loads its file, it reports that it has none
     if not info["aof_enabled"] and not info["loading"]:
         found.append(
-            "appendonly is off: a restart of the server loses the queue, the generations in flight and what was trained since the "
-            "last checkpoint, and the trainer goes on from there; set it with `CONFIG SET appendonly yes`"
+            "appendonly is off: a restart of the server loses the queue, the generations in flight and everything trained since the last "
+            "checkpoint, from which the trainer then continues; set it with `CONFIG SET appendonly yes`"
         )
     return found

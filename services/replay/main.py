@@ -1,4 +1,5 @@
-"""The replay service: the buffer's server (embedded unless `replay.redis_url` names one), its functions, the scorer, and the HTTP API."""
+"""The replay service: the buffer's server (embedded unless `replay.redis_url` names another), its functions, the scorer, and the HTTP
+API."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from headrace_services.replay.http import build_app
 from headrace_services.replay.scorer import run_scorer
 
 _log = logging.getLogger("headrace.replay")
-# Give up on an embedded server that ends this often in a row, each time within a minute.
+# give up on an embedded server that ends this many times within a minute
 _DEATHS, _DEATH_WINDOW_S = 3, 60.0
 _LOOK_S = 1.0
 _PING_S = 5.0
@@ -40,12 +41,12 @@ def main(config: Config) -> None:
 
 
 def limits_of(config: Config) -> Limits:
-    """The limits that the configuration sets for the state machine. Raises `ConfigError` if two batches don't fit into
+    """Return the limits that the configuration sets for the state machine. Raises `ConfigError` if two batches don't fit into
     `replay.max_bytes`."""
     algorithm, replay, generation = config.algorithm, config.replay, config.policy.generation
     new = min(generation.max_new_tokens, config.policy.max_total_sequence_length - 1)
     longest = config.policy.max_total_sequence_length - new
-    # one batch in training, the next on its way
+    # one batch in training, and the next being generated
     needed = 2 * algorithm.num_prompts_per_step * worst_case_bytes(algorithm.num_generations_per_prompt, longest, new)
     if needed > replay.max_bytes:
         raise ConfigError(
@@ -81,7 +82,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def most_scored(config: Config) -> int:
-    """The number of groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
+    """Return the number of groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
     algorithm = config.algorithm
     return int(algorithm.dynamic_sampling_max_gen_batches * algorithm.generation_batch)
 
@@ -96,7 +97,8 @@ async def _serve(config: Config, limits: Limits) -> None:
 async def running(
     config: Config, limits: Limits, stop: asyncio.Event
 ) -> AsyncIterator[tuple[int, Callable[[], Awaitable[None]]]]:
-    """Start the service; yields the port of the HTTP API, and an awaitable that returns after `stop` or raises what ends the service."""
+    """Start the service. Yield the port of the HTTP API, and an async function that returns after `stop` or raises the error that ends the
+    service."""
     if config.run.id is None:
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
@@ -128,7 +130,7 @@ async def running(
 
 
 async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None], helpers: list[Any]) -> None:
-    """Run `scorer`, which ends at `stop`, beside endless `helpers`; the first that raises ends them all."""
+    """Run `scorer`, which ends at `stop`, alongside the endless `helpers`. The first that raises ends them all."""
     scoring = asyncio.create_task(scorer)
     helping = [asyncio.create_task(helper) for helper in helpers]
     try:
@@ -144,10 +146,10 @@ async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None],
 
 
 class _Buffer:
-    """The run on its server; functions and run are created again if the server comes back without them."""
+    """The run on its server. It recreates functions and run if the server comes back without them."""
 
     def __init__(self, client: ReplayClient, limits: Limits, url: str, bias_warning: float | None = None) -> None:
-        """`bias_warning`: standard deviations of selection bias to warn of (`replay.bias_warning`)."""
+        """`bias_warning` is the selection bias, in standard deviations, above which to warn (`replay.bias_warning`)."""
         self.latest = LatestStats()
         self._client = client
         self._limits = limits
@@ -156,14 +158,14 @@ class _Buffer:
         self._warned: set[Quantity] = set()
         self._trouble: str | None = None
         self._superseded = False  # another start of the replay service has set the limits
-        self._broken: dict[str, str] = {}  # environments, with what is wrong
+        self._broken: dict[str, str] = {}  # the broken environments, with the reason
 
     async def waits_for(self) -> list[str]:
-        """The broken environments that the run waits for, and why."""
+        """Return the broken environments that the run waits for, and why."""
         return [f"environment {name}: {message}" for name, message in self._broken.items()]
 
     async def trouble(self) -> str | None:
-        """Why the buffer can't be used now, or None."""
+        """Return why the buffer can't be used now, or None if it can."""
         return self._trouble
 
     async def prepare(self) -> None:
@@ -180,7 +182,7 @@ class _Buffer:
             try:
                 self.latest.stats = await self._client.stats()
                 if not self._superseded and await self._reopen(self.latest.stats["opened"]):
-                    _log.warning("the buffer's server lost writes: the limits of the run are set again")
+                    _log.warning("the buffer's server lost writes; the run's limits have been set again")
                 self.latest.meters = await self._client.bias()
                 await self._warn_of_bias(self.latest.meters)
                 self._report(self.latest.stats["environments"])
@@ -190,15 +192,15 @@ class _Buffer:
                 if self._trouble is None:
                     _log.warning("%s; waiting for it", error)
                 self._trouble = str(error)
-                # a server that came back empty knows neither the functions nor the run; one that is away stays in trouble
+                # a server that came back empty has neither the functions nor the run; this does nothing if it is unreachable
                 with contextlib.suppress(ReplayUnavailable):
                     await self._load()
                     await self._reopen("")
             await asyncio.sleep(_LOOK_S)
 
     async def _reopen(self, opened: str) -> bool:
-        """Open the run again if the server lost that, unless another start of the replay service has opened it since; returns whether it
-        was called for. `opened`: the start that the run's limits are from, "" if that isn't known."""
+        """Open the run again if the server lost that write, unless another start of the replay service has opened it since. Return whether
+        it was necessary. `opened` is the start that set the run's limits, or "" if that is unknown."""
         try:
             reopened = await self._client.reopen_run(self._limits, opened)
             self._superseded = False
@@ -206,23 +208,23 @@ class _Buffer:
         except WrongTimeline:
             self._superseded = True
             _log.warning(
-                "another replay service has been started for run %s, and its limits hold; stop one of the two",
+                "another replay service has been started for run %s, and its limits apply; stop one of the two",
                 self._client.run_id,
             )
             return False
 
     def _note_full(self, refused: int) -> None:
-        """Log once that the server is at its limit of memory, and that it is no longer."""
+        """Log once that the server has reached its memory limit, and note when it no longer has."""
         full = (
-            f"the Redis server is at its maxmemory and has refused {refused} bytes; raise maxmemory (at least 1.25 x replay.max_bytes), "
-            "free what else it holds, or lower replay.max_bytes. The run waits, at no cost of an attempt"
+            f"the Redis server has reached its maxmemory and refused {refused} bytes; raise maxmemory (at least 1.25 x replay.max_bytes), "
+            "free other data on it, or lower replay.max_bytes. The run waits, and no attempt is charged"
         )
         if refused and self._trouble is None:
             _log.warning("%s", full)
         self._trouble = full if refused else None
 
     def _report(self, environments: Sequence[Mapping[str, Any]]) -> None:
-        """Log once that an environment is broken, with the traceback, and once that it works again."""
+        """Log once when an environment breaks, with the traceback, and once when it works again."""
         broken = {environment["name"]: environment for environment in environments if environment["broken"]}
         for name in broken.keys() - self._broken.keys():
             traceback = broken[name]["traceback"]
@@ -247,7 +249,7 @@ class _Buffer:
 
 
 async def _restart_forever(server: EmbeddedServer) -> None:
-    """Restart the embedded server on its append-only file whenever it ends."""
+    """Restart the embedded server on its append-only file each time it ends."""
     deaths: list[float] = []
     clock = asyncio.get_running_loop().time
     while True:
@@ -258,13 +260,13 @@ async def _restart_forever(server: EmbeddedServer) -> None:
                 f"the embedded server ended {len(deaths)} times within a minute, last with status {status}; "
                 f"see {server.folder / 'server.log'}"
             )
-        _log.warning("the embedded server ended with status %d; starting it again on its append-only file", status)
+        _log.warning("the embedded server ended with status %d; restarting it on its append-only file", status)
         await server.start()
 
 
 async def _kill_if_hung(server: EmbeddedServer, redis: Redis, timeout_s: float) -> None:
-    """Kill the embedded server once it has answered nothing for `timeout_s`; `_restart_forever` starts it again. A server that refuses the
-    connection has ended, and one that is loading says so."""
+    """Kill the embedded server once it has been silent for `timeout_s`, so that `_restart_forever` restarts it. A server that refuses the
+    connection has ended, and a server that is loading answers."""
     silent = 0.0
     while True:
         try:

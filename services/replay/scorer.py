@@ -1,9 +1,10 @@
 """The scorer: sends pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
 
-Of each environment it takes only what may be sent at once (`InFlightLimit`), so that a slow one takes none of the others' places, and
-renews what it holds. Several hubs share nothing: each says what its environments may be sent, and work goes to the one with the most room
-(`routes`); when one is lost, what was with any of them is sent again. Law 7: a failure of an environment is written as a failure, never as
-a number. A hub that can't be reached costs no scoring attempt: trajectories return to the line and are taken again when a hub answers.
+For each environment it takes only as many trajectories as may be sent at once (`InFlightLimit`), so that a slow environment takes no room
+from the others. It renews the trajectories that it holds. Several hubs share nothing: each states what its environments may be sent, and
+work goes to the one with the most room (`routes`). When a hub is lost, everything that any of them had is sent again. Law 7: a failure of
+an environment is written as a failure, never as a number. An unreachable hub costs no scoring attempt: trajectories return to the line and
+are taken again when a hub answers.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _BATCH_BYTES = 1024**2
 _MOST_IN_FLIGHT = 1024
 _POLL_S = 1.0
 _LONGEST_PAUSE_S = 5.0
-# What the hub has beyond an environment's time: to find out whether it can be reached, and to answer.
+# The hub's time beyond an environment's: to check whether the environment is reachable, and to answer.
 _MARGIN_S = 5.0
-# What is held is renewed this often within the scoring deadline.
+# how often held trajectories are renewed within the scoring deadline
 _RENEWALS = 4
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _TOO_LARGE_OR_MALFORMED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -51,13 +52,13 @@ SCORES = prometheus_client.Counter(
     "headrace_scores", "Scores written back to the buffer", ["environment", "task", "status"]
 )
 VOID = prometheus_client.Counter(
-    "headrace_scores_void", "Scores that came after the buffer had taken their trajectory back"
+    "headrace_scores_void", "Scores that arrived after the buffer had taken their trajectory back"
 )
 IN_FLIGHT = prometheus_client.Gauge("headrace_scoring_in_flight", "Trajectories that are being scored")
 SECONDS = prometheus_client.Histogram("headrace_scoring_batch_seconds", "Time the reward hub took for one batch")
 WAITING_SECONDS = prometheus_client.Histogram(
     "headrace_scoring_waiting_seconds",
-    "Time from the push of a trajectory to its score in which no environment worked on it",
+    "Time from a trajectory's push to its score during which no environment worked on it",
     ["environment"],
 )
 ENVIRONMENT_SECONDS = prometheus_client.Histogram(
@@ -69,16 +70,16 @@ Item = tuple[ScoringJob, Trajectory]
 
 
 class _HubUnreachable(HeadraceError):
-    """The hub is unreachable, or silent past a deadline within which it always answers."""
+    """Raised when the hub is unreachable, or silent beyond a deadline by which it always answers."""
 
 
 _LOSSES = (_HubUnreachable, ReplayUnavailable)
 
 
 async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) -> None:
-    """Score until `stop`; trajectories being scored then return to the line without costing an attempt.
+    """Score until `stop`. Trajectories that are being scored then return to the line, and no attempt is charged.
 
-    Raises only errors that no retry can fix (`InvalidCall`). One scorer serves a run.
+    Raises only errors that no retry can fix (`InvalidCall`). A run has one scorer.
     """
     scoring = asyncio.create_task(_Scorer(config, client).run())
     stopping = asyncio.create_task(stop.wait())
@@ -94,11 +95,11 @@ async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) 
     try:
         await client.release_scoring()
     except ReplayUnavailable as error:
-        _log.info("what was being scored waits for its deadline: %s", error)
+        _log.info("trajectories that were being scored wait for their deadline: %s", error)
 
 
 class _HubConnection:
-    """A reward hub: how each of its environments fares, and what it may be sent. It is `there` once it has answered in this round."""
+    """A reward hub: the state of each of its environments, and how much each may be sent. `there`: it has answered in this round."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address, self.channel = address, channel
@@ -123,17 +124,17 @@ class _Scorer:
         self._token = None if credentials is None else credentials.presented("scorer")
         self._hubs: list[_HubConnection] = []
         self._enqueued: list[str] = []  # the environments that the buffer knows
-        # By token, group and index: a trajectory that the buffer took back meanwhile may be held again, under another token.
+        # by token, group and index: a trajectory that the buffer took back may be held again under another token
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
-        self._awake = asyncio.Event()  # something may be taken
+        self._awake = asyncio.Event()  # there may be something to take
         self._progress = False  # this round has scored something
         self._failures = Repeats()
         self._samples = SampleFiles(config.log_folder, config.logger.keep_step_data)
-        self._keeping = asyncio.Lock()  # lines of two batches must not mix
-        self._unkept = ""  # why completions that failed could not be kept
+        self._keeping = asyncio.Lock()  # the lines of two batches must not mix
+        self._unkept = ""  # why failed completions could not be stored
 
     async def run(self) -> None:
-        """Work in rounds: each ends when the hub or the buffer is lost, and returns the trajectories that it held."""
+        """Work in rounds. A round ends when a hub or the buffer is lost, and returns the trajectories that it held."""
         retry = BufferRetry(last_pause_s=_LONGEST_PAUSE_S, errors=_LOSSES)
         async with contextlib.AsyncExitStack() as stack:
             for address in self._addresses:
@@ -143,7 +144,7 @@ class _Scorer:
                 await retry(self._round)
 
     async def _reach(self) -> None:
-        """Return when one hub can be reached."""
+        """Return once one hub is reachable."""
         ready = [asyncio.ensure_future(hub.channel.channel_ready()) for hub in self._hubs]
         try:
             reached, _ = await asyncio.wait(ready, timeout=_LONGEST_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -153,12 +154,12 @@ class _Scorer:
         if not reached:
             UNREACHABLE.inc()
             raise _HubUnreachable(
-                f"the reward hub can't be reached at {', '.join(self._addresses)}; is `headrace reward` running, and is this "
-                "reward.address (or reward.host and reward.port)?"
+                f"the reward hub can't be reached at {', '.join(self._addresses)}; check that `headrace reward` is running, and that "
+                "reward.address (or reward.host and reward.port) is its address"
             )
 
     async def _round(self) -> None:
-        """Score until a hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
+        """Score until a hub or the buffer is lost. Return if this round has scored something before that, else raise."""
         self._held, self._progress = {}, False
         for hub in self._hubs:
             hub.reset()
@@ -185,7 +186,7 @@ class _Scorer:
             _log.warning("scoring waits: %s", loss)
 
     async def _take(self) -> Sequence[ScoringJob]:
-        """What may be sent now."""
+        """Take as many trajectories from the buffer as may be sent now."""
         most = _MOST_IN_FLIGHT - len(self._held)
         names = {*self._enqueued, *(name for hub in self._hubs for name in hub.statuses)}
         room = {name: min(most, sum(hub.limits[name].free for hub in self._routes(name))) for name in names}
@@ -193,12 +194,12 @@ class _Scorer:
         return await self._client.take_scoring(free) if free else []
 
     def _routes(self, name: str) -> list[_HubConnection]:
-        """The hubs that are sent what is for this environment."""
+        """Return the hubs to which trajectories of this environment are sent."""
         there = [hub for hub in self._hubs if hub.there]
         return [there[place] for place in routes([hub.statuses.get(name) for hub in there])]
 
     def _shared_out(self, items: Sequence[Item]) -> Iterator[tuple[_HubConnection, list[Item]]]:
-        """Each to the hub that has the most room for it."""
+        """Assign each item to the hub that has the most room for it."""
         shares: dict[_HubConnection, list[Item]] = {}
         room: dict[str, dict[_HubConnection, int]] = {}
         for item in items:
@@ -210,14 +211,14 @@ class _Scorer:
         yield from shares.items()
 
     async def _look(self) -> None:
-        """Learn from each hub which environments there are, and what each can take. What is for one that only the buffer knows is sent as
-        well: the hub says what is wrong with it."""
+        """Ask each hub for its environments and their capacities. Trajectories of an environment that only the buffer knows are sent too,
+        and the hub reports what is wrong."""
         await asyncio.gather(*map(self._look_at, self._hubs))
         self._enqueued = [environment.name for environment in await self._client.environments()]
         self._awake.set()
 
     async def _look_at(self, hub: _HubConnection) -> None:
-        """One that was not there yet may stay away."""
+        """Ask one hub. A hub that has never answered may stay away, unless it is the only one."""
         try:
             answer = await hub.stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
         except grpc.aio.AioRpcError as error:
@@ -248,7 +249,7 @@ class _Scorer:
             await self._client.renew_scoring(list(self._held.values()))
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """The jobs with their messages; a job that can't be sent at all is scored UNSENDABLE at once."""
+        """Return the jobs with their messages. A job that can't be sent at all is scored UNSENDABLE at once."""
         items: list[Item] = []
         for job in jobs:
             try:
@@ -267,7 +268,7 @@ class _Scorer:
         limit = hub.limits[batch[0][1].environment]
         scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
         limit.done(len(batch))
-        # what is not scored says nothing of how long it takes
+        # a trajectory that is not scored shows nothing about how long scoring takes
         longest_s = max(score.timings.get("environment", math.inf) for _, score in scores)
         limit.hear((score.status for _, score in scores), longest_s)
         await self._write(scores)
@@ -286,7 +287,9 @@ class _Scorer:
         except grpc.aio.AioRpcError as error:
             if error.code() in _GONE:
                 raise self._gone(hub, error) from error
-            if error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:  # one of them is: find it, score the others
+            if (
+                error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1
+            ):  # a single one is to blame: find it, score the others
                 half = len(batch) // 2
                 return [
                     *await self._score(hub, batch[:half], timeout_s),
@@ -296,7 +299,7 @@ class _Scorer:
         SECONDS.observe(time.monotonic() - started)
         self._progress = True
         if len(response.results) != len(batch):
-            message = f"the reward hub answered {len(response.results)} results for {len(batch)} trajectories"
+            message = f"the reward hub returned {len(response.results)} results for {len(batch)} trajectories"
             return [(job, Score("NOT_STARTED", message=message)) for job, _ in batch]
         took_s = time.monotonic() - started
         return [
@@ -305,8 +308,9 @@ class _Scorer:
         ]
 
     def _refused(self, error: grpc.aio.AioRpcError) -> Score:
-        """What the hub did not score. Its own faults are not the trajectory's, nor the environment's."""
-        message = f"the reward hub refused it: {error.code().name}: {error.details()}"
+        """Return the score of a trajectory that the hub did not score. The hub's own faults are neither the trajectory's nor the
+        environment's."""
+        message = f"the reward hub refused the trajectory: {error.code().name}: {error.details()}"
         if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
             message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
         return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
@@ -329,8 +333,8 @@ class _Scorer:
         await self._keep_failed([each for each, error in zip(scores, errors, strict=True) if error is None])
 
     async def _keep_failed(self, written: Sequence[tuple[ScoringJob, Score]]) -> None:
-        """Keep the completions that their groups have failed with, which the buffer has discarded. It is for people to look at them: if
-        they can't be kept, the log says so, and scoring goes on."""
+        """Store the completions with which groups have failed, because the buffer has discarded them. They are only for people to look at:
+        if they can't be stored, this is logged and scoring continues."""
         if not self._samples.wanted:
             return
         failures = [each for each in written if each[1].status not in ("SCORED", "NOT_STARTED")]
@@ -353,8 +357,11 @@ class _Scorer:
 
 
 def routes(statuses: Sequence[pb.EnvironmentStatus | None]) -> list[int]:
-    """Which of the hubs where one environment fares so are sent work of it: where it can score, of those where it is of the build that was
-    attached last, so that builds don't take turns. Where it can score nowhere, the first, which says why."""
+    """Return the indices of the hubs to which an environment's work is sent, given its status at each hub.
+
+    These are the hubs where it can score and has the newest build, the one attached last, so that builds don't take turns. If it can't
+    score anywhere, the first hub gets the work and reports why.
+    """
     ready = [place for place, status in enumerate(statuses) if status is not None and status.ready]
     if not ready:
         return [0] if statuses else []
@@ -376,7 +383,7 @@ def _place(job: ScoringJob) -> tuple[str, str, int]:
 
 
 def _timed(job: ScoringJob, score: Score, call_s: float) -> Score:
-    """`score` with its timings; `call_s` is the time of the call, which the environment had it for if it does not say for how long."""
+    """Return `score` with its timings. `call_s` is the duration of the call, which counts as the environment's time if it states none."""
     if score.status != "SCORED":
         return score
     environment_s = min(score.timings.get("environment", call_s), call_s)
@@ -388,8 +395,8 @@ def _timed(job: ScoringJob, score: Score, call_s: float) -> Score:
 
 
 def in_batches(items: Sequence[Item], most: Callable[[str], int]) -> Iterator[list[Item]]:
-    """Batches with one environment each, so that a slow one delays no other, of at most `most` (by its name) trajectories and 1 MB (but at
-    least one)."""
+    """Yield batches with one environment each, so that a slow environment delays no other. A batch has at most `most(name)` trajectories
+    and 1 MB, but at least one trajectory."""
     by_environment: dict[str, list[Item]] = {}
     for item in items:
         by_environment.setdefault(item[1].environment, []).append(item)
@@ -407,7 +414,7 @@ def in_batches(items: Sequence[Item], most: Callable[[str], int]) -> Iterator[li
 
 
 def _log_failures(scores: Sequence[tuple[ScoringJob, Score]], repeats: Repeats) -> None:
-    """One line for what an environment said of several trajectories alike, and of what it says again and again a count."""
+    """Log one line for trajectories with the same message of an environment. For a message that keeps repeating, log a count."""
     same: dict[tuple[str, str, str], list[tuple[ScoringJob, str]]] = {}
     for job, score in scores:
         if score.status != "SCORED":

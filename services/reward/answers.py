@@ -1,4 +1,4 @@
-"""What environments in other processes answer, and what is answered in their place."""
+"""Checks the answers of environments in other processes, and makes the answers that replace them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def accepted(
     environment: str,
     description: environment_pb2.DescribeResponse,
 ) -> list[trajectory_pb2.Result]:
-    """The results for `batch`, which `who` gave, who describes itself so: those that break the contract or are out of the range are FAILED,
-    and all are if there are too few or too many."""
+    """Return the results that `who` gave for `batch`. A result that breaks the contract or the range of `description` becomes FAILED. All
+    become FAILED if there are too few or too many."""
     if len(results) != len(batch):
-        wrong = f"{who} answered {len(results)} results for {len(batch)} trajectories"
+        wrong = f"{who} returned {len(results)} results for {len(batch)} trajectories"
         return [result_of(trajectory_pb2.STATUS_FAILED, wrong, environment)] * len(batch)
     least, most = bounds(description)
     return [score_to_wire(ranged(score_from_wire(result), least, most)) for result in results]
@@ -31,7 +31,7 @@ def accepted(
 def accepted_outcome(
     outcome: episode_pb2.EpisodeOutcome, environment: str, description: environment_pb2.DescribeResponse
 ) -> episode_pb2.EpisodeOutcome:
-    """How an episode of `environment` ended, which describes itself so: FAILED if it breaks the contract, or is out of the range."""
+    """Return the outcome of an episode of `environment`. It becomes FAILED if it breaks the contract or the range of `description`."""
     read = outcome_from_wire(outcome)
     if read.score is None:
         return outcome_to_wire(read)
@@ -42,10 +42,10 @@ def accepted_outcome(
 
 
 def ended(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> episode_pb2.EpisodeOutcome:
-    """The outcome of an episode that was not begun, or did not come to its own end."""
+    """Return the outcome of an episode that did not start, or did not end normally."""
     return episode_pb2.EpisodeOutcome(result=result_of(status, message, environment))
 
 
 def result_of(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> trajectory_pb2.Result:
-    """A result that is no reward."""
+    """Return a result without a reward."""
     return trajectory_pb2.Result(status=status, message=message, environment=environment)

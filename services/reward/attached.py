@@ -1,4 +1,4 @@
-"""Environments in processes that dial in (`Attach`): one stream for each process, and their work spread over them."""
+"""Environments in processes that dial in (`Attach`): one stream per process, with their work spread over all of them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 
 _LARGEST_CAPACITY = 65536
-# How long a call waits for credit: for one on its way, or for another process to take what was lost.
+# How long a call waits for credit that is on its way, or for another process to take work that was lost.
 _CREDIT_WAIT_S = 1.0
-# Of a message, for what is not in its trajectories.
+# bytes of a message reserved for everything but its trajectories
 _ENVELOPE_BYTES = 256
 
 
 _KINDS = (pb.WORK_KIND_SCORE, pb.WORK_KIND_EPISODE)
-_FULL = "all that are attached have all that they can take"
-_LATE = "the attached process that had it gave no answer in time"
-# An environment, and what a piece of its work is.
+_FULL = "every attached process is at capacity"
+_LATE = "the attached process that had it did not answer in time"
+# an environment, and the kind of its work
 Offered = tuple[str, pb.WorkKind.ValueType]
 
 
 class StreamEnded(HeadraceError):
-    """The stream of a process ended before it had answered."""
+    """Raised when the stream of a process ends before the process has answered."""
 
 
 class AttachedStream:
-    """One stream: what a process offers, and what it has been sent. Events that break the rules raise `CodecError`."""
+    """One stream: what its process offers, and the work that it has been sent. Events that break the rules raise `CodecError`."""
 
     def __init__(self, register: pb.Register, max_message_bytes: int, address: str = "") -> None:
-        """`address` is the process's."""
+        """`address` is the address of the process."""
         self.address = address
         self.process_id = register.process_id
         self._offers = _offers(register)
         self._registered = time.monotonic()
         self.max_message_bytes = min(register.max_message_bytes or max_message_bytes, max_message_bytes)
-        self.ended: str | None = None  # why
+        self.ended: str | None = None  # the reason
         self._draining = False
         self._flows = {offered: Flow(offer.capacity) for offered, offer in self._offers.items()}
         self._work: dict[str, tuple[Offered, asyncio.Future[pb.Answer] | None]] = {}
@@ -55,33 +55,33 @@ class AttachedStream:
 
     @property
     def names(self) -> list[str]:
-        """The environments on offer."""
+        """The names of the offered environments."""
         return list(dict.fromkeys(name for name, _ in self._offers))
 
     def offer(self, name: str, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> pb.Offer | None:
         return self._offers.get((name, kind))
 
     def described(self, name: str) -> environment_pb2.DescribeResponse:
-        """What environment `name` says of itself, whatever of its work is on offer."""
+        """Return how environment `name` describes itself, whatever kind of its work is offered."""
         return self._any(name).environment
 
     def began(self, name: str) -> float:
-        """When its process first offered environment `name`, by the monotonic clock."""
+        """Return when the process first offered environment `name`, by the monotonic clock."""
         return self._registered - self._any(name).age_ms / 1000
 
     def build(self, name: str) -> str:
         return self.described(name).build
 
     def capacity(self, name: str) -> int:
-        """Trajectories and episodes of environment `name` that it can work on at a time."""
+        """Return how many trajectories and episodes of environment `name` the process can work on at a time."""
         return sum(offer.capacity for (of, _), offer in self._offers.items() if of == name)
 
     def held(self, name: str) -> int:
-        """Trajectories and episodes of environment `name` that it has not answered."""
+        """Return how many trajectories and episodes of environment `name` the process has not answered."""
         return sum(flow.held for (of, _), flow in self._flows.items() if of == name)
 
     def room(self, name: str, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> int:
-        """Trajectories, or episodes, of environment `name` that it may be sent now."""
+        """Return how many trajectories (or episodes) of environment `name` may be sent now."""
         flow, calls = self._flows[name, kind], self._offers[name, kind].environment.calls
         limited = kind == pb.WORK_KIND_SCORE and calls and flow.pieces >= calls
         return flow.credit if self.takes_work and not limited else 0
@@ -89,16 +89,16 @@ class AttachedStream:
     def send(
         self, name: str, batch: Sequence[trajectory_pb2.Trajectory], timeout_s: float
     ) -> tuple[str, asyncio.Future[pb.Answer]]:
-        """(its work id; the answer to come, or `StreamEnded`)."""
+        """Send a batch, and return its work id and a future. The future holds the answer, or `StreamEnded`."""
         event = _work(name, timeout_s)
-        for trajectory in batch:  # copied once; a message that is given to another's constructor is copied again
+        for trajectory in batch:  # copied once here; passing the messages to a constructor would copy them again
             event.work.score.trajectories.add().CopyFrom(trajectory)
         return self._send(event, pb.WORK_KIND_SCORE, len(batch))
 
     def send_episode(
         self, name: str, episode: episode_pb2.Episode, timeout_s: float
     ) -> tuple[str, asyncio.Future[pb.Answer]]:
-        """As `send`."""
+        """Send an episode, like `send`."""
         event = _work(name, timeout_s)
         event.work.episode.episode.CopyFrom(episode)
         return self._send(event, pb.WORK_KIND_EPISODE, 1)
@@ -117,7 +117,7 @@ class AttachedStream:
         return next(offer for (of, _), offer in self._offers.items() if of == name)
 
     def withdraw(self, work_id: str, reason: str) -> None:
-        """Nobody waits for it any more. It keeps its room until the process answers it."""
+        """Cancel a piece of work that nobody waits for any more. It occupies its room until the process answers."""
         if work_id in self._work:
             self._work[work_id] = self._work[work_id][0], None
             self._events.put_nowait(pb.AttachResponse(cancel=pb.Cancel(work_id=work_id, reason=reason)))
@@ -128,7 +128,7 @@ class AttachedStream:
                 credit = request.credit
                 if (credit.name, credit.kind) not in self._flows:
                     kind = pb.WorkKind.Name(credit.kind) if credit.kind in pb.WorkKind.values() else credit.kind
-                    raise CodecError(f"credit for {credit.name!r} ({kind}), which this stream doesn't offer")
+                    raise CodecError(f"credit for {credit.name!r} ({kind}), which this stream does not offer")
                 self._flows[credit.name, credit.kind].grant(credit.amount)
             case "answer":
                 offered, answer = self._work.pop(request.answer.work_id, (None, None))
@@ -144,12 +144,12 @@ class AttachedStream:
                 )
 
     async def events(self) -> AsyncIterator[pb.AttachResponse]:
-        """What goes to the process, until `end`."""
+        """Yield the events for the process, until `end`."""
         while (event := await self._events.get()) is not None:
             yield event
 
     def end(self, reason: str) -> None:
-        """Give up what is not answered. What is said first is the reason."""
+        """End the stream and give up all unanswered work. The first call's reason counts."""
         if self.ended is None:
             self.ended = reason
             self._events.put_nowait(None)
@@ -159,19 +159,20 @@ class AttachedStream:
 
 
 class AttachedBackend:
-    """An environment in processes that dial in. Several share its load: each piece of work goes to the one with the most credit.
+    """An environment in processes that dial in. Several processes share the load: each piece of work goes to the one with the most credit.
 
-    Of several builds the newest has the work: that of the process which offered itself last. The others wait until all of that build
-    have gone, so that an edit takes the place of what is still attached elsewhere, and builds don't take turns.
+    If there are several builds, all work goes to the newest: the build of the process that was offered last. The others wait until every
+    process of that build has gone. So an edited environment replaces the versions that are still attached elsewhere, and builds don't take
+    turns.
 
-    What a process held when its stream ended goes to another one, once: it may be what ended it.
+    When a stream ends, the work that its process held goes to another process, but only once: that work may be what ended the process.
     """
 
     kind = pb.EnvironmentStatus.KIND_ATTACHED
     awaited = True
 
     def __init__(self, name: str, env: EnvConfig, hub: str) -> None:
-        """`hub` is the address of the hub on its own machine."""
+        """`hub` is the hub's address on its own machine."""
         self._name = name
         self._env = env
         self._hub = hub
@@ -179,7 +180,7 @@ class AttachedBackend:
         self._changed = asyncio.Event()
 
     def join(self, stream: AttachedStream) -> None:
-        """Send it work. One of the same process is over: the process has lost it."""
+        """Start sending work to a stream. An older stream of the same process is over: the process has lost it."""
         for other in self._streams:
             if other.process_id == stream.process_id:
                 other.end("its process has opened another stream")
@@ -192,14 +193,14 @@ class AttachedBackend:
         self.wake()
 
     def wake(self) -> None:
-        """There may be credit, or somebody, that there was not."""
+        """Wake the calls that wait for credit or for a process, because there may be some now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         problem = self._problem()
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
@@ -208,7 +209,8 @@ class AttachedBackend:
         return await self._spread(trajectories, asyncio.get_running_loop().time() + limit, full, is_second=False)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """As `RemoteBackend.run_episode`. It goes to one process, and to no other when that is gone: it had begun."""
+        """Run an episode, like `RemoteBackend.run_episode`. It goes to one process only: if that process disappears, the episode has
+        begun."""
         kind = pb.WORK_KIND_EPISODE
         if (problem := self._problem(kind)) is not None:
             return ended(trajectory_pb2.STATUS_NOT_STARTED, problem, self._name)
@@ -227,14 +229,14 @@ class AttachedBackend:
             stream.withdraw(work_id, "its deadline has passed")
             return ended(trajectory_pb2.STATUS_TIMED_OUT, _LATE, self._name)
         except StreamEnded as error:
-            return ended(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while it was at work", self._name)
+            return ended(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while the episode was running", self._name)
         except asyncio.CancelledError:
             stream.withdraw(work_id, "the caller has gone")
             raise
         return accepted_outcome(outcome, self._name, stream.described(self._name))
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`: of the newest build, with the capacity of all processes that are of it."""
+        """Describe the newest build, like `BuiltInBackend.describe`, with the capacity of all processes of that build."""
         problem = self._problem(pb.WORK_KIND_EPISODE if self._env.episodes else pb.WORK_KIND_SCORE)
         if problem is not None:
             return None, problem
@@ -250,7 +252,7 @@ class AttachedBackend:
         return description, None
 
     def processes(self) -> list[pb.AttachedProcess]:
-        """Who is attached, the longest first."""
+        """Return the attached processes, the one attached for longest first."""
         name, working, now = self._name, self._attached(), time.monotonic()
         return [
             pb.AttachedProcess(
@@ -265,7 +267,7 @@ class AttachedBackend:
         ]
 
     def _attached(self) -> list[AttachedStream]:
-        """The streams of the newest build, the one that offered itself last at the end."""
+        """Return the streams of the newest build, the one offered last at the end."""
         name = self._name
         takers = [stream for stream in self._streams if stream.takes_work]
         newest = takers[-1].build(name) if takers else ""
@@ -277,8 +279,8 @@ class AttachedBackend:
             return None
         if attached:
             method = "score" if kind == pb.WORK_KIND_SCORE else "episode"
-            return f"what is attached as {self._name} has no `{method}`; attach an environment that defines it"
-        return f'nobody is attached; run headrace.attach("{self._hub}", …, name="{self._name}")'
+            return f"the environment attached as {self._name} has no `{method}`; attach one that defines it"
+        return f'no process is attached; run headrace.attach("{self._hub}", …, name="{self._name}")'
 
     async def _spread(
         self,
@@ -288,7 +290,7 @@ class AttachedBackend:
         *,
         is_second: bool,
     ) -> list[trajectory_pb2.Result]:
-        """Send in pieces what there is credit for; the rest gets `otherwise`."""
+        """Send as much as there is credit for, in pieces. The rest gets the result `otherwise`."""
         loop = asyncio.get_running_loop()
         until = min(deadline, loop.time() + _CREDIT_WAIT_S)
         pieces: list[asyncio.Future[list[trajectory_pb2.Result]]] = []
@@ -307,7 +309,7 @@ class AttachedBackend:
                     pieces[-1].set_result([self._result(trajectory_pb2.STATUS_INVALID, too_large)])
                     start += 1
                     continue
-                # before anything else is awaited, so that nobody else takes the credit
+                # before the next await, so that no other call takes the credit
                 work_id, answer = stream.send(self._name, piece, deadline - loop.time())
                 settle = self._settle(stream, work_id, answer, piece, deadline, is_second=is_second)
                 pieces.append(asyncio.create_task(settle))
@@ -328,7 +330,7 @@ class AttachedBackend:
         *,
         is_second: bool,
     ) -> list[trajectory_pb2.Result]:
-        """The answer to a piece of work, by the deadline."""
+        """Return the results of a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
                 description = stream.described(self._name)
@@ -341,7 +343,7 @@ class AttachedBackend:
             stream.withdraw(work_id, "its deadline has passed")
             return [self._result(trajectory_pb2.STATUS_TIMED_OUT, _LATE)] * len(piece)
         except StreamEnded as error:
-            lost = self._result(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while it was at work")
+            lost = self._result(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while the trajectory was being scored")
             if is_second:
                 return [lost] * len(piece)
             return await self._spread(piece, deadline, lost, is_second=True)
@@ -350,7 +352,7 @@ class AttachedBackend:
             raise
 
     async def _with_room(self, kind: pb.WorkKind.ValueType, until: float) -> AttachedStream | None:
-        """The one with the most room for work of this kind, as soon as there is any; None if there is none by `until`."""
+        """Wait for room for work of this kind, and return the stream with the most. Return None if there is no room by `until`."""
         while True:
             takers = [stream for stream in self._attached() if stream.offer(self._name, kind) is not None]
             stream = max(takers, key=lambda stream: stream.room(self._name, kind), default=None)
@@ -366,17 +368,17 @@ class AttachedBackend:
 
 
 def _work(name: str, timeout_s: float) -> pb.AttachResponse:
-    """A piece of work, without what is to be done."""
+    """Return an event for a piece of work, without its content."""
     work = pb.Work(work_id=secrets.token_hex(8), name=name, deadline_ms=round(1000 * timeout_s))
     return pb.AttachResponse(work=work)
 
 
 def _too_large(message: trajectory_pb2.Trajectory | episode_pb2.Episode, stream: AttachedStream) -> str:
-    return f"its {message.ByteSize()} bytes are more than the attached process takes ({stream.max_message_bytes})"
+    return f"its {message.ByteSize()} bytes are more than the attached process accepts ({stream.max_message_bytes})"
 
 
 def _offers(register: pb.Register) -> dict[Offered, pb.Offer]:
-    """Raises `CodecError` for offers that can't be taken."""
+    """Return the offers by environment and kind of work. Raises `CodecError` for invalid offers."""
     offers: dict[Offered, pb.Offer] = {}
     builds: dict[str, str] = {}
     for offer in register.offers:
@@ -385,13 +387,15 @@ def _offers(register: pb.Register) -> dict[Offered, pb.Offer]:
             raise CodecError(f"offer of {offer.name!r}: its build has more than {BUILD_BYTES} bytes")
         if offer.kind not in _KINDS:
             known = " and ".join(pb.WorkKind.Name(kind) for kind in _KINDS)
-            raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends {known} alone")
+            raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends only {known}")
         if not 1 <= offer.capacity <= _LARGEST_CAPACITY:
             raise CodecError(f"offer of {offer.name!r}: its capacity is {offer.capacity}, not 1 to {_LARGEST_CAPACITY}")
         if (offer.name, offer.kind) in offers:
             raise CodecError(f"{offer.name!r} is offered twice for {pb.WorkKind.Name(offer.kind)}")
         if builds.setdefault(offer.name, build) != build:
-            raise CodecError(f"offers of {offer.name!r} are of builds {builds[offer.name]!r} and {build!r}; give one")
+            raise CodecError(
+                f"offers of {offer.name!r} have builds {builds[offer.name]!r} and {build!r}; give a single build"
+            )
         offers[offer.name, offer.kind] = offer
     if not offers or not register.process_id:
         raise CodecError("register without offers, or without process_id")
@@ -399,7 +403,7 @@ def _offers(register: pb.Register) -> dict[Offered, pb.Offer]:
 
 
 def _fitting(sizes: Iterable[int], most: int) -> int:
-    """How many of the first messages of these sizes fit into `most` bytes, each with its length before it."""
+    """Return how many of the first messages of these sizes fit into `most` bytes, each preceded by its length."""
     count = total = 0
     for size in sizes:
         total += size + 6

@@ -1,4 +1,4 @@
-"""The build of a built-in environment: one build scores a group, so it names all that decides a reward."""
+"""The build of a built-in environment. One build scores a group, so the build covers everything that decides a reward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headrace.trajectory import BUILD_BYTES
 
 
 def build_of(name: str, env: EnvConfig, *software: str) -> str:
-    """The build of `env.<name>`: the `software` that it judges with, and a digest of the reward service's source and of the options that
-    decide its rewards. It is the same in every process and on every machine."""
+    """Return the build of `env.<name>`: the `software` that it judges with, and a digest of the reward service's source and of the options
+    that decide its rewards. It is the same in every process and on every machine."""
     options = json.dumps(decisive_options(name, env), sort_keys=True)
     digest = digest_of((importlib.metadata.version("headrace"), *_source(), str(env.kind(name)), options))
     said = ", ".join((*software, digest))
@@ -23,7 +23,7 @@ def build_of(name: str, env: EnvConfig, *software: str) -> str:
 
 
 def version_of(distribution: str) -> str:
-    """As `software` names it."""
+    """Return the name and version of an installed package, for the `software` of a build."""
     return f"{distribution} {importlib.metadata.version(distribution)}"
 
 

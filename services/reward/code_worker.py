@@ -1,11 +1,11 @@
 """The process that runs the code of completions for one scoring worker: `python -m headrace_services.reward.code_worker`.
 
-It enters namespaces of its own, whose root holds the system's programs and Python alone, read-only, and runs each program there: as a new
-process, in an empty folder in memory, with limits, and with nothing left of it afterwards. It gets programs and their input, and never
-what they are expected to answer.
+It enters its own namespaces, whose read-only root holds only the system's programs and Python. There it runs each program as a new
+process, in an empty in-memory folder, with limits, and leaves nothing of it behind. It gets programs and their input, never the expected
+output.
 
-Frames on standard input and output are as in `scoring_worker`, of msgpack: the first one out is what the machine denies (empty: nothing),
-then a `Run` in and a `ProgramResult` out in turn. It ends with its input.
+Standard input and output carry msgpack in frames like those of `scoring_worker`. The first frame out names what the machine denies (empty:
+nothing). Then each `Run` in is followed by a `ProgramResult` out. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.service import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 from headrace_services.reward.frames import read_frame, write_frame
 
-PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-B"]  # with the standard library alone
+PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-B"]  # with only the standard library
 FOLDER = Path("/tmp")
 PROGRAM = FOLDER / "program"
 _INPUT = FOLDER / ".input"
@@ -47,8 +47,8 @@ MAX_OUTPUT_BYTES = 1024**2
 
 
 class Run(msgspec.Struct):
-    """A program, as text, and what runs it: `command`, after which comes the name of its file. `processes` above 1 lets it start others;
-    each has `memory_bytes`."""
+    """A program, as text, and how to run it: `command`, followed by the name of the program's file. With `processes` above 1 it may start
+    others. Each process has `memory_bytes`."""
 
     command: list[str]
     program: str
@@ -60,13 +60,13 @@ class Run(msgspec.Struct):
 
 
 class ProgramResult(msgspec.Struct):
-    """What a program wrote, and why that is no answer (empty: it ended by itself, well). `late`: it ran out of its time. `problem`: it
-    could not be run, for no fault of its own."""
+    """The output of a program. `failure`: why the program failed (empty: it ended normally). `late`: it ran out of time. `problem`: why it
+    could not be run, through no fault of its own."""
 
     output: bytes = b""
     failure: str = ""
     late: bool = False
-    error: str = ""  # the end of what it wrote to standard error
+    error: str = ""  # the end of its standard error
     problem: str = ""
 
 
@@ -95,15 +95,15 @@ def _serve(requests: BinaryIO, replies: BinaryIO, user: int) -> None:
 
 
 def _isolate() -> int:
-    """Enter the namespaces; the user that programs run as. Raises `OSError` for what the machine denies.
+    """Enter the namespaces, and return the user that programs run as. Raises `OSError` for what the machine denies.
 
-    The processes outside the new one wait for it and end as it does. A limit on processes binds no root, not even one without privileges:
-    root's programs are nobody's.
+    The processes outside the namespaces wait for the one inside and end with it. A limit on processes does not bind root, not even an
+    unprivileged one, so root runs programs as `nobody`.
     """
     user, group = os.geteuid(), os.getegid()
     readable = _readable()
     unshared, mapped = os.pipe(), os.pipe()
-    if child := os.fork():  # without the threads that libraries may have started
+    if child := os.fork():  # the child has none of the threads that libraries may have started
         os.close(unshared[1])
         if os.read(unshared[0], 1):
             if user == 0:
@@ -132,14 +132,14 @@ def _end_with(child: int) -> NoReturn:
 
 
 def _readable() -> list[Path]:
-    """The system's programs and libraries, and Python's."""
+    """Return the paths of the system's programs and libraries, and Python's."""
     places = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", sys.base_prefix]
     paths = sorted({Path(place) for place in places if Path(place).exists()})
     return [path for path in paths if not any(parent in path.parents for parent in paths)]
 
 
 def _run(run: Run, user: int) -> ProgramResult:
-    """Run a program to its end, or to that of its time. Every process that it started is gone when this returns."""
+    """Run a program until it ends or its time is up. Every process that it started is gone when this returns."""
     kernel.mount_scratch(FOLDER, user, _SCRATCH_BYTES, _FILES)
     try:
         PROGRAM.write_text(run.program, encoding="utf-8")
@@ -163,7 +163,7 @@ def _watched(run: Run, user: int) -> ProgramResult:
     try:
         late = not _read_until(ended, written, out, time.monotonic() + run.wall_s)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all but this process, the first of the namespace
+            os.kill(-1, signal.SIGKILL)  # every process of the namespace but this one, its first
         _, status, usage = os.wait4(child, 0)
         _reap()
         _drain(written, out)
@@ -178,7 +178,7 @@ def _watched(run: Run, user: int) -> ProgramResult:
     if len(written[out]) > MAX_OUTPUT_BYTES:
         failure = f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
     elif late:
-        failure = f"it ran out of its time ({run.cpu_s} s of a processor, {run.wall_s:g} s in all)"
+        failure = f"it ran out of time ({run.cpu_s} s of CPU time, {run.wall_s:g} s in all)"
     elif code:
         failure = f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
     said = bytes(written[error][-_ERROR_BYTES:]).decode(errors="replace")
@@ -186,7 +186,7 @@ def _watched(run: Run, user: int) -> ProgramResult:
 
 
 def _read_until(ended: int, written: dict[int, bytearray], out: int, deadline: float) -> bool:
-    """Read until the process ends or has written too much; False if the deadline came first."""
+    """Read until the process ends or has written too much. Return False if the deadline came first."""
     poll = select.poll()
     for source in (ended, *written):
         poll.register(source, select.POLLIN)
@@ -205,7 +205,7 @@ def _read_until(ended: int, written: dict[int, bytearray], out: int, deadline: f
 
 
 def _drain(written: dict[int, bytearray], out: int) -> None:
-    """Read what is left in the pipes, which nobody writes to any more."""
+    """Read what is left in the pipes. Nothing writes to them any more."""
     for source in written:
         while piece := os.read(source, 1 << 16):
             _keep(written, source, piece, out)
@@ -224,7 +224,8 @@ def _reap() -> None:
 
 
 def _become(run: Run, user: int, given: int, out: int, error: int, broken: int) -> NoReturn:
-    """In the child: give up everything, and run the program. What goes wrong before that is written to `broken`, which closes with it."""
+    """Give up everything in the child, and run the program. An error before that is written to `broken`, which closes when the program
+    starts."""
     try:
         os.setsid()
         for place, end in enumerate((given, out, error)):
@@ -240,7 +241,7 @@ def _become(run: Run, user: int, given: int, out: int, error: int, broken: int) 
         kernel.drop_privileges()
         kernel.filter_program(processes=run.processes > 1)
         os.execvpe(run.command[0], [*run.command, str(PROGRAM)], _ENVIRONMENT)
-    except BaseException as failure:  # noqa: BLE001  # the parent is told
+    except BaseException as failure:  # noqa: BLE001  # reported to the parent
         os.write(3, f"{run.command[0]}: {failure}".encode()[:1000])
     os._exit(127)
 

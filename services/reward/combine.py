@@ -1,4 +1,4 @@
-"""`combine`: one reward out of those of several environments, each of which scores, fails and is metered as if it were asked alone."""
+"""`combine`: one reward from several environments. Each of them scores, fails and is metered as if it were called alone."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.build import build_of
 from headrace_services.reward.hub import EnvironmentBackend, metered
 
-# If parts failed in several ways the completion has failed in the first of these: what is for good before what may be tried again, and
-# what costs an attempt before what doesn't.
+# If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
+# that cost an attempt before those that don't.
 _WORST: tuple[Status, ...] = ("INVALID", "FAILED", "TIMED_OUT", "INTERRUPTED", "NOT_STARTED")
 
 
 class CombineBackend:
-    """The parts score at the same time, but for a gate, which is first. Law 7: where one fails there is no reward, and its failure is the
-    result."""
+    """Combines the rewards of parts. They score concurrently, except for a gate, which scores first. Law 7: if a part fails there is no
+    reward, and its failure is the result."""
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
     awaited = True
 
     def __init__(self, name: str, env: EnvConfig, environments: Mapping[str, EnvironmentBackend]) -> None:
-        """`environments` are all of the run's."""
+        """`environments` are all environments of the run."""
         self._name = name
         self._env = env
         self._parts = {part: environments[part] for part in env.parts}
-        self._builds = dict.fromkeys(env.parts, "")  # of each part's last score; of its description before there is one
+        self._builds = dict.fromkeys(
+            env.parts, ""
+        )  # from each part's last score, or from its description before the first score
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         deadline = time.monotonic() + min(self._env.timeout_s, timeout_s or math.inf)
         scores: list[dict[str, Score]] = [{} for _ in trajectories]
         gate = self._env.gate
@@ -50,7 +52,8 @@ class CombineBackend:
         return [score_to_wire(self._whole(found)) for found in scores]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`. It takes as many as its narrowest part. A part that can't score says so under its own name."""
+        """Describe the environment, like `BuiltInBackend.describe`. Its capacity is the smallest of its parts'. A part that can't score
+        reports this under its own name."""
         answers = await asyncio.gather(*(backend.describe() for backend in self._parts.values()))
         capacities = [description.capacity for description, _ in answers if description is not None]
         if not capacities:
@@ -74,7 +77,7 @@ class CombineBackend:
         places: Sequence[int],
         deadline: float,
     ) -> None:
-        """Put what `part` says of the trajectories at `places` under its name."""
+        """Store the scores of `part` for the trajectories at `places` under its name."""
         if not places:
             return
         asked = []
@@ -90,13 +93,13 @@ class CombineBackend:
                 self._builds[part] = score.build
 
     def _build(self, scores: Mapping[str, Score]) -> str:
-        """Law 3: one build scores a group, so it is the same whether the gate was open or not. A part that was not asked has the build
-        that it had last."""
+        """Return the build. Law 3: one build scores a group, so it must not depend on whether the gate was open. A part that was not asked
+        counts with its last build."""
         builds = {part: scores[part].build if part in scores else build for part, build in self._builds.items()}
         return build_of(self._name, self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
-        """The score of one completion, of those that its parts gave; only a closed gate leaves some out, which then count as 0."""
+        """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0."""
         failures = {part: score for part, score in scores.items() if score.status != "SCORED"}
         if failures:
             part, worst = min(failures.items(), key=lambda item: _WORST.index(item[1].status))
@@ -117,5 +120,5 @@ class CombineBackend:
                 build=self._build(scores),
                 timings={"environment": sum(score.timings.get("environment", 0.0) for score in scores.values())},
             )
-        except CodecError as error:  # the sum of what is finite may not be
+        except CodecError as error:  # the sum of finite rewards may not be finite
             return Score("FAILED", message=str(error), environment=self._name)

@@ -9,7 +9,7 @@ LENGTH = struct.Struct(">I")
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next frame, or None at the end of the stream."""
+    """Return the next frame, or None at the end of the stream."""
     header = stream.read(LENGTH.size)
     return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else None
 

@@ -1,7 +1,7 @@
 """The process of a function, a verifiers environment or a file: `python -m headrace_services.reward.function_process`.
 
-Frames as in `scoring_worker`: the first one in is a `FunctionSpecification` as JSON, the answer `Started`. From then on it serves
-`EnvironmentService` on a socket, until its standard input ends, or the process that a verifiers environment has in turn.
+It uses frames like those of `scoring_worker`: the first frame in is a `FunctionSpecification` as JSON, and the answer is `Started`. Then it
+serves `EnvironmentService` on a socket, until its standard input ends, or the nested process of a verifiers environment does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace_services.reward.scoring_worker import Started
 
 
 class FunctionSpecification(msgspec.Struct):
-    """The environment `env.<name>`, and the address (unix:PATH) where it is served."""
+    """The environment `env.<name>`, and the address (unix:PATH) at which to serve it."""
 
     name: str
     env: dict[str, object]
@@ -38,10 +38,10 @@ class FunctionSpecification(msgspec.Struct):
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
-    # Ctrl-C reaches the whole terminal, and the hub ends this process itself
+    # Ctrl-C reaches every process of the terminal, but the hub ends this process itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the program prints must not end up between frames
+    os.dup2(2, 1)  # the program's prints must not end up between frames
     if (first := read_frame(requests)) is None:
         return
     specification = msgspec.json.decode(first, type=FunctionSpecification)
@@ -68,7 +68,7 @@ async def _serve(specification: FunctionSpecification, requests: IO[bytes], repl
 async def _environment(
     specification: FunctionSpecification,
 ) -> AsyncIterator[tuple[Environment, Callable[[], Awaitable[object]]]]:
-    """It, and what returns once it can do no more. Raises `HeadraceError`."""
+    """Yield the environment, and a function whose result completes once the environment has died. Raises `HeadraceError`."""
     name, env = specification.name, EnvConfig.model_validate(specification.env)
     if env.kind(name) == "verifiers":
         async with playing(name, env, f"{specification.address.removeprefix('unix:')}-verifiers") as (program, process):

@@ -1,4 +1,4 @@
-"""The user's own functions, verifiers environments and files: each in a process of its own that the hub starts, and starts again when it
+"""The user's functions, verifiers environments and files. Each runs in its own process, which the hub starts, and restarts when it
 dies."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace_services.reward.pool import WorkerProcess
 
 
 class FunctionProcess(WorkerProcess):
-    """It has the user's own surroundings, without what is for services, and beside them what it is `told`."""
+    """A process with the user's environment variables and those in `told`, but without the variables of Headrace's services."""
 
     start_timeout_s = LOAD_S
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.function_process")
@@ -38,12 +38,12 @@ class FunctionProcess(WorkerProcess):
 
 
 class FunctionBackend:
-    """An environment in its process, which is called as one that is served is: on a socket that this user alone reaches."""
+    """An environment in its own process. It is called like a served environment, on a socket that only this user can reach."""
 
     awaited = True
 
     def __init__(self, name: str, env: EnvConfig, authorities: str | None) -> None:
-        """`authorities`: `security.tls_ca`, which its programs trust. Raises `ConfigError` if that can't be used."""
+        """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
         address = f"unix:{self._folder / 'program'}"
@@ -55,24 +55,24 @@ class FunctionBackend:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `ServiceError` with the reason if the environment can't be loaded."""
+        """Start the process. Raises `ServiceError` with the reason if the environment can't be loaded."""
         await self._process.start()
         self._keeping = asyncio.create_task(self._keep())
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         return await self._remote.score(trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """As `RemoteBackend.run_episode`."""
+        """Run an episode, like `RemoteBackend.run_episode`."""
         return await self._remote.run_episode(episode, timeout_s)
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`."""
+        """Describe the environment, like `BuiltInBackend.describe`."""
         if not self._process.alive:
-            return None, self._process.problem or f"{self._process.what} has died, and is being started again"
+            return None, self._process.problem or f"{self._process.what} has died and is being restarted"
         return await self._remote.describe()
 
     async def aclose(self) -> None:

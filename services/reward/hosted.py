@@ -1,4 +1,4 @@
-"""Built-in environments that no sandboxed worker can be: they call other machines, or have a model in a process of their own."""
+"""Built-in environments that can't run in a sandboxed worker: they call other machines, or have a model in its own process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from headrace.wire import sample_from_wire, score_to_wire
 
 
 class Hosted(Environment):
-    """Scores in the hub's event loop. `score` and `score_batch` wait for what does the work, and do none of it."""
+    """An environment in the hub's event loop. `score` and `score_batch` only wait: the work is done elsewhere."""
 
     async def start(self) -> None:
-        """Return when it can score. Raises `ServiceError` with the reason if it never will."""
+        """Return once the environment can score. Raises `ServiceError` with the reason if it never will."""
 
     def problem(self) -> str | None:
-        """Why it can't score now; None if it can."""
+        """Return why the environment can't score now, or None if it can."""
         return None
 
     async def aclose(self) -> None:
-        """End what it has started."""
+        """End everything that the environment has started."""
 
 
 class HostedBackend:
-    """A hosted environment, as the hub asks it."""
+    """The hub's backend for a hosted environment."""
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
     awaited = True
@@ -41,11 +41,11 @@ class HostedBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         samples = [sample_from_wire(trajectory) for trajectory in trajectories]
         scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf))
         return [score_to_wire(score) for score in scores]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`."""
+        """Describe the environment, like `BuiltInBackend.describe`."""
         return self._scorer.description, self._environment.problem()

@@ -1,4 +1,4 @@
-"""The reward service over HTTP: health, Prometheus, and how its environments fare."""
+"""The reward service over HTTP: health, Prometheus metrics, and the state of its environments."""
 
 from __future__ import annotations
 

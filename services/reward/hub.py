@@ -1,4 +1,4 @@
-"""The hub: routes every trajectory to its environment, and answers for all of them by the caller's deadline."""
+"""The hub: routes every trajectory to its environment, and returns a result for each by the caller's deadline."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from headrace.wire import check_trajectory, episode_from_wire
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
-from headrace_services.reward.recent import Recent
+from headrace_services.reward.recent import RecentResults
 
 _DESCRIBE_TIMEOUT_S = 1.0
-# For how long an episode waits for the end of another. Its runner's clocks run meanwhile.
+# How long an episode waits for another one to end. Its runner's deadlines run meanwhile.
 ROOM_WAIT_S = 10.0
-# Trajectories of a built-in environment for each worker, the one that it is at included.
+# Trajectories of a built-in environment per worker, including the one that it is scoring.
 _AHEAD_OF_A_WORKER = 16
 RESULTS = prometheus_client.Counter(
     "headrace_reward_results", "Results given by environments", ["environment", "status"]
@@ -44,8 +44,8 @@ SECONDS = prometheus_client.Histogram(
 class BuiltInBackend:
     """A built-in environment, scored by the hub's worker processes. Each trajectory gets `timeout_s` of a worker's time.
 
-    Its capacity is what the workers are at, and what waits for them here, so that none is idle between two calls: a trajectory's time does
-    not run while it waits, and one that no worker came to in the caller's time is NOT_STARTED.
+    Its capacity counts the trajectories that workers are scoring, and those that wait for them here, so that no worker is idle between two
+    calls. A trajectory's time does not run while it waits. If no worker gets to it by the caller's deadline, it is NOT_STARTED.
     """
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
@@ -60,13 +60,13 @@ class BuiltInBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """One result per trajectory, in order, within `timeout_s`. Does not raise."""
+        """Return one result per trajectory, in order, within `timeout_s`. Does not raise."""
         pending = self._pool.submit(trajectories, self._env.timeout_s)
         try:
             await asyncio.wait(pending, timeout=timeout_s)
             late = trajectory_pb2.Result(
                 status=trajectory_pb2.STATUS_NOT_STARTED,
-                message=f"no worker was done with it when the caller's deadline came ({timeout_s or 0:.1f} s)",
+                message=f"no worker had finished it by the caller's deadline ({timeout_s or 0:.1f} s)",
                 environment=self._name,
             )
             results = [future.result() if future.done() else late for future in pending]
@@ -78,7 +78,7 @@ class BuiltInBackend:
         return results
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
+        """Return the environment's description, or None if it can't be asked; and why it can't score now, or None if it can."""
         name = self._env.type or self._name
         description = environment_pb2.DescribeResponse(
             name=self._name,
@@ -91,10 +91,10 @@ class BuiltInBackend:
 
 
 class RemoteBackend:
-    """An environment in a process of its own, which the hub calls at `EnvConfig.address`.
+    """An environment in its own process, which the hub calls at `EnvConfig.address`.
 
-    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Nothing beyond the capacity that the environment
-    states is with it at a time, over all callers, so that receipt is the beginning of work. What was not sent is NOT_STARTED.
+    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Over all callers, the environment never has more than
+    its stated capacity, so that it starts work on receipt. Trajectories that were not sent are NOT_STARTED.
     """
 
     kind = pb.EnvironmentStatus.KIND_SERVED
@@ -117,20 +117,20 @@ class RemoteBackend:
             max_message_bytes,
             security=None if target_is_local(env.address) else security,
             token=None if credentials is None else credentials.presented(f"environment {name}"),
-            keep_alive=env.episodes,  # a call whose program runs for minutes is silent meanwhile
+            keep_alive=env.episodes,  # a call is silent while its program runs, which may take minutes
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
-        # of the process that the channel is connected to
+        # the description of the process that the channel is connected to
         self._description: environment_pb2.DescribeResponse | None = None
-        self._sent = 0  # trajectories that are with it
+        self._sent = 0  # trajectories that the environment has
         self._calls = 0
-        self._episodes = 0  # that are with it
-        self._freed = asyncio.Event()  # wakes those that wait for the end of one
+        self._episodes = 0  # episodes that the environment runs
+        self._freed = asyncio.Event()  # wakes those that wait for an episode to end
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
         problem = await self._unreachable()
         if problem is not None:
@@ -140,32 +140,32 @@ class RemoteBackend:
         batches = self._admitted(trajectories, description)
         answers = await asyncio.gather(*(self._call(batch, limit, description) for batch in batches))
         results = [result for answer in answers for result in answer]
-        full = f"{self._target} has all that its capacity allows, or it was more than it takes in one call"
+        full = f"{self._target} is at capacity, or the call had more trajectories than it takes at once"
         return [
             *results,
             *[self._result(trajectory_pb2.STATUS_NOT_STARTED, full)] * (len(trajectories) - len(results)),
         ]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`."""
+        """Describe the environment, like `BuiltInBackend.describe`."""
         try:
             self._description = await self._stub.Describe(
                 environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there, and says nothing of itself
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is running, but can't describe itself
                 self._description = environment_pb2.DescribeResponse()
                 return self._described(self._description), None
             self._description = None
             started = self._env.is_started
             away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
             hint = f"see environment-{self._name}.log" if started else "is it running?"
-            said = (error.details() or "").rpartition("last error: ")[2]  # of several attempts
+            said = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
             return None, f"{away} ({error.code().name}: {said}); {hint}"
         return self._described(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """How the episode ended, within `timeout_s`. Does not raise. Cancelled, it cancels the program."""
+        """Run the episode, and return its outcome within `timeout_s`. Does not raise. Cancellation cancels the program."""
         began = time.monotonic()
         problem = await self._unreachable() or await self._full(min(timeout_s, ROOM_WAIT_S))
         timeout_s -= time.monotonic() - began
@@ -173,7 +173,7 @@ class RemoteBackend:
             return ended(trajectory_pb2.STATUS_NOT_STARTED, problem or "", self._name)
         description = self._description
         sent = environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=episode)
-        # what it answers at its deadline has to come back within the call's
+        # shorter than the call's deadline, so that an answer at the program's deadline still arrives
         sent.episode.deadline_ms = max(1, round(1000 * rpc.time_before(timeout_s)))
         self._episodes += 1
         try:
@@ -190,7 +190,7 @@ class RemoteBackend:
         await self._channel.close()
 
     def _described(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
-        """With a capacity, if it states none and scores."""
+        """Return the description, with a default capacity if the environment scores but states none."""
         if description.capacity or description.episodes:
             return description
         stated = environment_pb2.DescribeResponse()
@@ -199,17 +199,17 @@ class RemoteBackend:
         return stated
 
     async def _full(self, within_s: float) -> str | None:
-        """Why it begins no further episode, or None as soon as it has room for one."""
+        """Wait up to `within_s` for room for one more episode. Return None once there is room, else why there is none."""
         until = time.monotonic() + within_s
         while (description := self._description) is not None and self._episodes >= description.episodes:
             try:
                 await asyncio.wait_for(self._freed.wait(), until - time.monotonic() if description.episodes else 0)
             except TimeoutError:
-                return f"{self._target} runs {self._episodes} episodes, which is all that it runs at a time"
+                return f"{self._target} runs {self._episodes} episodes, its maximum"
         return None
 
     async def _unreachable(self) -> str | None:
-        """Why nothing can be sent, or None: the channel is connected, to a process whose capacity is known."""
+        """Return why nothing can be sent, or None if the channel is connected to a process whose capacity is known."""
         if self._description is None or self._channel.get_state() != grpc.ChannelConnectivity.READY:
             return (await self.describe())[1]
         return None
@@ -217,7 +217,7 @@ class RemoteBackend:
     def _admitted(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], description: environment_pb2.DescribeResponse
     ) -> list[Sequence[trajectory_pb2.Trajectory]]:
-        """Batches of the first of `trajectories`, as many as it has room for. They count as sent until `_call` is done with them."""
+        """Return batches of the first `trajectories`, as many as the environment has room for. They count as sent until `_call` is done."""
         size = self._env.max_batch_size
         if description.calls:
             size = max(1, min(size, description.capacity // description.calls))
@@ -255,7 +255,7 @@ class RemoteBackend:
         try:
             response = await self._stub.Score(request, timeout=limit)
         except grpc.aio.AioRpcError as error:
-            if _too_large(error) and len(batch) > 1:  # one of them may be: find it, score the others
+            if _too_large(error) and len(batch) > 1:  # a single trajectory may be too large: find it, score the others
                 half = len(batch) // 2
                 return [
                     *await self._score(batch[:half], limit, description),
@@ -274,27 +274,30 @@ class RemoteBackend:
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return self._result(trajectory_pb2.STATUS_NOT_STARTED, f"no room at {said}")
         if code in _CONNECTION_LOST:
-            return self._result(trajectory_pb2.STATUS_INTERRUPTED, f"ended, or cut off, while it was at work: {said}")
+            return self._result(
+                trajectory_pb2.STATUS_INTERRUPTED,
+                f"the environment ended, or the connection broke, during the call: {said}",
+            )
         return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {said}")
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
         return result_of(status, message, self._name)
 
 
-# Of a call that went out on a connection; without one there is none (`RemoteBackend._unreachable`).
+# Codes of a call whose connection broke. Without a connection there is no call (`RemoteBackend._unreachable`).
 _CONNECTION_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def _too_large(error: grpc.aio.AioRpcError) -> bool:
-    """The message was larger than gRPC takes at one of the two ends, which has the code of an overload."""
+    """Return whether the message exceeded gRPC's limit at one of the two ends. gRPC uses the code of an overload for that."""
     return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
 class EnvironmentBackend(Protocol):
-    """What scores for the hub, wherever it runs; `BuiltInBackend` has what the methods promise."""
+    """An environment as the hub calls it, wherever it runs. `BuiltInBackend` documents the methods."""
 
     kind: pb.EnvironmentStatus.Kind.ValueType
-    # Whether the run waits for it while it can't score; else the hub is not ready then.
+    # Whether the run waits for it while it can't score. If not, the hub is not ready then.
     awaited: bool
 
     async def score(
@@ -306,7 +309,7 @@ class EnvironmentBackend(Protocol):
 
 @runtime_checkable
 class RunsEpisodes(Protocol):
-    """An environment whose program calls the policy itself; `EpisodeBackend` has what the method promises."""
+    """An environment whose program calls the policy itself. `EpisodeBackend` documents the method."""
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome: ...
 
@@ -317,7 +320,7 @@ async def metered(
     trajectories: Sequence[trajectory_pb2.Trajectory],
     timeout_s: float | None,
 ) -> list[trajectory_pb2.Result]:
-    """What `environment` gives for them, counted under `name`."""
+    """Score `trajectories` with `environment`, and count the results under `name`."""
     started = time.monotonic()
     results = await environment.score(trajectories, timeout_s)
     SECONDS.labels(name).observe(time.monotonic() - started)
@@ -332,7 +335,7 @@ def _count(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentReport:
-    """Whether an environment can score now, or why not. `address` is null of one that is built in or attached."""
+    """Whether an environment can score now, or why not. `address` is null for a built-in or attached environment."""
 
     name: str
     address: str | None
@@ -351,7 +354,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
         access: rpc.RpcAccess | None = None,
     ) -> None:
-        """`attached` are those of which processes dial in, be it for their programs."""
+        """`attached` are the environments whose processes dial in, whether for scores or for episodes."""
         self._environments = environments
         self._env = env
         self._attached = attached
@@ -361,10 +364,10 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._access = access
         self._streams: set[AttachedStream] = set()
         self._in_hand: collections.Counter[str] = collections.Counter()
-        self._recent = {name: Recent(time.monotonic()) for name in environments}
+        self._recent = {name: RecentResults(time.monotonic()) for name in environments}
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
-        """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
+        """Score all trajectories, or none if one of them is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
         by_name: dict[str, list[int]] = {}
         for place, trajectory in enumerate(request.trajectories):
             check_trajectory(trajectory)
@@ -382,7 +385,7 @@ class Hub(pb_grpc.RewardServiceServicer):
     async def RunEpisode(
         self, request: pb.RunEpisodeRequest, context: grpc.aio.ServicerContext
     ) -> pb.RunEpisodeResponse:
-        """Run an episode where its environment's program is, until it ends, its time does, or the caller goes."""
+        """Run an episode where its environment's program runs, until it ends, its time is up, or the caller disconnects."""
         episode = request.episode
         within_s = episode_from_wire(episode, rpc.time_to_answer(context)).remaining_s
         name = episode.environment
@@ -390,7 +393,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         if name not in self._environments:
             outcome = episode_pb2.EpisodeOutcome(result=self._unknown(name))
         elif programs is None:
-            said = f"environment {name!r} runs no episodes; set env.{name}.episodes, if it has a program that calls the policy"
+            said = f"environment {name!r} runs no episodes; set env.{name}.episodes if it has a program that calls the policy"
             outcome = ended(trajectory_pb2.STATUS_INVALID, said, name)
         else:
             started = time.monotonic()
@@ -399,7 +402,7 @@ class Hub(pb_grpc.RewardServiceServicer):
                 outcome = await programs.run_episode(episode, within_s)
             finally:
                 self._in_hand[name] -= 1
-            if outcome.HasField("result"):  # else its trajectory is counted when it has been graded
+            if outcome.HasField("result"):  # otherwise its trajectory is counted once it is graded
                 _count(name, [outcome.result])
                 now = time.monotonic()
                 self._recent[name].note([outcome.result], now - started, now)
@@ -407,13 +410,13 @@ class Hub(pb_grpc.RewardServiceServicer):
 
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         return await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and never answered; use RunEpisode"
+            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and not implemented; use RunEpisode"
         )
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AttachResponse]:
-        """Send work to a process for as long as it is there. What breaks the rules of the stream is INVALID_ARGUMENT (`CodecError`)."""
+        """Send work to a process while it is connected. An event that breaks the rules of the stream is INVALID_ARGUMENT (`CodecError`)."""
         first = await anext(aiter(request_iterator), pb.AttachRequest())
         if first.WhichOneof("event") != "register":
             raise CodecError(f"event {first.WhichOneof('event') or 'nothing'}: send register first")
@@ -433,16 +436,16 @@ class Hub(pb_grpc.RewardServiceServicer):
                 yield event
             if not reading.done():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, stream.ended or "")
-            await reading  # raises what ended it
+            await reading  # raises the error that ended the stream
         finally:
             reading.cancel()
-            stream.end("an attached process has gone")  # without having closed its stream
+            stream.end("an attached process has gone")  # it did not close its stream
             self._streams.discard(stream)
             for backend in backends:
                 backend.leave(stream)
 
     async def aclose(self) -> None:
-        """Send attached processes away, to come again."""
+        """Disconnect the attached processes. They will reconnect."""
         for stream in self._streams:
             stream.end("the hub is shutting down")
 
@@ -454,7 +457,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         )
 
     async def reports(self) -> list[EnvironmentReport]:
-        """Which environments there are, and whether each can score now."""
+        """Return the environments, and whether each can score now."""
         names = sorted(self._environments)
         answers = await asyncio.gather(*(self._environments[name].describe() for name in names))
         return [
@@ -463,30 +466,31 @@ class Hub(pb_grpc.RewardServiceServicer):
         ]
 
     async def problem(self) -> str | None:
-        """Why the hub can't do its work; None if it can. An environment in a process of its own is waited for, and is no part of it."""
+        """Return why the hub can't work, or None if it can. An environment in its own process does not count: the run waits for it."""
         reports = await self.reports()
         found = {each.message for each in reports if not each.ready and not self._environments[each.name].awaited}
         return "; ".join(sorted(found)) or None
 
     async def waits_for(self) -> list[str]:
-        """The environments in processes of their own that can't score now, and why."""
+        """Return the environments in their own processes that can't score now, and why."""
         reports = await self.reports()
         away = (each for each in reports if not each.ready and self._environments[each.name].awaited)
         return [f"environment {each.name}: {each.message}" for each in away]
 
     def _refusal(self, name: str, role: str | None) -> tuple[grpc.StatusCode, str] | None:
-        """Why who has the token of `role` can't attach as `name`, or None. A hub without credentials knows no roles."""
+        """Return why a caller with the token of `role` can't attach as `name`, or None if it can. Without credentials the hub has no
+        roles."""
         if role not in (None, "operator", f"environment {name}"):
             return (
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"the token is that of {role}: who has it can't attach as {name!r:.80}",
+                f"the token of {role} can't attach as {name!r:.80}; use that of environment {name:.80} or operator",
             )
         if name in self._env and self._env[name].attached:
             return None
         known = ", ".join(name for name, env in self._env.items() if env.attached) or "none"
         return (
             grpc.StatusCode.NOT_FOUND,
-            f"{name!r:.80} is not one of the environments that attach to this run ({known:.400}); declare it in its configuration "
+            f"{name!r:.80} is not one of the environments that attach to this run ({known:.400}); declare it in the run's configuration "
             "(env.NAME: {attached: true}), or correct the name",
         )
 
@@ -508,12 +512,12 @@ class Hub(pb_grpc.RewardServiceServicer):
 
     def _unknown(self, name: str) -> trajectory_pb2.Result:
         known = ", ".join(sorted(self._environments)) or "none"
-        message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
+        message = f"this run has no environment {name!r} (it has: {known}); add env.{name} to its configuration"
         return trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
 
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]
-        # its trajectories are the grader's
+        # the grader scores the trajectories of its episodes
         scored = env if env.grader is None else self._env[env.grader]
         attached = self._attached.get(name)
         description, problem = await environment.describe()
@@ -533,14 +537,14 @@ class Hub(pb_grpc.RewardServiceServicer):
 
 
 def _address(peer: str) -> str:
-    """host:port of gRPC's name of a peer."""
+    """Return host:port of a peer, from gRPC's name for it."""
     return urllib.parse.unquote(peer.partition(":")[2])
 
 
 async def _read(
     stream: AttachedStream, requests: AsyncIterator[pb.AttachRequest], backends: Sequence[AttachedBackend]
 ) -> None:
-    """Take what a process says until it ends its stream, or breaks the rules of it."""
+    """Read a process's events until it ends its stream or breaks the stream's rules."""
     reason = "an attached process has gone"
     try:
         async for request in requests:

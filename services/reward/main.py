@@ -20,22 +20,22 @@ from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
-from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore
-from headrace_services.reward.environments.reward_model import RewardModel
 from headrace_services.reward.functions import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.programs import EpisodeBackend
+from headrace_services.reward.reward_model import RewardModel
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
-# The built-in environments that score in no worker.
+# The built-in environments that don't score in a worker.
 HOSTED = ("llm_judge", "reward_model")
 _SERVICE = "headrace.v1.RewardService"
-# Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one, and nobody but a runner
-# for an episode.
+# The roles that may call each method. A score is only worth what the environments make it: only the scorer may request one, and only a
+# runner may request an episode.
 ROLES = {
     f"/{_SERVICE}/Score": ("scorer",),
     f"/{_SERVICE}/RunEpisode": ("agents",),
@@ -47,7 +47,7 @@ ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """Where the service listens. `failure` never returns; it raises the error that ends the service."""
+    """The ports of a running service. `failure` never returns: it raises the error that ends the service."""
 
     port: int
     http_port: int
@@ -55,7 +55,7 @@ class Running:
 
 
 def main(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ServiceError`: a busy port, or workers that can't start."""
+    """Serve until SIGTERM or SIGINT. Raises `ServiceError` if a port is busy or the workers can't start."""
     asyncio.run(_serve(config))
 
 
@@ -116,7 +116,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
             backend: AttachedBackend | FunctionBackend | RemoteBackend
             if env.attached:
                 backend = attached[name] = AttachedBackend(name, env, with_port(reached(reward.host), port))
-            elif env.address is None:  # a file that `headrace up` doesn't serve
+            elif env.address is None:  # a file that `headrace up` does not serve
                 backend = await started(name, env)
             else:
                 backend = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
@@ -138,7 +138,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
 
 
 def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
-    """Raises `ConfigError` for what it needs and can't use."""
+    """Create the hosted environment of `env.<name>`. Raises `ConfigError` if something that it needs can't be used."""
     if env.kind(name) == "reward_model":
         return RewardModel(name, env)
     folder = None if config.run.id is None else config.run_folder
@@ -146,7 +146,7 @@ def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:
-    """The run's data sets, each also under every environment that scores it as a part of another, or as its grader."""
+    """Return the run's data sets, each also under every environment that scores it as part of another one or as its grader."""
     return [
         source.model_copy(update={"env_name": name})
         for source in config.data.sources
@@ -162,10 +162,10 @@ def _scored_by(name: str, config: Config) -> Iterator[str]:
 
 
 def _check_started(config: Config) -> None:
-    """Raises `ConfigError` for a program that nobody has started: only `headrace up` does, and gives it a port."""
+    """Raise `ConfigError` for a program that was not started. Only `headrace up` starts programs, and gives them a port."""
     for name, env in config.env.items():
         if env.command is not None and not env.port:
             raise ConfigError(
-                f"env.{name}.command {' '.join(env.command)}: only `headrace up` starts programs. Start it yourself, as a service "
-                f"beside this one, and give its address: env.{name}.target=HOST:50400 env.{name}.command=null"
+                f"env.{name}.command {' '.join(env.command)}: only `headrace up` starts programs. Start it yourself as a separate service, "
+                f"and give its address: env.{name}.target=HOST:50400 env.{name}.command=null"
             )

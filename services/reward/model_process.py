@@ -1,10 +1,11 @@
 """The process of a reward model: `python -m headrace_services.reward.model_process`.
 
-Frames as in `scoring_worker`: the first one in is a `ModelSpecification` as JSON, the answer `Started`; then a list of `Conversation` in
-and a list of answers out, one each in order, in turn, both of msgpack. An answer is the reward, or why there can be none.
+It uses frames like those of `scoring_worker`. The first frame in is a `ModelSpecification` as JSON, and the answer is `Started`. Then each
+list of `Conversation` in is followed by a list of answers out, one each and in order, both in msgpack. An answer is the reward, or the
+reason why there can't be one.
 
-The model reads what the policy wrote as text: whatever looks like a special token in it is split into ordinary ones, so that no completion
-can end its turn, or begin another's.
+The model reads what the policy wrote as plain text. Anything in it that looks like a special token is split into ordinary tokens, so that
+no completion can end its turn or begin another's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace_services.reward.scoring_worker import Started
 
 
 class ModelSpecification(msgspec.Struct):
-    """The environment `env.<name>`, whose options say which model, and where and how it computes."""
+    """The environment `env.<name>`. Its options name the model, and where and how it computes."""
 
     name: str
     env: dict[str, object]
@@ -53,7 +54,7 @@ def main() -> None:
         model = RewardModelOnDevice(name, env)
     except ImportError as error:
         problem = f"{error}; pip install 'headrace[reward-model]'"
-    except Exception as error:  # noqa: BLE001  # what transformers raises for a model that it can't load is of every kind
+    except Exception as error:  # noqa: BLE001  # transformers raises any kind of error for a model that it can't load
         problem = f"env.{name}.model_name {env.model_name}: {type(error).__name__}: {error}"
     else:
         write_frame(replies, msgspec.json.encode(Started(builds={name: model.build})))
@@ -80,25 +81,25 @@ class RewardModelOnDevice:
         )
         if model.config.num_labels != 1:
             raise ValueError(
-                f"it has {model.config.num_labels} labels, and a reward is one number; give a model with one"
+                f"it has {model.config.num_labels} labels, but a reward is one number; give a model with one label"
             )
         self._model = model.to(self._device).eval()
         context = getattr(model.config, "max_position_embeddings", None)
         lengths = [length for length in (env.max_model_len, context) if length is not None]
         self._longest = min(lengths, default=None)
-        # where it computes is known here alone; two devices of a kind give the same
+        # only this process knows where the model computes; devices of the same type give the same rewards
         software = version_of("torch"), version_of("transformers"), f"on {self._device.type}"
         self.build = build_of(name, env, *software)
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
-        """One answer for each, of one forward pass over those that are not too long."""
+        """Return one answer per conversation, from one forward pass over those that are not too long."""
         found: list[Answer] = [""] * len(conversations)
         rows, places = [], []
         for place, conversation in enumerate(conversations):
             row = self._tokens(conversation)
             if self._longest is not None and len(row) > self._longest:
                 found[place] = (
-                    f"{len(row)} tokens, and the model reads {self._longest}; raise max_model_len if it can read more, or lower "
+                    f"{len(row)} tokens, but the model reads at most {self._longest}; raise max_model_len if it can read more, or lower "
                     "policy.max_total_sequence_length"
                 )
                 continue
@@ -110,7 +111,8 @@ class RewardModelOnDevice:
         return found
 
     def _tokens(self, conversation: Conversation) -> list[int]:
-        """The tokens of the prompt and the completion, as the tokenizer's chat template writes them, or without one as a pair of texts."""
+        """Return the tokens of the prompt and the completion, as the tokenizer's chat template writes them. Without a template they are a
+        pair of texts."""
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
@@ -126,7 +128,8 @@ class RewardModelOnDevice:
         return ids
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """A model that reads from left to right scores at the last token that is no padding, so padding must be a token that no row has."""
+        """Return the model's reward for each row. A causal model scores at the last token that is not padding, so the padding must be a
+        token that no row contains."""
         torch, model = self._torch, self._model
         used, own = {token for row in rows for token in row}, self._tokenizer.pad_token_id
         padding = own if own is not None and own not in used else next(n for n in range(len(used) + 1) if n not in used)

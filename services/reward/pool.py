@@ -1,4 +1,4 @@
-"""The worker processes of built-in environments, each in a sandbox and scoring one trajectory at a time in a child."""
+"""The worker processes of built-in environments. Each runs in a sandbox and scores one trajectory at a time in a child process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from google.protobuf.message import DecodeError
 
+from headrace.backoff import pause_after
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
@@ -24,13 +25,14 @@ from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDen
 from headrace_services.reward.scoring_worker import ScoreRequest, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
-_RESTART_PAUSE_S = 1.0
+# the pause after a restart that failed, and the longest one
+_RESTART_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _END_TIMEOUT_S = 5.0
-# A worker kills a child that is late itself; if it doesn't answer this much later, it is the worker that hangs.
+# A worker itself kills a child that is late. A worker that doesn't answer within this much more time hangs.
 _GRACE_S = 5.0
-# What the frame of an answer has besides its results, for each of them.
+# bytes of an answer's frame per result, besides the result
 _OVERHEAD_BYTES = 16
-# Libraries must start no threads of their own: a worker forks.
+# a worker forks, so its libraries must not start threads
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LEVELS = {
     Level.A: "level A: namespaces, Landlock and a filter of system calls",
@@ -53,11 +55,12 @@ class _Job:
 
 
 class WorkerPool:
-    """A pool of `size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
-    trajectories behind it nothing.
+    """A pool of `size` workers behind one queue. A trajectory's time starts when a worker takes it, so a trajectory that hangs costs those
+    behind it nothing.
 
-    What came together, a worker looks through first, and answers at once for those that it can tell at sight: a frame for each would cost
-    far more than the comparison. The others are scored one by one."""
+    For trajectories that were submitted together, a worker first returns the scores that take no more than a comparison, in one frame: a
+    frame each would cost far more than the comparison. The others are scored one by one.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class WorkerPool:
         sources: Sequence[DataSourceConfig] = (),
         levels: Sequence[Level] = tuple(Level),
     ) -> None:
-        """`sources` are the run's data sets, `levels` the sandboxes that will do; NONE only if every environment says so."""
+        """`sources` are the run's data sets. `levels` are the acceptable sandboxes; NONE is accepted only if every environment allows
+        it."""
         self._guarded = [name for name, env in environments.items() if not env.unsafe_no_sandbox]
         specification = Specification(
             {name: env.model_dump(mode="json") for name, env in environments.items()},
@@ -84,7 +88,7 @@ class WorkerPool:
 
     @property
     def builds(self) -> Mapping[str, str]:
-        """The builds of the environments, by name; of each result, it is that of the worker that gave it."""
+        """The builds of the environments, by name. A result carries the build of the worker that scored it."""
         return self._workers[0].builds if self._workers else {}
 
     async def start(self) -> None:
@@ -110,8 +114,8 @@ class WorkerPool:
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     def submit(self, trajectories: Sequence[pb.Trajectory], timeout_s: float) -> list[asyncio.Future[pb.Result]]:
-        """A future of the result of each; all are of one environment. TIMED_OUT after `timeout_s` in a worker, FAILED if its process died.
-        Cancel it to withdraw."""
+        """Return a future for the result of each trajectory. All must belong to one environment. A result is TIMED_OUT after `timeout_s` in
+        a worker, and FAILED if the worker's process died. Cancel a future to withdraw its trajectory."""
         loop = asyncio.get_running_loop()
         jobs = [
             _Job(trajectory.environment, trajectory.SerializeToString(), timeout_s, loop.create_future())
@@ -121,11 +125,11 @@ class WorkerPool:
         return [job.result for job in jobs]
 
     def problem(self) -> str | None:
-        """Why a worker can't be restarted; None if all run."""
+        """Return why a worker can't be restarted, or None if all run."""
         return next((worker.problem for worker in self._workers if worker.problem), None)
 
     async def failure(self) -> None:
-        """Never returns; raises the error of a worker's task that failed."""
+        """Wait forever, or raise the error of a worker's task that failed."""
         await asyncio.gather(*self._tasks, asyncio.get_running_loop().create_future())
 
     async def aclose(self) -> None:
@@ -136,16 +140,16 @@ class WorkerPool:
 
     async def _serve(self, worker: WorkerProcess) -> None:
         while True:
-            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others are withdrawn
+            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
             if not jobs:
                 continue
-            if not worker.alive:  # it died while idle, which is not these trajectories' fault
+            if not worker.alive:  # it died while idle, through no fault of these trajectories
                 await worker.restart()
             first, *others = jobs
             results: list[pb.Result | None]
             if others:
                 trajectories = [job.trajectory for job in jobs]
-                results = await worker.tell_at_sight(first.environment, trajectories, first.timeout_s)
+                results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
             else:
                 results = [await worker.score(first.environment, first.trajectory, first.timeout_s)]
             for job, result in zip(jobs, results, strict=True):
@@ -160,7 +164,7 @@ class WorkerPool:
 class WorkerProcess:
     """One worker: a process and its pipes."""
 
-    # What the interpreter runs; -P: the working directory is not for imports.
+    # the interpreter's arguments; -P keeps the working directory off the import path
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.scoring_worker")
     what = "a worker for the built-in environments"
     start_timeout_s = 120.0
@@ -189,11 +193,11 @@ class WorkerProcess:
         return self._started.builds
 
     def environ(self) -> dict[str, str]:
-        """Nothing of the hub's surroundings is the scorers' business but where the interpreter finds its libraries."""
+        """Return the environment variables of the process: of the hub's own, only the one by which the interpreter finds its libraries."""
         return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ} | _ONE_THREAD
 
     async def start(self) -> None:
-        """Raises `SandboxDenied`, or `ServiceError` if it can't score for another reason."""
+        """Start the process. Raises `SandboxDenied`, or `ServiceError` if the process can't score for another reason."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *self.program,
@@ -216,7 +220,8 @@ class WorkerProcess:
         self._usable = True
 
     async def restart(self) -> None:
-        """Restart the process, as often as it takes; `problem` holds the reason meanwhile."""
+        """Restart the process, and retry with growing pauses until it runs. `problem` holds the reason meanwhile."""
+        failures = 0
         while not self.alive:
             await self.kill()
             try:
@@ -224,30 +229,34 @@ class WorkerProcess:
                 self.problem = None
             except ServiceError as error:
                 self.problem = str(error)
-                _log.warning("%s; trying again", error)
-                await asyncio.sleep(_RESTART_PAUSE_S)
+                failures += 1
+                pause_s = pause_after(failures, _RESTART_PAUSE_S, _LONGEST_PAUSE_S)
+                _log.warning("%s; retrying in %.0f s", error, pause_s)
+                await asyncio.sleep(pause_s)
 
     async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
         began = time.monotonic()
         try:
             (answer,) = await self._results([trajectory], timeout_s)
             if answer is None:
-                raise OSError("it answered no result")
+                raise OSError("it returned no result")
             return self._checked(environment, answer, time.monotonic() - began)
         except TimeoutError:
             self._usable = False
-            late = f"no answer within {timeout_s + _GRACE_S:g} s; its worker was killed"
+            late = f"no answer within {timeout_s + _GRACE_S:g} s; the worker was killed"
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
         except (asyncio.IncompleteReadError, OSError) as error:
             self._usable = False
             reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
-    async def tell_at_sight(
+    async def quick_results(
         self, environment: str, trajectories: Sequence[bytes], timeout_s: float
     ) -> list[pb.Result | None]:
-        """The results of those that can be told at sight. None has to answer for a worker that is late or dies meanwhile: which of them
-        is to blame is found out when each is scored alone."""
+        """Return the results that take no more than a comparison, and None for the others.
+
+        If the worker is late or dies meanwhile, no trajectory is blamed: scoring each alone shows which one is at fault.
+        """
         began = time.monotonic()
         try:
             answers = await self._results(trajectories, timeout_s)
@@ -258,7 +267,7 @@ class WorkerProcess:
         return [None if answer is None else self._checked(environment, answer, took_s) for answer in answers]
 
     async def _results(self, trajectories: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
-        """What the worker answers for each. Raises as `ask` does, and `TimeoutError`."""
+        """Return the worker's answer for each trajectory. Raises what `ask` raises, and `TimeoutError`."""
         async with asyncio.timeout(timeout_s + _GRACE_S):
             answer = await self.ask(
                 msgspec.msgpack.encode(ScoreRequest(list(trajectories), timeout_s)),
@@ -267,18 +276,18 @@ class WorkerProcess:
         try:
             results = _RESULTS.decode(answer)
         except msgspec.DecodeError as error:
-            raise OSError(f"it answered what are no results: {error}") from error
+            raise OSError(f"it returned invalid results: {error}") from error
         if len(results) != len(trajectories):
-            raise OSError(f"it answered {len(results)} results for {len(trajectories)} trajectories")
+            raise OSError(f"it returned {len(results)} results for {len(trajectories)} trajectories")
         return results
 
     def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
-        """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is and how long it took is not for it to
-        say."""
+        """Return the result that came out of the sandbox. Law 7: it becomes FAILED if it breaks the contract. The hub, not the sandbox,
+        sets its environment, build and duration."""
         try:
             score = score_from_wire(pb.Result.FromString(answer))
         except DecodeError:
-            score = Score("FAILED", message="the scoring process answered what is no result")
+            score = Score("FAILED", message="the scoring process returned an invalid result")
         return score_to_wire(
             msgspec.structs.replace(
                 score,
@@ -289,7 +298,7 @@ class WorkerProcess:
         )
 
     async def ended(self) -> None:
-        """Return when the process has ended, by whatever."""
+        """Return once the process has ended, for any reason."""
         assert self._process is not None
         await self._process.wait()
 
@@ -300,8 +309,8 @@ class WorkerProcess:
             await self._process.wait()
 
     async def ask(self, frame: bytes, most: int = MAX_RESULT_BYTES) -> bytes:
-        """The answer to a frame, of at most `most` bytes. Raises `OSError` or `IncompleteReadError` if there is none, after which the
-        process is of no use."""
+        """Send a frame, and return the answer, of at most `most` bytes. Raises `OSError` or `IncompleteReadError` if there is no answer;
+        the process is unusable after that."""
         assert self._process
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin
@@ -310,11 +319,11 @@ class WorkerProcess:
         await stdin.drain()
         (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
         if length > most:
-            raise OSError(f"it answered {length} bytes, more than {most}")
+            raise OSError(f"it returned {length} bytes, more than {most}")
         return await stdout.readexactly(length)
 
     async def exit_reason(self, error: Exception) -> str:
-        """How the process ended, given the `error` that replaced its answer."""
+        """Return how the process ended, given the `error` that replaced its answer."""
         assert self._process is not None
         if isinstance(error, TimeoutError):
             return f"no sign of life within {self.start_timeout_s:g} s"
@@ -331,6 +340,6 @@ class WorkerProcess:
 def _refusal(denials: str, guarded: Iterable[str]) -> str:
     unsafe = ", ".join(f"env.{name}.unsafe_no_sandbox: true" for name in guarded)
     return (
-        f"no sandbox for the built-in environments, which read what the policy writes ({denials}); {_REMEDY}; "
-        f"or, where nothing is to be protected, set {unsafe}"
+        f"the machine grants no sandbox for the built-in environments, which read what the policy writes ({denials}); {_REMEDY}; "
+        f"or, if there is nothing to protect, set {unsafe}"
     )

@@ -1,4 +1,4 @@
-"""Environments of episodes, as the hub asks them: a program that owns its loop, and where the run names one, the grader of what it did."""
+"""Environments of episodes, as the hub calls them: a program that owns its loop and, if the run names one, the grader of what it did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_services.reward.hub import EnvironmentBackend, RunsEpisodes, meter
 
 
 class ProgramBackend(RunsEpisodes, Protocol):
-    """Where a program runs."""
+    """The backend that runs a program."""
 
     kind: pb.EnvironmentStatus.Kind.ValueType
 
@@ -21,14 +21,14 @@ class ProgramBackend(RunsEpisodes, Protocol):
 
 
 class EpisodeBackend:
-    """A program runs its episodes; trajectories that they made are scored by its grader, under the grader's own name."""
+    """An environment whose program runs its episodes. Its grader scores the resulting trajectories, under the grader's own name."""
 
     awaited = True
 
     def __init__(
         self, name: str, env: EnvConfig, programs: ProgramBackend, environments: Mapping[str, EnvironmentBackend]
     ) -> None:
-        """`environments` are all of the run's."""
+        """`environments` are all environments of the run."""
         self._name = name
         self._env = env
         self._programs = programs
@@ -38,10 +38,10 @@ class EpisodeBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """As `BuiltInBackend.score`."""
+        """Score trajectories, like `BuiltInBackend.score`."""
         grader = self._env.grader
         if grader is None:
-            said = f"env.{self._name} runs episodes, whose program says the reward; to have others score them, name a grader"
+            said = f"env.{self._name} runs episodes, and their program returns the reward; to have them graded, set env.{self._name}.grader"
             return [result_of(trajectory_pb2.STATUS_INVALID, said, self._name)] * len(trajectories)
         asked = []
         for trajectory in trajectories:
@@ -52,24 +52,25 @@ class EpisodeBackend:
         return await metered(grader, self._environments[grader], asked, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """How it ended, within `timeout_s`. There is no result but a failure where a grader gives the reward. Does not raise."""
+        """Run the episode, and return its outcome within `timeout_s`. If a grader gives the reward, the outcome has a result only for a
+        failure. Does not raise."""
         outcome = await self._programs.run_episode(episode, timeout_s)
         if self._env.grader is None and not outcome.HasField("result"):
-            said = f"the program says no reward; return one, or name who gives it (env.{self._name}.grader)"
+            said = f"the program returned no reward; return one, or name the environment that gives it (env.{self._name}.grader)"
             return ended(trajectory_pb2.STATUS_FAILED, said, self._name)
         if self._env.grader is not None and outcome.result.status == trajectory_pb2.STATUS_SCORED:
             outcome.ClearField("result")
         return outcome
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`: the program's, with the grader's room for trajectories."""
+        """Return the program's description, like `BuiltInBackend.describe`, with the grader's capacity for trajectories."""
         said, problem = await self._programs.describe()
         if said is None:
             return None, problem
         description = environment_pb2.DescribeResponse()
         description.CopyFrom(said)
         if problem is None and not description.episodes:
-            problem = f"{description.name or 'what answers'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
+            problem = f"{description.name or 'the process'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
         description.capacity = description.calls = 0
         if self._env.grader is not None:
             graders, unable = await self._environments[self._env.grader].describe()

@@ -1,4 +1,4 @@
-"""What an environment answered in the last minute. No I/O."""
+"""Counts an environment's results of the last minute. No I/O."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from headrace.v1 import trajectory_pb2
 _WINDOW_S = 60.0
 
 
-class Recent:
-    """Counts of one environment's results, and how long those with a reward took."""
+class RecentResults:
+    """The counts of one environment's results, and how long those with a reward took."""
 
     def __init__(self, now: float) -> None:
         self._since = now
-        # when; how long it took, or nan for a failure
+        # (time, duration); the duration of a failure is nan
         self._results: collections.deque[tuple[float, float]] = collections.deque()
 
     def note(self, results: Sequence[trajectory_pb2.Result], call_s: float, now: float) -> None:
-        """`results` of a call that took `call_s`, which counts for those that don't say how long they took. What was not begun is none."""
+        """Add the results of a call that took `call_s`. That is the duration of results that don't state their own. Those that were not
+        begun don't count."""
         for result in results:
             if result.status == trajectory_pb2.STATUS_SCORED:
                 self._results.append((now, result.took_ms / 1000 if result.HasField("took_ms") else call_s))
@@ -46,5 +47,5 @@ class Recent:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them don't exceed; 0 of none."""
+    """Return the smallest value that at least `share` of the values don't exceed, or 0 if there are none."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

@@ -1,13 +1,12 @@
-"""The sandbox that built-in environments score in: a worker enters it once, and computes each score in a child of its own.
+"""The sandbox in which built-in environments score. A worker enters it once, and computes each score in a separate child process.
 
-Level A: user, mount, PID, network and IPC namespaces of its own, with a root that holds Python and its libraries alone,
-read-only; and all of level B. Level B, where namespaces are denied (in a container): no privileges, Landlock, and in the
-child a filter of system calls. Either way the child can compute, read Python's own files and write its result, and nothing else:
-it can't open a socket, start a process or thread, signal, trace, or change a file. NONE keeps a child for each score and its
-limits.
+Level A: separate user, mount, PID, network and IPC namespaces, with a read-only root that holds only Python and its libraries; and all of
+level B. Level B, for machines that deny namespaces (in a container): no privileges, Landlock, and in the child a filter of system calls. At
+either level the child can compute, read Python's own files and write its result, and nothing else: it can't open a socket, start a process
+or thread, signal, trace, or change a file. NONE still has a child for each score, and its limits.
 
-This contains; it can't make honest. What a scorer evaluates runs in the process that judges it, so no answer may reach
-`eval` that is not known to be harmless: see `environments/gym_answers.py`.
+The sandbox contains a scorer, but can't make it honest. Code that a scorer evaluates runs in the process that judges it, so only answers
+known to be harmless may reach `eval`: see `environments/gym_answers.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from headrace.service import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 
 MAX_RESULT_BYTES = 64 * 1024
-# A completion may ask for a number with more digits than fit in memory: only its own process may fail then.
+# A completion may ask for a number with more digits than fit in memory. Then only its own process may fail.
 _MEMORY_LIMIT_BYTES = 2 * 1024**3
 _OPEN_FILES = 64
 _TRIAL_S = 10.0
@@ -41,7 +40,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class Level(enum.StrEnum):
-    """How far a scorer is kept from everything else; `docs/environments.md` says what each stops."""
+    """How strongly a scorer is isolated. `docs/environments.md` describes what each level stops."""
 
     A = "A"
     B = "B"
@@ -49,18 +48,18 @@ class Level(enum.StrEnum):
 
 
 class ChildFailed(Exception):
-    """The child gave no result; the message says how it ended."""
+    """Raised when the child returned no result. The message says how the child ended."""
 
 
 class SandboxDenied(ServiceError):
-    """The machine grants no sandbox of the levels asked for; the message says what it denies."""
+    """Raised when the machine grants no sandbox of the requested levels. The message says what it denies."""
 
 
 class Sandbox:
-    """This process, which must have no threads, in the best sandbox of `levels` that the machine grants. Raises `SandboxDenied`.
+    """Puts this process, which must have no threads, into the best sandbox of `levels` that the machine grants. Raises `SandboxDenied`.
 
-    With namespaces the calling process stays outside and ends with the new one, which is the one that goes on. Where the
-    machine grants namespaces but no new root, level B keeps them.
+    With namespaces, a new process continues in the sandbox. The calling process stays outside and ends with the new one. If the machine
+    grants namespaces but no new root, level B keeps the namespaces.
     """
 
     def __init__(self, levels: Collection[Level]) -> None:
@@ -68,7 +67,7 @@ class Sandbox:
         self._nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
         self.level = self._isolate(levels)
-        die_with_parent(signal.SIGKILL)  # anew: a change of privileges forgets it
+        die_with_parent(signal.SIGKILL)  # again, because a change of privileges resets it
         try:
             self.run(lambda: b"", _TRIAL_S)
         except (ChildFailed, TimeoutError) as error:
@@ -87,7 +86,7 @@ class Sandbox:
         if levels != {Level.NONE}:
             landlocked = self._granted(kernel.drop_privileges) and self._granted(kernel.landlock, readable)
         if rooted:
-            return Level.A  # without Landlock too: there is nothing else to open
+            return Level.A  # even without Landlock: there is nothing else to open
         return Level.B if landlocked else Level.NONE
 
     def _granted(self, step: Callable[..., None], *arguments: object) -> bool:
@@ -99,9 +98,9 @@ class Sandbox:
         return True
 
     def run(self, work: Callable[[], bytes], timeout_s: float) -> bytes:
-        """What `work` returns (at most `MAX_RESULT_BYTES`) in a process of its own, which is gone when this returns.
+        """Run `work` in its own process, and return its result (at most `MAX_RESULT_BYTES`). The process is gone when this returns.
 
-        Raises `TimeoutError` after `timeout_s`, and `ChildFailed` if it ended otherwise than by returning one result.
+        Raises `TimeoutError` after `timeout_s`, and `ChildFailed` if the process ended without returning exactly one result.
         """
         reader, writer = os.pipe()
         child = os.fork()
@@ -112,7 +111,7 @@ class Sandbox:
             answer = _read_all(reader, time.monotonic() + timeout_s)
         finally:
             os.close(reader)
-            os.kill(child, signal.SIGKILL)  # in a sandbox it leaves no others behind: it can't start one
+            os.kill(child, signal.SIGKILL)  # in a sandbox it leaves no processes behind, because it can't start any
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if len(answer) < _LENGTH.size or len(answer) != _LENGTH.size + _LENGTH.unpack_from(answer)[0]:
             how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -121,7 +120,7 @@ class Sandbox:
         return answer[_LENGTH.size :]
 
     def _work(self, work: Callable[[], bytes], writer: int, timeout_s: float) -> NoReturn:
-        """The child: give up all but the pipe, work, answer, end."""
+        """Do the work of the child: give up everything but the pipe, compute, answer, end."""
         try:
             die_with_parent(signal.SIGKILL)
             self._confine(writer, timeout_s)
@@ -166,7 +165,7 @@ def _read_all(reader: int, deadline: float) -> bytes:
 
 
 def _end_with(child: int) -> NoReturn:
-    """Wait for `child` and end as it did; if this process is killed, so is the child."""
+    """Wait for `child`, and end as it did. If this process is killed, so is the child."""
     die_with_parent(signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
@@ -175,7 +174,7 @@ def _end_with(child: int) -> NoReturn:
 
 
 def _readable() -> list[Path]:
-    """Where Python, its packages, this project's code and the system's libraries lie: what a scorer may still import."""
+    """Return the paths of Python, its packages, this project's code and the system's libraries: what a scorer may still import."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     places += [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     places += [*headrace.__path__, str(Path(__file__).parents[1])]

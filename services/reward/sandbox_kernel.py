@@ -1,6 +1,6 @@
-"""What a sandbox asks of the Linux kernel: namespaces and mounts, Landlock, a system-call filter, no capabilities.
+"""The Linux kernel features of a sandbox: namespaces and mounts, Landlock, a system-call filter, dropped capabilities.
 
-Every function raises `OSError` naming the call that the kernel refused. None of them can be undone.
+Every function raises `OSError` with the name of the call that the kernel refused. Nothing they do can be undone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Numbers of system calls that have no name in the C library, (x86_64, aarch64).
+# the numbers of system calls that have no name in the C library (x86_64, aarch64)
 _PIVOT_ROOT, _CAPSET = (155, 41), (126, 91)
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = (442, 442), (444, 444), (445, 445), (446, 446)
 
 _PROCESSORS = ("x86_64", "aarch64")
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 
-# Computing, memory, reading files that are allowed, writing to what is open, ending. All else ends the process: an error
-# that a scorer swallows would look like a wrong answer.
+# Computing, memory, reading allowed files, writing to open files, ending. Any other call ends the process: an error would not do, because
+# a scorer may swallow it, which would look like a wrong answer.
 _ALLOWED = {
     "read": (0, 63),
     "readv": (19, 65),
@@ -78,8 +78,8 @@ _ALLOWED = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-# What a program that runs in namespaces of its own is denied all the same: what reaches the kernel's other users, or its processes from
-# outside. Sockets, since not every family of them has namespaces.
+# Calls that a program is denied even in its own namespaces: those that reach the kernel's other users, or its processes from outside.
+# Sockets are among them, because not every socket family has namespaces.
 _DENIED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -149,7 +149,7 @@ _CLONE, _PRLIMIT = (56, 220), (302, 261)
 _CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020000  # a thread; any new namespace
 _X32 = 0x40000000  # x86_64's other numbers of system calls
 
-# `open` asks whether what it opened is a terminal; it never is, and other questions to a device are refused likewise.
+# Python's `open` asks whether the file is a terminal. It never is, and all other device requests are refused in the same way.
 _NOT_A_TERMINAL = {"ioctl": (16, 29)}
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -159,36 +159,36 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
-# The new root is mounted here until it is the root: a directory that every Linux has and that holds nothing to be kept.
+# The new root is mounted here before it becomes the root: a directory that every Linux has, and whose content is not needed.
 _STAGE = "/proc"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare_all() -> None:
-    """New user, mount, PID, network and IPC namespaces. The next child is the first process of the PID namespace, and must
-    `map_user`; without it there can be no other."""
+    """Enter new user, mount, PID, network and IPC namespaces. The next child is the first process of the PID namespace and must call
+    `map_user`. Without it there can be no other process."""
     _processor()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
     _check("unshare", _libc.unshare(flags))
 
 
 def map_user(user: int, group: int) -> None:
-    """Stay who it was, outside the new user namespace."""
+    """Keep the same user and group ids in the new user namespace as outside."""
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
 
 
 def map_users(process: int, users: Sequence[int]) -> None:
-    """Give `process`, which has a new user namespace, these users and groups in it, as they are outside. Needs to be root."""
+    """Map these users and groups to themselves in the new user namespace of `process`. Needs root."""
     lines = "".join(f"{user} {user} 1\n" for user in users)
     for name in ("uid_map", "gid_map"):
         Path(f"/proc/{process}/{name}").write_text(lines, encoding="ascii")
 
 
 def keep_only(readable: Sequence[Path], empty: Sequence[Path] = ()) -> None:
-    """A root that holds nothing but `readable`, read-only, and `empty` folders. Needs a mount namespace of its own."""
+    """Replace the root with one that holds only `readable`, read-only, and `empty` folders. Needs a separate mount namespace."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV)
     for path in readable:
@@ -210,7 +210,7 @@ def keep_only(readable: Sequence[Path], empty: Sequence[Path] = ()) -> None:
 
 
 def mount_scratch(path: Path, user: int, size: int, files: int) -> None:
-    """An empty file system of `user` in memory at `path`, of at most this many bytes and files."""
+    """Mount an empty in-memory file system at `path` that belongs to `user` and holds at most this many bytes and files."""
     options = f"size={size},nr_inodes={files},mode=0700,uid={user},gid={user}"
     _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -220,15 +220,15 @@ def unmount(path: Path) -> None:
 
 
 def drop_privileges() -> None:
-    """No capabilities, and no way to gain any."""
+    """Drop all capabilities, and every way to gain any."""
     header, none = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     _call("capset", _CAPSET, header, none)
     _check("prctl(PR_SET_NO_NEW_PRIVS)", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def landlock(readable: Sequence[Path]) -> None:
-    """From now on only `readable` can be opened, for reading; no TCP; no signals or abstract sockets to other processes than
-    this one's children, as far as the kernel's Landlock goes."""
+    """Allow only `readable` to be opened from now on, for reading. As far as the kernel's Landlock supports it, deny TCP, and signals and
+    abstract sockets to all processes but this one's children."""
     version = _call("Landlock", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << 13) - 1  # what version 1 knows: execute, read, write, remove, make
     for since, right in ((2, 1 << 13), (3, 1 << 14), (5, 1 << 15)):  # link elsewhere, truncate, control a device
@@ -247,14 +247,16 @@ def landlock(readable: Sequence[Path]) -> None:
 
 
 def filter_system_calls() -> None:
-    """From now on any system call but those of a computation ends the process with SIGSYS: no sockets, no new processes or
-    threads, no exec, no signals, no ptrace, nothing that changes a file. Needs `drop_privileges`."""
+    """End the process with SIGSYS on any system call that a computation doesn't need: no sockets, no new processes or threads, no exec, no
+    signals, no ptrace, nothing that changes a file. Needs `drop_privileges`."""
     _install(_filter())
 
 
 def filter_program(*, processes: bool) -> None:
-    """From now on what a program has no business with (`_DENIED`) fails, and so does starting a process, threads aside, unless `processes`.
-    Needs `drop_privileges`, and namespaces of its own: this alone contains little."""
+    """Make the calls in `_DENIED` fail from now on and, unless `processes`, the start of a process (threads are allowed).
+
+    Needs `drop_privileges` and separate namespaces: this filter alone contains little.
+    """
     _install(_program_filter(processes))
 
 
@@ -264,21 +266,21 @@ def _install(program: bytes) -> None:
     _check("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, sock_fprog, 0, 0))
 
 
-# Instructions of classic BPF (LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, JMP|JSET|K, RET|K), and what a filter answers.
+# instructions of classic BPF (LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, JMP|JSET|K, RET|K), and the return values of a filter
 _LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in `struct seccomp_data`
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`
 
 _Calls = Mapping[str, tuple[int, int | None]]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """A `struct sock_filter`; `if_true` and `if_false` are steps to skip."""
+    """Return a `struct sock_filter`. `if_true` and `if_false` are numbers of steps to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def _start() -> list[bytes]:
-    """Load the number of the system call, of this processor's kind alone."""
+    """Load the number of the system call, and kill calls of another architecture."""
     architecture = _AUDIT_ARCH[_processor()]
     return [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_GIVE, _KILL), _step(_LOAD, _NUMBER)]
 
@@ -289,18 +291,18 @@ def _answer(calls: _Calls, action: int) -> list[bytes]:
 
 
 def _when(number: int, steps: Sequence[bytes]) -> list[bytes]:
-    """`steps`, which end in an answer, for this system call alone."""
+    """Apply `steps`, which end in a return value, to this system call only."""
     return [_step(_EQUAL, number, 0, len(steps)), *steps]
 
 
 def _filter() -> bytes:
-    """What may be called, and nothing else."""
+    """Build the filter that allows the listed calls and nothing else."""
     allowed = _answer(_ALLOWED, _ALLOW) + _answer(_NOT_A_TERMINAL, _FAIL | errno.ENOTTY)
     return b"".join([*_start(), *allowed, _step(_GIVE, _KILL)])
 
 
 def _program_filter(processes: bool) -> bytes:
-    """What may not be called, and all else."""
+    """Build the filter that denies the listed calls and allows everything else."""
     processor, allow, deny = _processor(), _step(_GIVE, _ALLOW), _step(_GIVE, _FAIL | errno.EPERM)
     argument = _step(_LOAD, _FIRST_ARGUMENT)
     thread = [allow] if processes else [_step(_ANY_OF, _CLONE_THREAD, 0, 1), allow, deny]
@@ -308,10 +310,10 @@ def _program_filter(processes: bool) -> bytes:
         *_start(),
         *(_step(_AT_LEAST, _X32, 0, 1), deny),
         *_answer(_DENIED if processes else {**_DENIED, **_NEW_PROCESS}, _FAIL | errno.EPERM),
-        # its arguments lie in memory, where no filter can look; the C library then takes clone
+        # its arguments are in memory, where a filter can't look; the C library falls back to clone
         *_answer(_CLONE3, _FAIL | errno.ENOSYS),
         *_when(_CLONE[processor], [argument, _step(_ANY_OF, _CLONE_NEW, 0, 1), deny, *thread]),
-        *_when(_PRLIMIT[processor], [argument, _step(_EQUAL, 0, 0, 1), allow, deny]),  # its own limits alone
+        *_when(_PRLIMIT[processor], [argument, _step(_EQUAL, 0, 0, 1), allow, deny]),  # only its own limits
         allow,
     ]
     return b"".join(steps)
@@ -320,7 +322,9 @@ def _program_filter(processes: bool) -> bytes:
 def _processor() -> int:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _PROCESSORS or sys.maxsize < 1 << 32:
-        raise OSError(errno.ENOSYS, f"{sys.platform} on {machine} is not supported, but 64-bit Linux on {_PROCESSORS}")
+        raise OSError(
+            errno.ENOSYS, f"{sys.platform} on {machine} is not supported; use 64-bit Linux on one of {_PROCESSORS}"
+        )
     return _PROCESSORS.index(machine)
 
 
@@ -331,7 +335,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _call(name: str, numbers: tuple[int, int], *arguments: int | bytes | None) -> int:
-    # a plain number would be passed as a 32-bit int, and a system call reads the whole register
+    # a plain number would be passed as a 32-bit int, but a system call reads the whole register
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check(name, _libc.syscall(ctypes.c_long(numbers[_processor()]), *wide))
 

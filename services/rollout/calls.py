@@ -1,4 +1,4 @@
-"""Samples for one call of an episode: from the engine's tokens to the answer, without a lease."""
+"""Samples the completion of one call of an episode from the engine. A call needs no lease."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What the engine sampled for a call; the fields are those of `Sampled`."""
+    """The engine's part of a `Sampled`: all that is known before the weights are verified."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -36,15 +36,15 @@ class Completion:
 
 
 def check_request(request: SampleRequest, context: int, vocabulary: int) -> None:
-    """Raise `RenderRefused` for what must not reach the engine. `context`: its context length; `vocabulary`: rows of its embedding."""
+    """Raise `RenderRefused` for a request that must not reach the engine. `context` is the engine's context length, `vocabulary` the number
+    of rows of its embedding."""
     if not request.token_ids:
         raise RenderRefused("invalid", "token_ids is empty; a completion continues at least one token")
     length = len(request.token_ids)
     if length + request.max_new_tokens > context:
         raise RenderRefused(
             "context",
-            f"token_ids has {length} tokens, which with max_new_tokens {request.max_new_tokens} is more than "
-            f"the context of {context}",
+            f"token_ids has {length} tokens, which with max_new_tokens {request.max_new_tokens} exceed the context of {context}",
         )
     for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -57,10 +57,11 @@ def check_request(request: SampleRequest, context: int, vocabulary: int) -> None
 async def complete(
     engine: AsyncLLM, request: SampleRequest, name: str, *, special_tokens: bool, cache_salt: str | None
 ) -> Completion:
-    """Sample the completion. Cancellation aborts the request, `name`, in the engine. With `special_tokens` stop strings are looked for in a
-    text that has them. `cache_salt` is `WeightReceiver.cache_salt`.
+    """Sample the completion. Cancellation aborts the request, `name`, in the engine. With `special_tokens`, stop strings are searched in
+    text that includes special tokens. `cache_salt` is `WeightReceiver.cache_salt`.
 
-    Raises `RenderRefused` for what vLLM refuses, `GenerationError` if the engine gave no whole completion, and vLLM's `EngineDeadError`.
+    Raises `RenderRefused` for what vLLM refuses, `GenerationError` if the engine returned no whole completion, and vLLM's
+    `EngineDeadError`.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
@@ -73,9 +74,9 @@ async def complete(
             async for output in outputs:
                 if output.finished:
                     return _completion(output.outputs[0], output.num_cached_tokens or 0, name)
-    except (VLLMClientError, ValueError) as error:  # not all of vLLM's refusals have a type of its own
+    except (VLLMClientError, ValueError) as error:  # not all of vLLM's refusals have their own type
         raise RenderRefused("invalid", str(error)) from error
-    raise GenerationError(f"{name}: the engine gave no output")
+    raise GenerationError(f"{name}: the engine returned no output")
 
 
 def _completion(output: CompletionOutput, cached_tokens: int, name: str) -> Completion:
@@ -86,6 +87,6 @@ def _completion(output: CompletionOutput, cached_tokens: int, name: str) -> Comp
     if not all(map(math.isfinite, logprobs)):
         raise GenerationError(f"{name}: a log-probability is not finite")
     spans = merge_spans(spans_of(labels_of(output), 0, len(ids), name), len(ids))
-    # vLLM names no reason where the model's own end token ended it
+    # vLLM gives no reason if the model's own end token ended the completion
     reason = None if finish == "length" else ids[-1] if output.stop_reason is None else output.stop_reason
     return Completion(ids, logprobs, spans, finish, reason, cached_tokens)

@@ -1,4 +1,4 @@
-"""Messages to tokens and back, with vLLM's own renderer and parsers: those of its chat endpoint, on the run's tokenizer and template."""
+"""Converts messages to tokens and back, with the renderer and parsers of vLLM's chat endpoint, and the run's tokenizer and template."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 _ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 _SECTION = "policy.generation.vllm_cfg"
-# What a template, and the code that a renderer has in its place, raise for messages that they can't render.
+# errors that a template, or a renderer's code in its place, raises for messages that it can't render
 _UNRENDERABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
 
 
 def check_parser_names(config: Config) -> None:
-    """Raise `ServiceError` for a parser that vLLM hasn't. vLLM is imported by then."""
+    """Raise `ServiceError` for a parser that vLLM does not have. vLLM must be imported by then."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -46,22 +46,20 @@ def check_parser_names(config: Config) -> None:
 
 
 def unknown_name(name: str | None, known: Iterable[str]) -> str | None:
-    """Why there is no such parser, if there is none."""
+    """Return why there is no parser `name`, or None if there is one (or `name` is None)."""
     names = sorted(known)
     if name is None or name in names:
         return None
     close = difflib.get_close_matches(name, names, 1, 0.6)
-    return f"vLLM has no parser {name!r}; " + (
-        f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-    )
+    return f"vLLM has no parser {name!r}; " + (f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A completion to be parsed; the fields are those of `Sampled`.
+    """A completion to be parsed. The fields are those of `Sampled`.
 
-    `prompt_token_ids` are what it continues: some parsers look there for reasoning that the prompt has begun, and some tokenizers for
-    whether the first token has a space before it.
+    `prompt_token_ids` are the tokens before the completion. Some parsers look there for reasoning that the prompt has begun, and some
+    tokenizers for whether the first token has a space before it.
     """
 
     token_ids: Sequence[int]
@@ -75,12 +73,12 @@ class ChatFormat:
     """The chat format of the run's model."""
 
     def __init__(self, config: Config, model: ModelConfig, renderer: BaseRenderer) -> None:
-        """Raises `ServiceError` for a parser that can't read what this tokenizer writes."""
+        """Raises `ServiceError` for a parser that can't read this tokenizer's output."""
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.utils.async_utils import make_async
 
         self._vllm_cfg = vllm_cfg = config.policy.generation.vllm_cfg
-        # how vLLM's serving of chats is set up too
+        # the same arguments as for vLLM's chat endpoint
         self.template: dict[str, Any] = {
             "chat_template": None,
             "chat_template_content_format": "auto",
@@ -97,28 +95,28 @@ class ChatFormat:
             raise ServiceError(
                 f"{_SECTION}.tool_parser {vllm_cfg.tool_parser}, reasoning_parser {vllm_cfg.reasoning_parser}: {error}"
             ) from error
-        # a tool call that can't be read stays in the content: what a policy writes is no fault of this process, to be logged with a trace
+        # A tool call that can't be read stays in the content. That is the policy's fault, not an error of this process to log with a trace.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._unread = Repeats()
         self._model = model
         self._renderer = renderer
-        # where the renderer tokenizes, since a tokenizer is not for several threads at once
+        # on the thread where the renderer tokenizes, since a tokenizer is not thread-safe
         self._parse = make_async(self._parsed, executor=renderer._executor)
         self._check_parser()
 
     @property
     def special_tokens(self) -> bool:
-        """Whether the text of a completion has its special tokens: parsers look for some of them."""
+        """Whether the text of a completion keeps its special tokens, because a parser looks for some of them."""
         return self.online.parser is not None
 
     async def render(self, request: RenderRequest) -> list[int]:
-        """Raises `RenderRefused`."""
+        """Return the token ids of the messages. Raises `RenderRefused`."""
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.exceptions import VLLMValidationError
         from vllm.renderers.chat_utils import has_non_text_content
 
         if has_non_text_content(request.messages):
-            raise RenderRefused("invalid", "messages hold content that is not text, which this service does not read")
+            raise RenderRefused("invalid", "messages contain content that is not text; this service reads text only")
         chat = self._chat(request.messages, request.tools, add_generation_prompt=request.add_generation_prompt)
         try:
             rendered = await self.online.render_chat(chat)
@@ -126,7 +124,7 @@ class ChatFormat:
             raise RenderRefused(
                 "context" if error.parameter in ("input_text", "input_tokens") else "invalid", str(error)
             ) from error
-        except ValidationError as error:  # of a part that pydantic looks at late
+        except ValidationError as error:  # pydantic validates some parts only now
             raise RenderRefused("invalid", f"messages: {_first(error)}") from error
         except _UNRENDERABLE as error:
             raise RenderRefused("invalid", f"the chat template can't render these messages: {error!r}") from error
@@ -137,19 +135,19 @@ class ChatFormat:
         return ids
 
     async def derender(self, written: Written) -> Message:
-        """The message that a completion of the engine is: a function of `written` alone. Raises `RenderRefused`."""
+        """Return the message that a completion of the engine forms. It depends on `written` alone. Raises `RenderRefused`."""
         return await self._parse(written)
 
     def _parsed(self, written: Written) -> Message:
         chat = self._chat([], written.tools)
         tokenizer, ids, prompt = self._renderer.get_tokenizer(), written.token_ids, written.prompt_token_ids
         if written.finish_reason == "stop" and not isinstance(written.stop_reason, str):
-            ids = ids[:-1]  # the token that ended it is no part of what it says
+            ids = ids[:-1]  # the end token is not part of the text
         text = detokenize(tokenizer, prompt, ids, special_tokens=self.special_tokens)
         if isinstance(written.stop_reason, str):
             text, found, _ = text.partition(written.stop_reason)
             if not found:
-                raise RenderRefused("invalid", f"the stop string {written.stop_reason!r} is not in what was written")
+                raise RenderRefused("invalid", f"the stop string {written.stop_reason!r} is not in the completion")
         if self.online.parser is None:
             return {"role": "assistant", "content": text}
         try:
@@ -197,7 +195,7 @@ class ChatFormat:
     def _chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, **options: Any
     ) -> ChatCompletionRequest:
-        """The request that vLLM's chat endpoint would have got. Raises `RenderRefused` for what is none."""
+        """Return the request that vLLM's chat endpoint would have received. Raises `RenderRefused` if it is invalid."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.exceptions import VLLMClientError
 
@@ -212,11 +210,12 @@ class ChatFormat:
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong first, and where."""
+    """Return the first problem and its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _whole(text: str | None) -> str | None:
-    """The text without halves of surrogate pairs, which a policy can write as escapes in JSON: such an escape stays one."""
+    """Return the text with each half of a surrogate pair as an escape. A policy can write halves as escapes in JSON, and they stay
+    escapes."""
     return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -1,9 +1,9 @@
-"""What the engine's child processes do first: end with the rollout process that started them, and report why they failed.
+"""Makes the engine's child processes end with the rollout process that started them, and report why they failed.
 
-In a process of its own interpreter vLLM calls entry points: `vllm.platform_plugins` while it is imported, before it waits for
-anything, and `vllm.general_plugins` once logging is set up and before a model is loaded. In a forked one Python calls
-`prepare_forked_process`. They act only if the rollout service has set its environment variables, so they don't affect other uses
-of vLLM in the same installation.
+In a process with its own interpreter, vLLM calls entry points: `vllm.platform_plugins` during its import, before it waits for anything,
+and `vllm.general_plugins` once logging is set up and before a model is loaded. In a forked process, Python calls
+`prepare_forked_process`. All of them act only if the rollout service has set its environment variables, so they don't affect other uses of
+vLLM in the same installation.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ PLUGIN = "headrace_rollout"  # its name in pyproject.toml
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 PARENT = "ROLLOUT_ENGINE_PARENT"  # process id of the parent that a child must not outlive
 REPORT = "ROLLOUT_ENGINE_REPORT"  # file for the errors of child processes, one per line
-# What logs the failure of an engine's core, and of a worker of one that has several.
+# the loggers of failures in an engine's core, and in a worker of an engine that has several
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 
 
 def end_with_parent() -> None:
-    """Platform plugin: make a child of the service end with its parent. Returns None: it adds no platform."""
+    """Make a child of the service end with its parent. A platform plugin, which returns None because it adds no platform."""
     # not multiprocessing.parent_process(): vLLM is imported before that is set
     parent = int(os.environ.get(PARENT, os.getpid()))
     if parent == os.getpid() or (os.getppid() != parent and not _ended(parent)):
         return  # the service itself, or a program that one of its children started and manages
-    # SIGKILL: vLLM's handler of SIGTERM waits for a busy loop that gets no more input
+    # SIGKILL: vLLM's handler for SIGTERM waits for a busy loop that gets no more input
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that call, so no signal will come
+    if os.getppid() != parent:  # the parent ended before that call, so no signal will come
         os.kill(os.getpid(), signal.SIGKILL)
     os.environ[PARENT] = str(os.getpid())  # the parent of this process's own children
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process has ended, including one that is not yet reaped."""
+    """Return whether a process has ended. A zombie has."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -52,14 +52,15 @@ def _ended(pid: int) -> bool:
 
 
 def prepare_engine_process() -> None:
-    """General plugin: `end_with_parent`, in case vLLM was told its platform and called no platform plugin; and report failures."""
+    """Report failures, and call `end_with_parent` again in case vLLM's platform was set explicitly and it called no platform plugin. A
+    general plugin."""
     end_with_parent()
     if REPORT in os.environ and multiprocessing.parent_process() is not None:
         _report_failures()
 
 
 def prepare_forked_process() -> None:
-    """What both plugins do, right behind the fork."""
+    """Do what both plugins do, right after the fork."""
     if os.environ.get(PARENT) == str(os.getppid()):
         end_with_parent()
         _report_failures()
@@ -67,12 +68,12 @@ def prepare_forked_process() -> None:
 
 def _report_failures() -> None:
     for name in _LOGGERS:
-        # a filter and no handler: vLLM sets up logging once more in a forked process, and takes handlers away
+        # a filter, not a handler: vLLM sets up logging again in a forked process, and removes handlers
         logging.getLogger(name).addFilter(partial(_report, Path(os.environ[REPORT])))
 
 
 def _report(path: Path, record: logging.LogRecord) -> bool:
-    """Append the exception of a logged failure to the report: the error that vLLM passes to the parent lacks the reason."""
+    """Append the exception of a logged failure to the report, because the error that vLLM passes to the parent lacks the reason."""
     if record.levelno >= logging.ERROR and record.exc_info and (error := record.exc_info[1]) is not None:
         with path.open("a") as report:
             report.write(" ".join(f"{type(error).__name__}: {error}".split()) + "\n")

@@ -1,13 +1,14 @@
 """Decides what a replica does next, and whether it samples for a call: pure functions of the buffer's last reply and the replica's own
 state.
 
-The only way to a lease is registered → acknowledged → transfer → verified, HEALTHY. From the announcement of
-an epoch that names it, a replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY.
-One that is QUARANTINED is in no epoch, and leases nothing.
+The only way to a lease is registered → acknowledged → transfer → verified, HEALTHY. From the announcement of an epoch that names it, a
+replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY. A QUARANTINED replica is in no
+epoch and leases nothing.
 
-Calls of episodes are fenced as leases are, but nobody renews them here: a call runs to its end unless its timeline is over or the replica
-is no longer of the fleet. A refit drains them as it drains leases. What would then have to wait is refused, not queued: its caller knows
-whether another replica takes it, and its clocks; and nothing that is held back here could be let go under weights that fail their proof.
+Calls of episodes are fenced like leases, but are not renewed here: a call runs to its end unless its timeline is over or the replica has
+left the fleet. A refit drains calls as it drains leases. A call that arrives meanwhile is refused, not queued. Its caller knows its own
+deadlines and whether another replica can take the call; and a call held back here could never be released under weights that fail their
+proof.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from headrace.replica_client import ReplicaFenced
 
 @dataclasses.dataclass(frozen=True)
 class Abort:
-    """Stop generating under these lease tokens; the leases are already void, so nothing is returned. Those in `complete` are of groups that
-    have all their trajectories."""
+    """Stop generating under these lease tokens. The leases are already void, so nothing is returned. The groups of those in `complete` have
+    all their trajectories."""
 
     tokens: frozenset[str]
     complete: frozenset[str] = frozenset()
@@ -29,7 +30,7 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True)
 class EndCalls:
-    """Stop sampling for the calls of these timelines; they end as fenced."""
+    """Stop sampling for the calls of these timelines, which end as fenced."""
 
     timelines: frozenset[str]
 
@@ -63,10 +64,10 @@ Action = Abort | EndCalls | Rejoin | Acknowledge | TakePart | LeaseGroups
 class WorkerState:
     """The input of a decision.
 
-    `reply` answers the newest heartbeat; it may be older than the replica's last action. `held`: tokens of the leases being
-    generated. `calls`: timelines of the calls that it samples for. `weights`: (timeline, version) of the engine's weights if they are
-    verified. `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer
-    it joined, whatever the outcome; `refitting`: that refit is still running; `torn`: it failed.
+    `reply`: the reply to the newest heartbeat, which may be older than the replica's last action. `held`: tokens of the leases being
+    generated. `calls`: timelines of the calls being sampled. `weights`: (timeline, version) of the engine's weights if they are verified.
+    `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer it joined,
+    whatever the outcome. `refitting`: that refit is still running. `torn`: it failed.
     """
 
     replica: str
@@ -83,17 +84,17 @@ class WorkerState:
 
     @property
     def drains(self) -> bool:
-        """Whether what runs must have ended before the replica takes part in the newest epoch: unless it is updated in flight, or computes
-        with the announced weights already."""
+        """Whether running work must end before the replica takes part in the newest epoch. It must, unless weights are updated in flight or
+        the engine already computes with the announced weights."""
         epoch = self.reply.epoch
         holds = epoch is not None and self.weights == (epoch.timeline, epoch.version)
         return not self.in_flight_updates and not holds
 
 
 def decide(now: WorkerState) -> list[Action]:
-    """The next actions, in the order in which to take them."""
+    """Return the next actions, in the order in which to take them."""
     if now.reply.state == "DEAD":
-        # a refit that still runs belongs to the old id; it ends by its own deadline, or because the trainer went on without it
+        # a refit that still runs belongs to the old id; it ends at its own deadline, or because the trainer continues without it
         ended: list[Action] = [Abort(now.held), *_end_calls(now.calls)]
         return ended if now.refitting else [*ended, Rejoin()]
     actions: list[Action] = []
@@ -109,7 +110,7 @@ def decide(now: WorkerState) -> list[Action]:
     if epoch is not None:
         return [*actions, *_join(now, epoch, busy=bool(held or now.calls - over))]
     if now.reply.state == "HEALTHY" and now.torn:
-        # the buffer accepted the verification, but its answer was lost: the engine is paused, and would hold its leases forever
+        # the buffer accepted the verification but its reply was lost: the engine is paused, and would hold its leases forever
         return [*actions, *_end_calls(now.calls - over), Rejoin()]
     if now.reply.state == "HEALTHY" and len(held) < now.max_groups:
         actions.append(LeaseGroups(now.max_groups - len(held)))
@@ -117,7 +118,7 @@ def decide(now: WorkerState) -> list[Action]:
 
 
 def _open_epoch(now: WorkerState) -> Epoch | None:
-    """The newest epoch, if it is open and this replica still has a part in it."""
+    """Return the newest epoch if it is open and this replica still has a part in it."""
     epoch = now.reply.epoch
     if epoch is None or epoch.state not in ("announced", "transfer") or now.replica not in epoch.members:
         return None
@@ -138,22 +139,24 @@ def _join(now: WorkerState, epoch: Epoch, *, busy: bool) -> list[Action]:
 
 
 def fence(now: WorkerState, timeline: str, min_version: int) -> ReplicaFenced | None:
-    """Why this replica samples nothing now for a call of `timeline` that allows no weights older than `min_version`, or None."""
+    """Return why this replica can't sample now for a call of `timeline` that needs weights of `min_version` or newer, or None if it can."""
     if now.reply.timeline != timeline:
         return ReplicaFenced(
-            "timeline", f"the call is of timeline {timeline!r}, the replica knows of {now.reply.timeline!r}"
+            "timeline", f"the call is of timeline {timeline!r}, the replica's current one is {now.reply.timeline!r}"
         )
     if now.torn:
-        return ReplicaFenced("unhealthy", "the replica's weights are not verified; ask another")
+        return ReplicaFenced("unhealthy", "the replica's weights are not verified; call another replica")
     if (now.refitting or _open_epoch(now) is not None) and (now.weights is None or now.drains):
-        return ReplicaFenced("refit", "the replica takes no call until its refit is over; ask another, or again")
+        return ReplicaFenced(
+            "refit", "the replica takes no calls until its refit is over; retry, or call another replica"
+        )
     if now.reply.state != "HEALTHY" or now.weights is None:
-        return ReplicaFenced("unhealthy", f"the replica is {now.reply.state}; ask another")
+        return ReplicaFenced("unhealthy", f"the replica is {now.reply.state}; call another replica")
     if now.weights[0] != timeline:
         return ReplicaFenced("timeline", f"the replica's weights are of timeline {now.weights[0]!r}, not {timeline!r}")
     if now.weights[1] < min_version:
         return ReplicaFenced(
             "stale",
-            f"the replica's weights are of version {now.weights[1]}, the call allows none older than {min_version}",
+            f"the replica's weights are version {now.weights[1]}; the call needs version {min_version} or newer",
         )
     return None

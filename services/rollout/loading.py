@@ -1,4 +1,4 @@
-"""A replica whose engine is not up: the fleet is told that it comes, so that the trainer waits for it."""
+"""Announces a replica to the fleet while its engine loads, so that the trainer waits for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from headrace.replay import ReplayClient
 
 log = logging.getLogger(__name__)
 
-# To leave the fleet, once the engine is up.
+# how long the announcement may take to leave the fleet once the engine is up
 _LEAVING_S = 5.0
 
 
 @contextlib.contextmanager
 def announced(config: Config) -> Iterator[None]:
-    """In the fleet as LOADING while the context is open, for `rollout.load_deadline_s` at most. On a thread: the engine's start blocks
-    this one. A buffer that can't be reached is no error here, and is met by the replica itself."""
+    """Keep a LOADING replica in the fleet while the context is open, for at most `rollout.load_deadline_s`.
+
+    It runs on a thread, because the engine's start blocks the calling one. An unreachable buffer is not an error here: the replica itself
+    deals with it.
+    """
     over = threading.Event()
     thread = threading.Thread(target=_beat, args=(config, over), name="loading", daemon=True)
     thread.start()
@@ -41,7 +44,7 @@ def _beat(config: Config, over: threading.Event) -> None:
     try:
         asyncio.run(_live(config, over))
     except ReplayError as error:
-        log.warning("the fleet isn't told that this replica loads: %s", error)
+        log.warning("this replica can't be announced to the fleet while it loads: %s", error)
 
 
 async def _live(config: Config, over: threading.Event) -> None:
@@ -51,7 +54,7 @@ async def _live(config: Config, over: threading.Event) -> None:
         ends = time.monotonic() + config.rollout.load_deadline_s
         replica, state = "", "DEAD"
         while not over.is_set() and time.monotonic() < ends:
-            if state == "DEAD":  # not yet there, or its heartbeats were late
+            if state == "DEAD":  # not registered yet, or its heartbeats were late
                 replica = f"loading-{secrets.token_hex(6)}"
                 await replay.register(replica, info, loading=True)
             await asyncio.to_thread(over.wait, config.rollout.heartbeat_s)

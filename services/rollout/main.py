@@ -1,4 +1,4 @@
-"""`headrace rollout`: one replica. It joins the fleet by itself, waits for weights, and generates until a signal stops it."""
+"""`headrace rollout`: one replica. It joins the fleet, waits for weights, and generates until a signal stops it."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# From a signal while the replica starts to its end.
+# how long the process may live after a signal that arrives during its start
 _LEAVING_S = 10
 
 
 class _Stopped(BaseException):
-    """A signal came while the replica started."""
+    """Raised when a signal arrives while the replica starts."""
 
 
 def main(config: Config) -> None:
-    """Run a replica until SIGTERM or SIGINT, then return its leases, and end the process. Raises `HeadraceError` for an error that the
-    user must fix."""
+    """Run a replica until SIGTERM or SIGINT, then return its leases and end the process. Raises `HeadraceError` for an error that the user
+    must fix."""
     _leave_on_signals()
     with contextlib.suppress(_Stopped):
         _run(config)
-    # nothing is left to do, and to take an interpreter with vLLM in it apart can take longer than a service has that is stopped
+    # nothing is left to do, and shutting down an interpreter that has vLLM loaded can take longer than a stopped service may take
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,7 +66,7 @@ def _run(config: Config) -> None:
         try:
             _generate(config, sock, replay, runner)
         except HeadraceError:
-            # vLLM's engine prints errors if it is collected only when the interpreter exits
+            # vLLM's engine prints errors if it is collected as late as the interpreter's exit
             gc.collect()
             raise
         finally:
@@ -74,7 +74,7 @@ def _run(config: Config) -> None:
 
 
 def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner: asyncio.Runner) -> None:
-    # on a CPU the engine is up in seconds, and is forked, which another thread would prevent
+    # On a CPU the engine starts within seconds. It is also forked, which another thread would prevent.
     slow = devices.engine_is_for_cuda(devices.installed_versions())
     with contextlib.ExitStack() as stack:
         with announced(config) if slow else contextlib.nullcontext():
@@ -86,7 +86,7 @@ def _leave_on_signals() -> None:
     """Stop on a signal until `_serve` takes over: starting the engine blocks this thread for many seconds."""
 
     def leave(signum: int, frame: object) -> None:
-        # what is raised here is lost in a destructor or a callback of an import: then SIGALRM ends the process
+        # a destructor or an import callback swallows this exception: then SIGALRM ends the process
         signal.alarm(_LEAVING_S)
         raise _Stopped
 
@@ -115,14 +115,15 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
 
 
 def _gpus(engine: AsyncLLM) -> list[str]:
-    """The UUIDs of the engine's devices, one for each of its workers; none on a CPU, or where NVML can't be reached."""
+    """Return the UUIDs of the engine's devices, one per worker. The list is empty on a CPU, or if NVML can't be reached."""
     if engine.vllm_config.device_config.device_type != "cuda":
         return []
     return devices.uuids(os.environ)[: engine.vllm_config.parallel_config.tensor_parallel_size]
 
 
 def _reachable_as(rollout: RolloutConfig) -> str:
-    """The host name under which others reach this replica: the machine's name if it listens on all interfaces (as in a container)."""
+    """Return the host name under which others reach this replica: the machine's name if it listens on all interfaces (as in a
+    container)."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return rollout.advertise_host or rollout.host

@@ -1,4 +1,4 @@
-"""Hands finished trajectories in, many in one call: what finishes while a call is under way gathers for the next one."""
+"""Pushes finished trajectories to the buffer in batches: those that finish during one call wait for the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from headrace.trajectory import Trajectory
 
 
 class Pushes:
-    """The engine finishes many at a time, and a call costs this process and the buffer more than a trajectory in it does."""
+    """Batches pushes. The engine finishes many trajectories at a time, and a call costs this process and the buffer more than each
+    trajectory in it."""
 
     def __init__(self, replay: ReplayClient, retry: BufferRetry) -> None:
         self._replay = replay
@@ -19,8 +20,8 @@ class Pushes:
         self._sending: asyncio.Task[None] | None = None
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:
-        """Return when the trajectory is in the buffer. Raises as `ReplayClient.push` does, but waits for a buffer that is away. Cancelled
-        before its call, it is not sent."""
+        """Return once the trajectory is in the buffer. Raises what `ReplayClient.push` raises, but waits while the buffer is unreachable.
+        If it is cancelled before the call starts, the trajectory is not sent."""
         pushed = asyncio.get_running_loop().create_future()
         self._waiting.append((lease, trajectory, pushed))
         if self._sending is None or self._sending.done():
@@ -35,7 +36,7 @@ class Pushes:
             try:
                 items = [(lease, trajectory) for lease, trajectory, _ in batch]
                 errors = [*await self._retry(partial(self._replay.push_many, items))]
-            except Exception as failure:  # noqa: BLE001  # it is that of each of them
+            except Exception as failure:  # noqa: BLE001  # every push of the batch raises it
                 errors = [failure] * len(batch)
             for (*_, pushed), error in zip(batch, errors, strict=True):
                 if pushed.done():  # cancelled
@@ -46,7 +47,7 @@ class Pushes:
                     pushed.set_exception(error)
 
     async def aclose(self) -> None:
-        """End what is being sent. Its pushes must have been cancelled."""
+        """End the call that is under way. Its pushes must have been cancelled."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)

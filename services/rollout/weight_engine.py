@@ -1,7 +1,7 @@
 """The receiving end of the weight channel in vLLM's workers: an engine for vLLM's weight-transfer API.
 
 vLLM imports `WeightChannelExtension` in every worker before it loads the model (`worker_extension_cls`), which registers the engine in
-time. One engine serves `gloo` and `nccl`, which differ only in how the communicator is made.
+time. One engine serves both `gloo` and `nccl`: they differ only in how the communicator is made.
 """
 
 from __future__ import annotations
@@ -40,12 +40,19 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
 from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
-from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, HANGS, INTERRUPTED
-from headrace_services.weight_channel.transport import Arrived, Backend, Channel, ClosedChannels, GroupRank, receive
+from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
+from headrace_services.weight_channel.transport import (
+    Backend,
+    Channel,
+    ClosedChannels,
+    GroupRank,
+    ReceivedTensor,
+    receive,
+)
 
 logger = logging.getLogger(__name__)
 
-Buckets = Iterator[list[Arrived]]
+Buckets = Iterator[list[ReceivedTensor]]
 # the tensors of an adapter by name, each with its checksum
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -73,11 +80,11 @@ class WeightUpdate(WeightTransferUpdateInfo):
 
 
 class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
-    """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload, each while the next one travels.
+    """Receives checkpoint-format weights bucket by bucket. vLLM's layerwise reload loads each bucket while the next one travels.
 
-    The model is on the meta device during a reload, and a generation step then would kill the engine. So the
-    whole reload happens inside `receive_weights`, a single uninterrupted call, and vLLM's calls around it do nothing. If it fails, the
-    model is structurally complete again, but contains a mixture of old and new weights: it must not generate until an update succeeds.
+    During a reload the model is on the meta device, where a generation step would kill the engine. So the whole reload happens inside
+    `receive_weights`, one uninterrupted call, and vLLM's calls around it do nothing. If it fails, the model is structurally complete
+    again, but holds a mixture of old and new weights: it must not generate until an update succeeds.
     """
 
     init_info_cls = JoinGroup
@@ -85,8 +92,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # each reload logs "failed to load weights" for layers without weights of their own (a tied head, rotary tables);
-        # the proof shows whether all weights were loaded
+        # Each reload logs "failed to load weights" for layers without their own weights (a tied head, rotary tables). The proof shows
+        # whether all weights were loaded.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
         self._closed = ClosedChannels()
@@ -104,7 +111,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
             secret=bytes.fromhex(init_info.secret),
         )
-        with _mark_interrupted():
+        with _interrupting():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:
@@ -114,8 +121,11 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         """Do nothing: see the class."""
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
-        """Load a broadcast, the model or its adapter or both, and prove that the model holds it and computes with it. What fails here ends
-        no collective: the rest of the broadcast is received, for the sake of the other members and of this replica's other workers."""
+        """Load a broadcast (the model, its adapter or both), and prove that the model holds it and computes with it.
+
+        A failure here does not end the collective: this worker still receives the rest of the broadcast, for the other members and this
+        replica's other workers.
+        """
         arrived: Adapter = {}
         buckets = self._setting_aside(self._buckets(update_info), arrived)
         if all(name.startswith(ADAPTER) for name in Manifest.decode(update_info.manifest).names):
@@ -125,13 +135,13 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
                 self._load_model(buckets)
         if (self.vllm_config.lora_config is None) == bool(arrived):
             raise WeightChannelError(
-                "trainer and replica were started with different policy.lora_cfg.refit; start both with one configuration"
+                "trainer and replica were started with different values of policy.lora_cfg.refit; start both with the same configuration"
             )
         if arrived:
             self.load_adapter(arrived)
 
     def load_adapter(self, arrived: Adapter) -> None:
-        """Compute with this adapter from now on, in the place of the one before it, and prove it."""
+        """Replace the current adapter with this one, and prove that the engine computes with it."""
         arrived = {name: (tensor.to(self.device), known.to(self.device)) for name, (tensor, known) in arrived.items()}
         dim = next(len(tensor) for name, (tensor, _) in arrived.items() if ".lora_A." in name)
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
@@ -155,7 +165,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         manager.activate_adapter(ADAPTER_ID)
 
     def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
+        """Yield the tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
         for name, module in self.model.lora_manager.modules.items():
             for part in ("lora_a_stacked", "lora_b_stacked"):
                 tensors = getattr(module, part, ())
@@ -194,11 +204,11 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def renew_copies(self) -> None:
-        """Make anew what the engine derives from its parameters and a reload leaves as it was.
+        """Recreate what the engine derives from its parameters and a reload does not update.
 
         On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not update that
-        copy, and the head would silently keep computing with the old weights, although names and checksums of parameters agree. Experts
-        are packed in place, and only when they are first loaded: a reload leaves them as they came.
+        copy. The head would silently keep computing with the old weights, although the names and checksums of the parameters agree.
+        Experts are packed in place, and only when they are first loaded: a reload leaves them unpacked.
         """
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for module in self.model.modules():
@@ -214,7 +224,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     @contextlib.contextmanager
     def _without_adapter(self) -> Iterator[None]:
-        """In the context the model has the modules that vLLM loaded it into, in the place of those that it put around them for adapters."""
+        """While the context is open, replace the modules that vLLM wrapped for adapters with the original ones that it loaded."""
         around = [
             (name, module)
             for name, module in self.model.named_modules(remove_duplicate=False)
@@ -235,20 +245,20 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     @staticmethod
     def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
-        """The buckets without what they have of an adapter, of which `arrived` gets copies."""
+        """Yield the buckets without their adapter tensors, and put copies of those into `arrived`."""
         for bucket in buckets:
             arrived |= {name: (tensor.clone(), known) for name, tensor, known in bucket if name.startswith(ADAPTER)}
             yield [one for one in bucket if not one.name.startswith(ADAPTER)]
 
     def _buckets(self, update: WeightUpdate) -> Buckets:
-        """The tensors of a broadcast, a bucket at a time."""
+        """Yield the tensors of a broadcast, a bucket at a time."""
         if self._channel is None:
-            raise WeightChannelError("this worker is in no group; the trainer must form one")
+            raise WeightChannelError("this worker has not joined a group; the trainer must form one")
         manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s
         buckets = receive(self._channel, manifest, deadline)
         try:
             while True:
-                with _mark_interrupted():
+                with _interrupting():
                     bucket = next(buckets, None)
                 if bucket is None:
                     return
@@ -257,8 +267,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             self.shutdown()
             raise
 
-    def _copy_kept(self, bucket: list[Arrived]) -> None:
-        """Give vLLM copies of those tensors that it keeps, for layers that miss others: their memory is used again."""
+    def _copy_kept(self, bucket: list[ReceivedTensor]) -> None:
+        """Give vLLM copies of the tensors that it keeps for incomplete layers, because the bucket's memory is reused."""
         storages = {one.tensor.untyped_storage()._cdata for one in bucket}
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,10 +279,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
                 kept.arguments.update(tree_map_only(torch.Tensor, copy, kept.arguments))
 
     def _abandon_reload(self) -> None:
-        """Put the parameters of incomplete layers back in place, and forget what they had received.
-
-        Otherwise the next reload would continue with half-filled layers.
-        """
+        """Put the parameters of incomplete layers back in place, and drop what they had received. Otherwise the next reload would continue
+        with half-filled layers."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -282,46 +290,51 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
 
 class WeightChannelExtension:
-    """A mixin for vLLM's worker class. The calls of a refit return why they failed, or None, and never raise: vLLM raises at the first
-    worker that does, and leaves the answers of the others in their queues, where the next call would take them for its own."""
+    """A mixin for vLLM's worker class.
+
+    The calls of a refit never raise. They return a `RefitFailure`, or None. If one worker raised, vLLM would raise at once and leave the
+    other workers' answers in their queues, where the next call would take them for its own.
+    """
 
     weight_transfer_engine: WeightChannelEngine
     vllm_config: VllmConfig
 
-    def join_group(self, init_info: dict[str, Any]) -> str | None:
+    def join_group(self, init_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
+        return self._failure_of(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
 
-    def receive_weights(self, update_info: dict[str, Any]) -> str | None:
+    def receive_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
+        return self._failure_of(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
 
-    def discard_weights(self, update_info: dict[str, Any]) -> str | None:
+    def discard_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
-        return self._reason(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
+        return self._failure_of(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
 
     def attention_backends(self) -> list[str]:
-        """The names of what computes this worker's attention."""
+        """Return the names of the backends that compute this worker's attention."""
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
-    def _reason(self, call: Callable[[], None]) -> str | None:
+    def _failure_of(self, call: Callable[[], None]) -> RefitFailure | None:
         try:
             with set_current_vllm_config(self.vllm_config):
                 call()
+        except TransferInterrupted as error:
+            return RefitFailure("interrupted", str(error))
         except WeightChannelError as error:
-            return str(error)
+            return RefitFailure("failed", str(error))
         except Restartable as error:
-            return f"{HANGS}: {error}"
+            return RefitFailure("hangs", str(error))
         except Exception as error:
             logger.exception("a refit failed")
-            return f"{type(error).__name__}: {error}"
+            return RefitFailure("failed", f"{type(error).__name__}: {error}")
         return None
 
 
 @contextlib.contextmanager
 def _counting_by(count: Callable[..., tuple[int, Any]]) -> Iterator[None]:
-    """In the context, a layerwise reload counts by this what a loader copies."""
+    """Replace vLLM's function that counts what a loader copies in a layerwise reload, while the context is open."""
     own = layerwise.get_numel_loaded
     layerwise.get_numel_loaded = count
     try:
@@ -331,13 +344,12 @@ def _counting_by(count: Callable[..., tuple[int, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mark_interrupted() -> Iterator[None]:
-    """Mark errors of the collective in their text: only the text reaches the service, and the trainer must know whether this replica is at
-    fault."""
+def _interrupting() -> Iterator[None]:
+    """Raise an error of the collective as `TransferInterrupted`: it is not this replica's fault."""
     try:
         yield
     except WeightChannelError as error:
-        raise WeightChannelError(f"{INTERRUPTED}: {error}") from error
+        raise TransferInterrupted(str(error)) from error
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightChannelEngine)

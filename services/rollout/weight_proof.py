@@ -1,14 +1,14 @@
-"""Proves that the model holds the weights that were received, and computes with them: exactly, whatever the dtype.
+"""Proves that the model holds exactly the weights that were received, whatever the dtype, and computes with them.
 
-Trainer and vLLM name and cut weights differently (fused, sharded and padded parameters), and only vLLM's weight loaders know how. So this
-watches them: which part of which parameter they copy into, and the checksum of what they copy. After the load, the model's own parameters
-must have these checksums in these parts, and no other parts. vLLM runs each loader twice, first only to count what it would copy. It is
-watched there, because every operation that is watched goes through Python.
+Trainer and vLLM name and split weights differently (fused, sharded and padded parameters), and only vLLM's weight loaders know how. So
+this module watches the loaders: which part of which parameter they copy into, and the checksum of what they copy. After the load, the
+model's own parameters must have these checksums in these parts, and no other parts. vLLM runs each loader twice, the first time only to
+count what it would copy. The first run is the one that is watched, because every watched operation goes through Python.
 
-An adapter (`policy.lora_cfg.refit`) is watched in the same way, into the tensors that the engine keeps of it.
+An adapter (`policy.lora_cfg.refit`) is watched in the same way, as it is copied into the tensors that the engine keeps of it.
 
-Some platforms compute with a copy of a parameter. Checksums of parameters say nothing of it, so it is read back: on a CPU, the packed
-matrix of a linear layer or a head.
+Some platforms compute with a copy of a parameter, about which the parameter's checksum says nothing. So the copy is read back: on a CPU,
+the packed matrix of a linear layer or a head.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
-from headrace_services.weight_channel.transport import Arrived
+from headrace_services.weight_channel.transport import ReceivedTensor
 
-# Columns of a packed matrix that are read back, others in each update: side by side, since what reads one from memory has read the next. A
-# matrix is packed as a whole, so an old copy is old in all of them.
+# Columns of a packed matrix to read back, different ones in each update. They are adjacent, because reading one from memory reads the next
+# as well. A matrix is packed as a whole, so an old copy is old in all its columns.
 COLUMNS = 8
-# to the instructions that multiply bfloat16, smaller numbers are 0
+# the instructions that multiply bfloat16 treat smaller numbers as 0
 _SMALLEST = 2.0**-126
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a parameter by its place in the parameter's memory."""
+    """A part of a parameter, by its place in the parameter's memory."""
 
     offset: int
     size: tuple[int, ...]
@@ -51,9 +51,11 @@ class _Part:
 
 @dataclass
 class _Parameter:
-    """One of the model's parameters, and what the loaders wrote into it: the checksum of each part and, if there is a packed copy, some
-    columns of what came ([columns, rows]) by their first row. `zeros` are padding. The storage is kept, so that no other takes its
-    identity."""
+    """One of the model's parameters, and what the loaders wrote into it.
+
+    `checksums` are those of each part. If the parameter has a packed copy, `columns` are some columns of what was received
+    ([columns, rows]), by their first row. `zeros` are padding. `storage` is kept, so that no other storage takes its identity.
+    """
 
     name: str
     layer: torch.nn.Module
@@ -67,13 +69,13 @@ class _Parameter:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """As it is now."""
+        """The parameter's current tensor."""
         tensor: torch.Tensor = getattr(self.layer, self.attribute).data
         return tensor
 
     @property
     def packed(self) -> bool:
-        """Whether the layer multiplies by a packed copy of it."""
+        """Whether the layer multiplies by a packed copy of the parameter."""
         return self.attribute == "weight" and len(self.shape) == 2 and hasattr(self.layer, "cpu_linear")
 
     @property
@@ -82,7 +84,7 @@ class _Parameter:
 
 
 class WeightProof(TorchDispatchMode):
-    """The proof of one update of `model`, made when its layerwise reload has begun."""
+    """The proof of one update of `model`. Create it once the model's layerwise reload has begun."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -100,14 +102,16 @@ class WeightProof(TorchDispatchMode):
         self._columns: dict[int, slice] = {}
         self._copied = 0
 
-    def load(self, bucket: Sequence[Arrived]) -> None:
-        """Have the model load these tensors, each loader under `watch`. Their checksums are read later."""
+    def load(self, bucket: Sequence[ReceivedTensor]) -> None:
+        """Load these tensors into the model, with each loader under `watch`. Their checksums are read later."""
         self._known = {one.tensor.data_ptr(): (one.tensor.numel(), one.checksum) for one in bucket}
         self._model.load_weights((one.name, one.tensor) for one in bucket)  # type: ignore[operator]
 
     def watch(self, loader: Callable[..., Any], arguments: inspect.BoundArguments) -> tuple[int, Any]:
-        """The number of elements that the loader copies, and what it returns: what vLLM's `get_numel_loaded` says. In a layerwise reload
-        that runs each loader on the parameter itself, on the meta device, before a new one is loaded to take its place."""
+        """Return the number of elements that the loader copies, and the loader's own result, as vLLM's `get_numel_loaded` does.
+
+        A layerwise reload calls it with each loader on the parameter itself, on the meta device, before it loads the replacement.
+        """
         self._copied = 0
         with self:
             returned = loader(*arguments.args, **arguments.kwargs)
@@ -144,15 +148,15 @@ class WeightProof(TorchDispatchMode):
         names, held, sent = [], [], []
         for parameter in self._parameters.values():
             tensor = parameter.tensor
-            # a tied one got its weights under its other name
+            # a tied parameter got its weights under its other name
             if not parameter.complete and tensor.data_ptr() not in complete:
-                raise WeightChannelError(f"the trainer sends nothing, or too little, for the engine's {parameter.name}")
+                raise WeightChannelError(f"the trainer sends too little, or nothing, for the engine's {parameter.name}")
             if tensor.numel() == 0 and parameter.packed:
-                continue  # nothing is left of it but the packed copy
+                continue  # only the packed copy is left
             if tensor.shape != parameter.shape or not tensor.is_contiguous():
                 raise WeightChannelError(
-                    f"the engine keeps {parameter.name} in a form that can't be compared, of shape {tuple(tensor.shape)} "
-                    f"and not {tuple(parameter.shape)}: this model can't be refitted here"
+                    f"the engine keeps {parameter.name} in a form that can't be compared (shape {tuple(tensor.shape)}, "
+                    f"not {tuple(parameter.shape)}); this model can't be refitted here"
                 )
             for part, known in parameter.checksums.items():
                 names.append(parameter.name)
@@ -161,11 +165,11 @@ class WeightProof(TorchDispatchMode):
         same = torch.stack(held) == torch.stack(sent).to(held[0].device)
         if wrong := list(dict.fromkeys(name for name, right in zip(names, same.tolist(), strict=True) if not right)):
             raise WeightChannelError(
-                f"{len(wrong)} parameters of the engine are not what was received, {wrong[0]} first"
+                f"{len(wrong)} parameters of the engine differ from what was received, the first is {wrong[0]}"
             )
 
     def check_copies(self) -> None:
-        """Raise `WeightChannelError` unless the packed copies are of the parameters as they are now."""
+        """Raise `WeightChannelError` unless the packed copies match the current parameters."""
         for parameter in self._parameters.values():
             if not parameter.packed:
                 continue
@@ -174,11 +178,11 @@ class WeightProof(TorchDispatchMode):
             right, packed = torch.cat(columns, 1), _read_back(parameter, drawn)
             if right.shape != packed.shape or not bool((packed - right).abs().max() <= _SMALLEST):
                 raise WeightChannelError(
-                    f"the engine computes with a packed copy of {parameter.name} that is not of what was received"
+                    f"the engine computes with a packed copy of {parameter.name} that differs from what was received"
                 )
 
     def _drawn(self, parameter: _Parameter) -> slice:
-        """The columns to read back of a matrix of this width."""
+        """Return the columns to read back of a matrix of this width."""
         width = parameter.shape[1]
         if width not in self._columns:
             first = random.Random().randrange(max(1, width - COLUMNS + 1))
@@ -187,8 +191,8 @@ class WeightProof(TorchDispatchMode):
 
 
 class AdapterProof(TorchDispatchMode):
-    """The proof of one adapter. `arrived` are its tensors by name, each with its checksum. Watches what is copied into `stacked`, the
-    tensors that the engine keeps of it, by name."""
+    """The proof of one adapter. It watches what is copied into `stacked`, the tensors that the engine keeps of the adapter, by name.
+    `arrived` are the adapter's tensors by name, each with its checksum."""
 
     def __init__(
         self, stacked: Mapping[str, torch.Tensor], arrived: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -208,25 +212,27 @@ class AdapterProof(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Raise `WeightChannelError` unless the engine keeps every tensor that arrived, and zeros besides."""
+        """Raise `WeightChannelError` unless the engine keeps every tensor that arrived, and zeros everywhere else."""
         if lost := [name for name in self._sent if name not in self._parts]:
             raise WeightChannelError(
-                f"the engine takes {len(lost)} tensors of the adapter nowhere, {lost[0]} first: set "
-                "policy.lora_cfg.refit to merged, or leave these layers out of a new run (policy.lora_cfg.exclude_modules)"
+                f"the engine has no place for {len(lost)} tensors of the adapter, the first is {lost[0]}; set policy.lora_cfg.refit to "
+                "merged, or leave these layers out of a new run (policy.lora_cfg.exclude_modules)"
             )
         numbers = dict.fromkeys(self._stacked, 0)
         for name, (storage, part) in self._parts.items():
             held = part.of(self._stacked[storage][1])
             if not bool(checksum(held) == self._sent[name]):
-                raise WeightChannelError(f"the engine's adapter is not what was received, {name} first")
+                raise WeightChannelError(
+                    f"the engine's adapter differs from what was received, the first difference is in {name}"
+                )
             numbers[storage] += int(held.count_nonzero())
         for storage, (name, tensor) in self._stacked.items():
             if int(tensor.count_nonzero()) != numbers[storage]:
-                raise WeightChannelError(f"the engine's adapter has numbers in {name} that were not received")
+                raise WeightChannelError(f"the engine's adapter has nonzero numbers in {name} that were not received")
 
 
 def _read_back(parameter: _Parameter, columns: slice) -> torch.Tensor:
-    """[columns, rows] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
+    """Return [columns, rows] of the matrix that the layer multiplies by. A product with a single 1 among zeros is exact."""
     ones = torch.zeros(columns.stop - columns.start, parameter.shape[1], dtype=parameter.dtype)
     ones[:, columns].fill_diagonal_(1)
     layer: Any = parameter.layer

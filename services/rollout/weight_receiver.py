@@ -1,6 +1,6 @@
 """The replica's side of a refit: acknowledge the epoch, receive the weights, and report the log-probabilities of the probe.
 
-vLLM is imported inside functions, after the service has set its environment.
+Functions import vLLM themselves, after the service has set its environment.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from headrace.config import Config
@@ -28,33 +29,42 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
-# vLLM's number of the only adapter that an engine has
+# vLLM's id of the only adapter that an engine has
 ADAPTER_ID = 1
-# Of vLLM's kernels for experts on a GPU, these compute with the parameters as they are loaded; others with a copy in a layout of their own.
+# These kernels for experts on a GPU compute with the parameters as they are loaded. vLLM's others use a copy in their own layout.
 MOE_BACKEND = "triton"
-# a worker gives up at its own deadline; an engine that is silent for this much longer hangs
+# A worker gives up at its own deadline. An engine that is silent for this much longer hangs.
 ANSWER_S = 30.0
-# How `weight_engine` begins a reason that is the collective's, and one for which the process must end: only a text comes from a worker.
-INTERRUPTED, HANGS = "transfer interrupted", "the collective hangs"
 
 T = TypeVar("T")
 
 
+class RefitFailure(msgspec.Struct, frozen=True):
+    """Why a worker of the engine did not complete a step of a refit: the answer of `WeightChannelExtension`.
+
+    `kind` decides who is to blame. failed: this replica. interrupted: the collective, through no fault of this replica. hangs: a call of
+    the collective never ended, so the process must be restarted.
+    """
+
+    kind: Literal["failed", "interrupted", "hangs"]
+    reason: str
+
+
 class TransferInterrupted(WeightChannelError):
-    """The collective failed through no fault of this replica, which may take part in the next."""
+    """Raised when the collective failed through no fault of this replica, which may take part in the next one."""
 
 
 def keeps_stale_kv(config: Config) -> bool:
-    """Whether running requests keep the KV cache of older weights after a refit."""
+    """Return whether running requests keep the KV cache of older weights after a refit."""
     asynchrony = config.algorithm.asynchrony
     return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
-    """The `AsyncEngineArgs` that the weight channel needs.
+    """Return the `AsyncEngineArgs` that the weight channel needs.
 
-    The prefix cache is on: a conversation is not computed anew at each turn. See `WeightReceiver.cache_salt` for what keeps entries of
-    older weights from new requests. Priority scheduling lets the probe overtake waiting requests.
+    The prefix cache is on, so that a conversation is not recomputed at each turn. `WeightReceiver.cache_salt` keeps entries of older
+    weights from new requests. Priority scheduling lets the probe overtake waiting requests.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -70,17 +80,19 @@ def engine_arguments(config: Config) -> dict[str, Any]:
 
 
 def refit_problem(vllm_config: Any) -> str | None:
-    """Why vLLM can't safely take new weights as it is configured (a `VllmConfig`), if it can't."""
+    """Return why vLLM can't safely take new weights in this configuration (a `VllmConfig`), or None if it can."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     sizes = {"pipeline": parallel.pipeline_parallel_size, "data": parallel.data_parallel_size}
     if wrong := [f"{kind} parallel ({size} ways)" for kind, size in sizes.items() if size > 1]:
-        return f"the replica is {' and '.join(wrong)}; only tensor parallel ones can be refitted. Start more replicas"
+        return (
+            f"the replica is {' and '.join(wrong)}; only tensor parallel replicas can be refitted. Start more replicas"
+        )
     if parallel.enable_expert_parallel:
-        return "the replica is expert parallel; only tensor parallel ones can be refitted. Start more replicas"
+        return "the replica is expert parallel; only tensor parallel replicas can be refitted. Start more replicas"
     if model.quantization is not None:
         return (
-            f"policy.model_name: {model.model} is quantised ({model.quantization}); the trainer's weights are not, and no refit of it "
-            "could be verified. Give the model as it is before quantisation"
+            f"policy.model_name: {model.model} is quantised ({model.quantization}), the trainer's weights are not, and no refit could be "
+            "verified; give the unquantised model"
         )
     if vllm_config.lora_config is not None:
         untried = {
@@ -89,20 +101,20 @@ def refit_problem(vllm_config: Any) -> str | None:
             f"tensor parallel ({parallel.tensor_parallel_size} ways)": parallel.tensor_parallel_size > 1,
         }
         if found := [what for what, so in untried.items() if so]:
-            return f"policy.lora_cfg.refit adapter: the replica is {' and '.join(found)}, for which it is not proved; set it to merged"
+            return f"policy.lora_cfg.refit adapter: the replica is {' and '.join(found)}, where this is not proved; set it to merged"
     if model.enforce_eager or vllm_config.device_config.device_type == "cpu":
         return None
     remedy = "set policy.generation.vllm_cfg.enforce_eager=true"
     if model.use_mla:
         return (
-            f"policy.model_name: {model.model} has latent attention (MLA), whose derived matrices vLLM makes anew in a refit, while CUDA "
+            f"policy.model_name: {model.model} has latent attention (MLA), whose derived matrices vLLM recreates in a refit while CUDA "
             f"graphs keep the old ones; {remedy}"
         )
     backend = vllm_config.kernel_config.moe_backend
     if model.is_moe and backend != MOE_BACKEND:
         return (
-            f"policy.model_name: {model.model} is a mixture of experts, computed by vLLM's moe_backend {backend}, which may keep old "
-            f"weights in CUDA graphs after a refit; leave it at {MOE_BACKEND}, or {remedy}"
+            f"policy.model_name: {model.model} is a mixture of experts computed by vLLM's moe_backend {backend}, which may keep old "
+            f"weights in CUDA graphs after a refit; leave moe_backend at {MOE_BACKEND}, or {remedy}"
         )
     return None
 
@@ -110,8 +122,8 @@ def refit_problem(vllm_config: Any) -> str | None:
 class WeightReceiver:
     """One replica's receiver. Its calls must not overlap.
 
-    During `take_part`, running requests are paused and then continue under weights that are not yet verified. The caller
-    must hold back what finishes meanwhile, and discard it together with everything still running if the result is False.
+    During `take_part`, running requests are paused and then continue under weights that are not yet verified. The caller must hold back
+    the requests that finish in the meantime. If the result is False, it must discard them and everything that is still running.
     """
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, replica: str) -> None:
@@ -128,26 +140,26 @@ class WeightReceiver:
 
     @property
     def weights(self) -> tuple[str, int] | None:
-        """(timeline, version) of the engine's weights if they are verified, else None."""
+        """The (timeline, version) of the engine's weights if they are verified, else None."""
         return self._held
 
     @property
     def cache_salt(self) -> str | None:
-        """What a request has to be salted with, so that of the prefix cache it finds only what was computed with the weights of its time.
+        """The salt that a request must carry, so that it finds only prefix-cache entries of the current weights. None: no salt is needed.
 
-        vLLM can drop that cache only together with the KV cache of running requests. Where those keep theirs across a refit, entries of
-        older weights stay in it, and no new request has their salt. None where a refit drops both. A request that is in the engine by the
-        time of the refit goes on with what was computed for it, whether it runs or waits there.
+        vLLM can drop the prefix cache only together with the KV cache of running requests. If those requests keep their KV cache across a
+        refit, entries of older weights stay in the prefix cache, but no new request has their salt. If a refit drops both, there is no
+        salt. A request that is already in the engine at the refit, running or waiting, continues with what was computed for it.
         """
         return None if self._clear_cache else self._cache_salt
 
     def holds(self, epoch: Epoch) -> bool:
-        """Whether the engine already computes with the epoch's weights, verified: then it need not drain or pause."""
+        """Return whether the engine already computes with the epoch's weights, verified. It then need not drain or pause."""
         return self._held == (epoch.timeline, epoch.version)
 
     async def acknowledge(self, epoch: Epoch) -> None:
-        """Tell the buffer that this replica can take part, unless the epoch excludes it or is no longer announced. An epoch whose
-        announcement can't be read is refused."""
+        """Report to the buffer that this replica can take part, unless the epoch excludes it or is no longer announced. Refuse an epoch
+        whose announcement can't be read."""
         with contextlib.suppress(Fenced):
             try:
                 excluded = Announcement.decode(epoch.rendezvous).excluded
@@ -156,16 +168,16 @@ class WeightReceiver:
                 await self._replay.refuse(self._replica, epoch.id, str(error))
                 return
             if self._replica in excluded:
-                logger.info("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
+                logger.info("epoch %s continues without this replica, which broke an earlier attempt", epoch.id)
                 return
             await self._replay.acknowledge(self._replica, epoch.id)
 
     async def take_part(self, epoch: Epoch) -> bool:
-        """Receive the epoch's weights, compute the probe with them and report it. True if that makes the replica HEALTHY.
+        """Receive the epoch's weights, compute the probe with them and report it. Return True if that makes the replica HEALTHY.
 
-        On failure the replica refuses with the reason and is STALE. If its weights are then incomplete or not verified,
-        the engine stays paused until a later epoch succeeds. Raises `Restartable` if the engine hangs, vLLM's
-        `EngineDeadError` if it died, and `ReplayUnavailable`.
+        On failure the replica refuses the epoch with the reason and becomes STALE. If its weights are then incomplete or unverified, the
+        engine stays paused until a later epoch succeeds. Raises `Restartable` if the engine hangs, vLLM's `EngineDeadError` if it died,
+        and `ReplayUnavailable`.
         """
         self.seconds = {}
         try:
@@ -187,7 +199,7 @@ class WeightReceiver:
         return await self._prove(epoch, logprobs)
 
     async def _prove(self, epoch: Epoch, logprobs: Float32) -> bool:
-        """Report the probe; unless that verifies the weights, the engine is paused."""
+        """Report the probe. Pause the engine unless that verifies the weights."""
         verdict: RefitVerdict | None = None
         verified, self._held = False, None
         try:
@@ -202,7 +214,7 @@ class WeightReceiver:
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
         elif verdict is not None:
             logger.warning(
-                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by %.3g, and by %.3g in the mean",
+                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by up to %.3g, on average by %.3g",
                 epoch.version,
                 verdict.difference,
                 verdict.mean,
@@ -216,7 +228,7 @@ class WeightReceiver:
         if group == self._group:
             return
         if group == rendezvous.previous_group:
-            raise TransferInterrupted(f"{INTERRUPTED}: this replica is no longer in group {group}")
+            raise TransferInterrupted(f"joining the group was interrupted: this replica is no longer in group {group}")
         self._group = None
         request = {
             "group_id": group,
@@ -232,10 +244,10 @@ class WeightReceiver:
         self._group = group
 
     async def _install(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
-        """Pause, receive, resume. On an error in between the engine stays paused, because its weights are a mixture of versions."""
+        """Pause, receive, resume. After an error the engine stays paused, because its weights are a mixture of versions."""
         self._held = None
         await self._pause()
-        # not before: until then the engine computes with the old weights. Drawn, since versions come again after a rewind
+        # Not before the pause: until then the engine computes with the old weights. Random, because versions repeat after a rewind.
         self._cache_salt = secrets.token_hex(8)
         await self._receive("receive_weights", rendezvous)
         version = self._engine.update_weight_version(str(epoch.version))
@@ -252,25 +264,27 @@ class WeightReceiver:
         self._group = group  # a group that lost a transfer is never used again
 
     async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:
-        """Have every worker of the engine do `method` of the extension. What one says against it is raised, once all have answered."""
+        """Run `method` of the extension in every worker of the engine. Once all have answered, raise the worst failure: "hangs", then
+        "failed", then "interrupted"."""
         calls = self._engine.collective_rpc(method, kwargs=arguments)
-        reasons = [reason for reason in await self._call(what, calls, rendezvous.timeout_s) if reason is not None]
-        if not reasons:
-            return
-        if hangs := [reason for reason in reasons if reason.startswith(HANGS)]:
-            raise Restartable(f"{what}: {hangs[0]}")
-        # who is interrupted because another worker of this replica failed is not what the replica is judged by
-        own = [reason for reason in reasons if not reason.startswith(INTERRUPTED)]
-        kind = WeightChannelError if own else TransferInterrupted
-        raise kind(f"{what}: {(own or reasons)[0]}")
+        # vLLM's RPC returns a struct as a plain map, unless pickles are allowed (VLLM_ALLOW_INSECURE_SERIALIZATION)
+        answers = msgspec.convert(await self._call(what, calls, rendezvous.timeout_s), list[RefitFailure | None])
+        failures = {answer.kind: answer.reason for answer in reversed(answers) if answer is not None}
+        if "hangs" in failures:
+            raise Restartable(f"{what}: {failures['hangs']}")
+        # a failed worker interrupts the replica's other workers, so its failure is the one that counts
+        if "failed" in failures:
+            raise WeightChannelError(f"{what}: {failures['failed']}")
+        if "interrupted" in failures:
+            raise TransferInterrupted(f"{what} was interrupted: {failures['interrupted']}")
 
     async def _pause(self) -> None:
         """Pause the engine until an update has succeeded (idempotent)."""
         await self._call("pausing", self._stop_scheduling(), 0.0)
 
     async def _stop_scheduling(self) -> None:
-        """What vLLM's `pause_generation` does, but for the 20 ms that it sleeps then, so that what was sampled before comes back first. It
-        comes with its version whenever it comes."""
+        """Do what vLLM's `pause_generation` does, without its final sleep of 20 ms. It sleeps so that tokens sampled before come back
+        first, but here they carry their version whenever they come."""
         if self._clear_cache:
             await self._engine.renderer.clear_mm_cache_async()
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
@@ -279,12 +293,12 @@ class WeightReceiver:
         probe = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
         logprobs = await self._call("computing the probe", probe, rendezvous.timeout_s)
         if not np.isfinite(logprobs).all():
-            self._held = None  # whatever these weights are, they are not the trainer's
+            self._held = None  # these can't be the trainer's weights
             raise WeightChannelError("computing the probe: its log-probabilities are not finite")
         return logprobs
 
     async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
-        """Log-probabilities [len - 1] of tokens 1.., computed by the engine, never read from the prefix cache."""
+        """Return the log-probabilities [len - 1] of tokens 1.., computed by the engine and never read from the prefix cache."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -306,7 +320,7 @@ class WeightReceiver:
             raise Restartable(f"{what}: the engine does not answer") from error
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM passes a failure on as a bare Exception
+        except Exception as error:  # vLLM reports a failure as a bare Exception
             raise WeightChannelError(f"{what}: {error}") from error
         finally:
             self.seconds[what] = time.monotonic() - started

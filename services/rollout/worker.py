@@ -1,7 +1,7 @@
 """The replica's loop: heartbeat, decide, act. `decisions` decides; this module acts.
 
-One task calls the buffer. Generations and refits run in tasks beside it, and wake it when they end. So do the calls of episodes, which the
-HTTP API brings.
+One task calls the buffer. Generations, refits and the calls of episodes (which arrive over the HTTP API) run in other tasks, and wake it
+when they end.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Time for a leaving replica to save unfinished trajectories: well within the grace period of a process that is stopped.
+# How long a leaving replica may take to save unfinished trajectories: well within the grace period of a stopped process.
 _PARTING_S = 5.0
-_NOT_VERIFIED = "the weights that it sampled from are not verified; ask another replica, or again"
+_NOT_VERIFIED = "the weights that it sampled from are not verified; retry, or call another replica"
 
 
 class _GroupReleased(HeadraceError):
-    """A trajectory could not be generated and the group needs it, so the buffer has taken the group back."""
+    """Raised when a trajectory that the group needs could not be generated, so that the buffer has taken the group back."""
 
 
 @dataclasses.dataclass
 class ReplicaStatus:
-    """The state shown by the HTTP pages and the metrics. `version` and `timeline` are of the weights verified last, -1 and "" at first."""
+    """The state shown by the HTTP pages and the metrics. `version` and `timeline` belong to the last verified weights; they start as -1
+    and ""."""
 
     state: ReplicaState = "STALE"
     version: int = -1
@@ -81,20 +82,20 @@ class ReplicaStatus:
     refits: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def problem(self) -> str | None:
-        """Why the replica does not generate, or None if it does."""
+        """Return why the replica does not generate, or None if it does."""
         if self.unreachable is not None:
-            return f"the buffer is not reachable: {self.unreachable}"
+            return f"the buffer is unreachable: {self.unreachable}"
         if self.state == "HEALTHY":
             return None
         if self.quarantined is not None:
-            return f"quarantined, because {self.quarantined}; restart this replica once the cause is mended"
+            return f"quarantined, because {self.quarantined}; fix the cause, then restart this replica"
         if self.refused is not None:
             return f"the last refit failed: {self.refused}"
-        return f"{self.state}: waits for the trainer to send weights"
+        return f"{self.state}: waiting for the trainer to send weights"
 
 
 class RolloutWorker:
-    """One replica. `engine` is used only from the loop that runs `run`."""
+    """One replica. Only the event loop that runs `run` may use `engine`."""
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, info: Mapping[str, Any]) -> None:
         self.status = ReplicaStatus()
@@ -104,19 +105,19 @@ class RolloutWorker:
         self._engine = engine
         self._replay = replay
         self._info = info
-        # retries until the buffer answers; if the lease has expired by then, the answer is `LeaseLost`
+        # retries until the buffer answers, which is `LeaseLost` if the lease has expired by then
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._pushes = Pushes(replay, self._retry)
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
-        self._calls: dict[asyncio.Task[Sampled], str] = {}  # with the timeline of each
-        self._reply: HeartbeatReply | None = None  # to the newest heartbeat
+        self._calls: dict[asyncio.Task[Sampled], str] = {}  # the timeline of each call
+        self._reply: HeartbeatReply | None = None  # the reply to the newest heartbeat
         self._refit: asyncio.Task[None] | None = None
         self._answered: str | None = None
         self._attempted: str | None = None
         self._changed = asyncio.Event()
-        # cleared while the engine may compute with weights that are not verified: nothing is pushed then
+        # cleared while the engine may compute with unverified weights: nothing is pushed then
         self._verified = asyncio.Event()
         self._verified.set()
         self._leaving = False
@@ -126,9 +127,9 @@ class RolloutWorker:
         return frozenset(self._groups)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop`, then save unfinished trajectories, return every lease without costing an attempt, and leave the fleet.
+        """Run until `stop`, then save unfinished trajectories, return every lease without charging an attempt, and leave the fleet.
 
-        Raises vLLM's `EngineDeadError`, and `Restartable` if the engine hangs. Waits for an unreachable buffer.
+        Waits while the buffer is unreachable. Raises vLLM's `EngineDeadError`, and `Restartable` if the engine hangs.
         """
         await self._replay.register(self.replica, self._info)
         died = False
@@ -148,8 +149,11 @@ class RolloutWorker:
             await self._leave(died)
 
     async def _watch_engine(self) -> None:
-        """Ask the engine for its weight version again and again: it answers between two steps of the model, whatever it works on. Raises
-        `Restartable` once it is silent for `rollout.engine_timeout_s`. A refit blocks the engine, but has deadlines of its own."""
+        """Poll the engine for its weight version, which it answers between two steps of the model, whatever it is doing.
+
+        Raises `Restartable` once it has been silent for `rollout.engine_timeout_s`. Silence during a refit does not count: a refit blocks
+        the engine, but has its own deadlines.
+        """
         limit = self._config.rollout.engine_timeout_s
         while True:
             refits = self.status.refits.total(), self._refit
@@ -159,7 +163,7 @@ class RolloutWorker:
             except TimeoutError as error:
                 if refits == (self.status.refits.total(), None):
                     raise Restartable(
-                        f"the engine has not answered for {limit:.0f} s (rollout.engine_timeout_s), with {len(self.held)} groups in work"
+                        f"the engine has not answered for {limit:.0f} s (rollout.engine_timeout_s) while generating {len(self.held)} groups"
                     ) from error
             await asyncio.sleep(limit / 4)
 
@@ -176,14 +180,14 @@ class RolloutWorker:
                 await self._act(action)
         except ReplayUnavailable as error:
             if self.status.unreachable is None:
-                log.warning("the buffer is not reachable, generation goes on: %s", error)
+                log.warning("the buffer is unreachable, generation continues: %s", error)
             self.status.unreachable = str(error)
         except Fenced as refusal:
             # the state changed between the heartbeat and the action: the next turn sees the new one
             log.info("refused: %s", refusal)
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Wait until there may be something to do, at most one heartbeat period."""
+        """Wait for at most one heartbeat period, or until there may be something to do."""
         period = self._config.rollout.heartbeat_s
         waits = [
             asyncio.create_task(event) for event in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
@@ -228,7 +232,7 @@ class RolloutWorker:
     async def _act(self, action: Action) -> None:
         match action:
             case Abort(tokens, complete):
-                # a group whose own call was refused meanwhile has ended, and has counted itself
+                # a group whose own call has been refused in the meantime has ended and was counted
                 running = {token for token in tokens if not self._groups[token][1].done()}
                 if lost := len(running - complete):
                     log.info("%d leases are lost", lost)
@@ -240,7 +244,7 @@ class RolloutWorker:
             case Rejoin():
                 old, self.replica = self.replica, _new_id()
                 self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
-                log.warning("%s enters the fleet again as %s", old, self.replica)
+                log.warning("%s re-enters the fleet as %s", old, self.replica)
                 await self._replay.deregister(old)
                 await self._replay.register(self.replica, self._info)
             case Acknowledge(epoch):
@@ -254,15 +258,15 @@ class RolloutWorker:
                 for lease in await self._replay.lease(self.replica, count):
                     if (lease.timeline, lease.version) != self.receiver.weights:
                         self._rejoin_after_lost_writes(
-                            f"the fleet counts it at version {lease.version} of timeline {lease.timeline}"
+                            f"the fleet records version {lease.version} of timeline {lease.timeline} for this replica"
                         )
                         return
                     self._groups[lease.token] = (lease, asyncio.create_task(self._generate_group(lease)))
 
     def _rejoin_after_lost_writes(self, reason: str) -> None:
-        """Handle a buffer that is wrong about this replica's weights, because its server lost writes (a failover, a power cut).
+        """Handle a buffer whose record of this replica's weights is wrong, because its server lost writes (a failover, a power cut).
 
-        No trajectory of these weights could be pushed. The next turn re-enters the fleet, which passes the leases on without costing any
+        No trajectory from these weights could be pushed. The next turn re-enters the fleet, which passes the leases on without charging any
         group an attempt.
         """
         self.status.torn = f"{reason}, which holds {self.receiver.weights}: the buffer lost writes"
@@ -270,7 +274,7 @@ class RolloutWorker:
         self._changed.set()
 
     def _reap(self) -> None:
-        """Remove finished tasks; raise the error of one that failed fatally."""
+        """Remove finished tasks. Raises the error of a task that failed fatally."""
         for token, (_, task) in list(self._groups.items()):
             if task.done():
                 del self._groups[token]
@@ -288,7 +292,7 @@ class RolloutWorker:
         try:
             verified = await self.receiver.take_part(epoch)
         except ReplayUnavailable as error:
-            log.warning("the buffer was lost during the refit to version %d: %s", epoch.version, error)
+            log.warning("the buffer became unreachable during the refit to version %d: %s", epoch.version, error)
         finally:
             self._changed.set()
         self.status.refits["verified" if verified else "failed"] += 1
@@ -301,7 +305,7 @@ class RolloutWorker:
         self._verified.set()
 
     async def _give_back(self, reason: str) -> None:
-        """Abort all generations and release their leases: some tokens may come from weights that are not verified."""
+        """Abort all generations and release their leases, because some tokens may come from unverified weights."""
         leases = [lease for lease, _ in self._groups.values()]
         await self._stop_generating(self.held)
         for lease in leases:
@@ -333,7 +337,7 @@ class RolloutWorker:
         self.status.groups[outcome] += 1
 
     async def _hand_back(self, lease: Lease, cause: Exception) -> str:
-        """Release the group with `cause` as the reason. Returns the outcome; raises a fatal cause."""
+        """Release the group with `cause` as the reason, and return the outcome. Raises a fatal cause."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -351,7 +355,7 @@ class RolloutWorker:
             return "returned"
         log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
-        # no replica can generate what vLLM refuses outright (a token outside the vocabulary, …)
+        # no replica can generate a request that vLLM refuses outright (a token outside the vocabulary, …)
         refused = isinstance(cause, VLLMClientError)
         with contextlib.suppress(Fenced):
             if refused:
@@ -361,7 +365,7 @@ class RolloutWorker:
         return "rejected" if refused else "failed"
 
     async def _is_ahead(self) -> bool:
-        """Whether this replica's weights are newer than any step that the buffer knows."""
+        """Return whether this replica's weights are newer than any step that the buffer knows."""
         weights = self.receiver.weights
         return weights is not None and weights[1] > (await self._retry(self._replay.state)).next_step
 
@@ -386,7 +390,7 @@ class RolloutWorker:
         self.status.tokens_taken_over += taken_over
 
     async def _save(self, lease: Lease, trajectory: Trajectory) -> None:
-        """Save an unfinished trajectory. A save that fails or is skipped is made up for by the next one, which contains it."""
+        """Save an unfinished trajectory. A save may fail or be skipped: the next one contains everything that it would have saved."""
         if not self._verified.is_set():
             return
         with contextlib.suppress(ReplayUnavailable):
@@ -399,9 +403,9 @@ class RolloutWorker:
     # -- calls of episodes -----------------------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
-        """Sample for a call, and answer once the weights that it was sampled from are verified. Cancellation ends it in the engine.
+        """Sample for a call, and return once its weights are verified. Cancellation aborts the request in the engine.
 
-        Raises `ReplicaFenced`, `RenderRefused` for what no replica may sample, and what `complete` raises.
+        Raises `ReplicaFenced`, `RenderRefused` for a request that no replica may sample, and whatever `complete` raises.
         """
         try:
             sampled = await self._run_call(request, special_tokens=special_tokens)
@@ -427,7 +431,7 @@ class RolloutWorker:
         check_request(request, self._context, self._engine.model_config.get_vocab_size())
         if (fenced := self._fence(request)) is not None:
             raise fenced
-        # nothing may come between that look and this entry, which the next decision sees
+        # no await between the check and this entry, which the next decision sees
         call = asyncio.create_task(self._sample(request, special_tokens=special_tokens))
         self._calls[call] = request.timeline
         try:
@@ -435,9 +439,8 @@ class RolloutWorker:
         finally:
             await _cancel([call])
             del self._calls[call]
-            if (
-                not self._calls
-            ):  # what waits for calls waits for the last; a heartbeat after each would cost as much as the call
+            # a refit waits for the last call only; a heartbeat after each call would cost as much as the call itself
+            if not self._calls:
                 self._changed.set()
         if call.cancelled():
             raise self._fence(request) or ReplicaFenced("unhealthy", _NOT_VERIFIED)
@@ -458,9 +461,9 @@ class RolloutWorker:
 
     def _fence(self, request: SampleRequest) -> ReplicaFenced | None:
         if self._leaving:
-            return ReplicaFenced("leaving", "the replica is being stopped; ask another")
+            return ReplicaFenced("leaving", "the replica is shutting down; call another replica")
         if self._reply is None:
-            return ReplicaFenced("unhealthy", "the replica has not joined the fleet; ask another")
+            return ReplicaFenced("unhealthy", "the replica has not joined the fleet; call another replica")
         return decisions.fence(self._state(self._reply), request.timeline, request.min_version)
 
     async def _end_calls(self, timelines: Iterable[str]) -> None:
@@ -480,10 +483,10 @@ class RolloutWorker:
         try:
             await self._replay.deregister(self.replica, died=died)
         except ReplayUnavailable as error:
-            log.warning("could not deregister; the leases will expire by themselves: %s", error)
+            log.warning("could not deregister, so the leases stay until they expire: %s", error)
 
     async def _save_all(self) -> None:
-        """Abort all generations: each saves its unfinished trajectory, so that another replica can continue it."""
+        """Abort all generations. Each saves its unfinished trajectory, so that another replica can continue it."""
         requests = [request_id(lease, index) for lease, _ in self._groups.values() for index in lease.missing]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PARTING_S):

@@ -1,11 +1,11 @@
 """The trainer's ranks: a wrapper of `torch.distributed`.
 
-`torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them there is one rank and no process group. Numbers,
-records (msgpack) and rank 0's commands travel over gloo on the CPU; FSDP2's own collectives use the backend of the device.
+`torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them there is one rank and no process group. Numbers,
+records (msgpack) and rank 0's commands travel over gloo on the CPU. FSDP2's own collectives use the device's backend.
 
-A rank that waits for a command may wait for ever: rank 0 sends none while it waits for a batch. Once a rank works, it and every other
-must show progress within `trainer.collective_timeout_s`: a watch in each rank ends its process if its own work stands still for longer,
-and says which rank it waited for. When a rank ends, its connections close, and ranks that wait for it raise `Restartable`.
+A rank may wait for a command without limit: rank 0 sends none while it waits for a batch. Once a rank works, all ranks must show `Progress`
+within `trainer.collective_timeout_s`. A watch in each rank ends its process if its own work stands still for longer, and logs which rank it
+waited for. When a rank ends, its connections close, and ranks that wait for it raise `Restartable`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -39,23 +40,69 @@ from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import EXIT_INTERNAL_ERROR
 from headrace.weights import nccl
-from headrace_services.trainer.progress import Heartbeat, Progress, silent_ranks
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 COMMAND_TIMEOUT = datetime.timedelta(days=30)
-# How often a rank publishes its `Heartbeat`.
+# The interval at which a rank publishes its `Heartbeat`.
 BEAT_S = 1.0
-# torch's own timeout comes this much later than the watch, which can say which rank it was.
+# torch's own timeout is this much longer than the watch's, which can name the rank.
 GRACE_S = 60.0
+
+
+class Progress:
+    """The last sign of life of the thread that works with torch, for the health page and for the watch over other ranks. An idle thread
+    needs none."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.marks = 0
+        self._clock = clock
+        self._last: float | None = None
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The thread works while the context is open, and must call `mark`."""
+        self._last = self._clock()
+        try:
+            yield
+        finally:
+            self._last = None
+
+    def mark(self) -> None:
+        """Give a sign of life. All ranks call this at the same points: before each collective, and for each micro-batch and weight."""
+        self.marks += 1
+        if self._last is not None:
+            self._last = self._clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life; 0 without work."""
+        last = self._last
+        return 0.0 if last is None else self._clock() - last
+
+
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """What a rank publishes about itself: the number of times it has done so, and the marks of its `Progress`."""
+
+    count: int
+    marks: int
+
+
+def silent_ranks(before: Sequence[Heartbeat], after: Sequence[Heartbeat]) -> list[int]:
+    """Return the ranks that the others wait for, from the heartbeats of all ranks at two times: those whose process stands still, or else
+    those whose work is behind the others'."""
+    stopped = [rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one.count == other.count]
+    foremost = max(beat.marks for beat in after)
+    return stopped or [rank for rank, beat in enumerate(after) if beat.marks < foremost]
 
 
 class Ranks:
     """This process among the ranks. Every method except `send` and `receive` is a collective: all ranks must call it.
 
-    With one rank nothing is sent, and a collective returns its argument. `progress` is that of this rank.
+    With one rank nothing is sent, and a collective returns its argument. `progress` is this rank's.
     """
 
     def __init__(self, commands: dist.ProcessGroup | None = None, progress: Progress | None = None) -> None:
@@ -74,7 +121,7 @@ class Ranks:
             dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0)
 
     def receive(self) -> bytes:
-        """Ranks above 0: the next command, however long it takes. Raises `Restartable` when rank 0 is gone."""
+        """Ranks above 0: return the next command, however long it takes. Raises `Restartable` when rank 0 is gone."""
         with self._collective():
             length = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(length, 0, group=self._commands)
@@ -83,13 +130,13 @@ class Ranks:
         return data.numpy().tobytes()
 
     def raise_any(self, problems: Sequence[str]) -> None:
-        """Raise `ServiceError` on every rank if any rank found a problem: a rank that went on alone would wait for the others forever."""
+        """Raise `ServiceError` on every rank if any rank found a problem. A rank that continued alone would wait for the others forever."""
         found = [problem for of_rank in self.all_gather(list(problems), list[str]) for problem in of_rank]
         if found:
             raise ServiceError("; ".join(found))
 
     def all_gather(self, value: T, kind: type[T]) -> list[T]:
-        """Every rank's value, in order of rank. `kind` is its type, which msgpack must be able to carry."""
+        """Return every rank's value, in order of rank. `kind` is its type, which msgpack must be able to carry."""
         if self.size == 1:
             return [value]
         rows, sizes = self._rows(msgspec.msgpack.encode(value))
@@ -99,7 +146,7 @@ class Ranks:
         return _decoded(whole, sizes, kind)
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
-        """Every rank's value, in order of rank, on rank 0; on the others only their own. `kind` as in `all_gather`."""
+        """Return every rank's value, in order of rank, on rank 0; on the others only their own. `kind` is as in `all_gather`."""
         if self.size == 1:
             return [value]
         rows, sizes = self._rows(msgspec.msgpack.encode(value))
@@ -109,7 +156,7 @@ class Ranks:
         return [value] if whole is None else _decoded(whole, sizes, kind)
 
     def _rows(self, data: bytes) -> tuple[Tensor, list[int]]:
-        """`data` as a tensor as long as the longest of all ranks, and every rank's length."""
+        """Return `data` as a tensor, padded to the longest of all ranks, and every rank's length."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._collective():
             dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -119,14 +166,14 @@ class Ranks:
         return rows, lengths
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum over the ranks of each value."""
+        """Return the sum of each value over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def sum_array(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The sum over the ranks of arrays of one shape."""
+        """Return the sum over the ranks of arrays of one shape."""
         if self.size == 1:
             return values
         table = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).clone()
@@ -138,7 +185,7 @@ class Ranks:
     def combine(
         self, sums: Mapping[str, float], minima: Mapping[str, float], maxima: Mapping[str, float]
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Combine each rank's sums, minima and maxima over all ranks; all ranks pass the same names."""
+        """Combine each rank's sums, minima and maxima over all ranks. All ranks pass the same names."""
         operations = ((sums, dist.ReduceOp.SUM), (minima, dist.ReduceOp.MIN), (maxima, dist.ReduceOp.MAX))
         whole = []
         for values, operation in operations:
@@ -168,18 +215,18 @@ def _decoded(rows: Sequence[Tensor], sizes: Sequence[int], kind: type[T]) -> lis
 
 
 class RankWatch:
-    """Ends this process if its work stands still for `timeout_s`, and says which rank it waited for: each publishes its beats in the
-    ranks' store.
+    """Ends this process if its work stands still for `timeout_s`, and logs which rank it waited for. Each rank publishes its heartbeats in
+    the ranks' store.
 
-    It ends the process itself, because a thread that waits in a collective of a GPU can't be told to stop. A call of the store may hang
-    like any other, so it has a thread of its own.
+    It ends the process itself, because a thread that waits in a GPU collective can't be interrupted. A call of the store may hang like any
+    other, so it has its own thread.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, progress: Progress, timeout_s: float) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._progress, self._timeout_s = progress, timeout_s
         self._period_s = min(BEAT_S, timeout_s / 8)
-        self._seen: list[list[Heartbeat]] = []  # every rank's, since this one began to wait
+        self._seen: list[list[Heartbeat]] = []  # every rank's heartbeats since this one began to wait
         self._over = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch)]
 
@@ -210,14 +257,14 @@ class RankWatch:
         while not self._over.wait(self._period_s):
             if self._progress.silent_s > self._timeout_s:
                 seen = self._seen
-                # a store that does not answer is with rank 0, or with the torchrun that started it
+                # if the store does not answer, rank 0 or the torchrun that started it is the cause, as it holds the store
                 silent = silent_ranks(seen[0], seen[-1]) if len(seen) > 1 else [0]
-                self._end(", ".join(f"rank {rank}" for rank in silent) or "one that can't be told from the others")
+                self._end(", ".join(f"rank {rank}" for rank in silent) or "one that can't be identified")
 
     def _end(self, awaited: str) -> None:
         log.error(
             "error: the trainer's work stood still for %g s (trainer.collective_timeout_s); it waits for %s of its %d ranks. Look at "
-            "that process and its machine; this one ends, and goes on from the last checkpoint when it is started again",
+            "that process and its machine; this one ends, and continues from the last checkpoint when it is started again",
             self._timeout_s, awaited, self._size,
         )  # fmt: skip
         logging.shutdown()
@@ -225,15 +272,17 @@ class RankWatch:
 
 
 def gloo_problem(environ: Mapping[str, str], name: str, address: str | None) -> str | None:
-    """Why ranks on several machines can't reach this one, whose `name` has this address: gloo tells them that, unless it is given an
-    interface. Debian's installer writes 127.0.1.1 for it into /etc/hosts."""
+    """Return why ranks on other machines can't reach this machine, whose `name` resolves to `address`; None if they can.
+
+    gloo gives them that address, unless it is given an interface. Debian's installer writes 127.0.1.1 for the name into /etc/hosts.
+    """
     ranks = int(environ.get("WORLD_SIZE", "1"))
     if int(environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks or "GLOO_SOCKET_IFNAME" in environ:
         return None
     if address is not None and not is_loopback(address):
         return None
     return (
-        f"this machine's name {name} is {address or 'nothing'} in /etc/hosts, and gloo would send the ranks on other machines there: set "
+        f"this machine's name {name} is {address or 'nothing'} in /etc/hosts, and gloo would send ranks on other machines there; set "
         "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that they reach, such as eth0 (`ip -brief address`)"
     )
 
@@ -250,7 +299,7 @@ def _own_name() -> tuple[str, str | None]:
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the ranks while the context is open.
 
-    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, or the others can't be reached.
+    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, or if the other ranks can't be reached.
     """
     if "WORLD_SIZE" not in os.environ and config.trainer.num_processes > 1:
         raise ServiceError(
@@ -274,7 +323,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     progress = Progress()
     with _lost_rank_named():
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        # a connection of its own: a call on this one may wait for other ranks
+        # the watch has its own connection: a call on this one may wait for other ranks
         watch = RankWatch(store.clone(), rank, size, progress, config.trainer.collective_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
@@ -288,18 +337,6 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded over several ranks (`trainer.shard_within_host`, `policy.precision`).
-
-    `within_host`: each host holds a copy, sharded over its ranks (HSDP), else all ranks hold one. `bfloat16`: weights are gathered, and the
-    layers computed, in bfloat16; the shards and the sum of gradients over the ranks stay float32.
-    """
-
-    within_host: bool = False
-    bfloat16: bool = False
-
-
 def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -308,22 +345,25 @@ def shard(
     root: nn.Module,
     layers: Sequence[nn.Module],
     device: torch.device,
-    sharding: Sharding,
     *,
+    within_host: bool,
+    bfloat16: bool,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """Move `root` to `device`; with several ranks shard it by FSDP2, with one unit per layer, one for each module that is computed
-    `in_float32`, and one for the rest, so that a tied embedding and head stay together.
+    """Move `root` to `device`; with several ranks shard it by FSDP2.
 
-    What is on the meta device stays there, each rank's part of it. The rest stays gathered from the forward pass to the backward pass,
-    which begins with it; after a pass without gradients see `end_pass`.
+    There is one unit per layer, one for each module that is computed `in_float32`, and one for the rest, so that a tied embedding and head
+    stay together. `within_host` (`trainer.shard_within_host`): each host holds a copy, sharded over its ranks (HSDP); else all ranks hold
+    one. `bfloat16` (`policy.precision`): weights are gathered and layers computed in bfloat16; the shards, and the sum of gradients over
+    the ranks, stay float32.
+
+    A model on the meta device stays there, and each rank has its part of it. The rest stays gathered from the forward pass to the backward
+    pass, which begins with it. After a pass without gradients call `end_pass`.
     """
     if not several_ranks():
         root.to(device)
         return
-    shard_over(
-        _mesh(device.type, sharding.within_host), root, layers, bfloat16=sharding.bfloat16, in_float32=in_float32
-    )
+    shard_over(_mesh(device.type, within_host), root, layers, bfloat16=bfloat16, in_float32=in_float32)
 
 
 def shard_over(
@@ -334,7 +374,7 @@ def shard_over(
     bfloat16: bool,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """`shard` over the ranks of `mesh`, which may be one."""
+    """Shard `root` as `shard` does, over the ranks of `mesh`, which may be a single one."""
     usual = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = usual if bfloat16 else MixedPrecisionPolicy()
     for module in layers:
@@ -345,15 +385,15 @@ def shard_over(
 
 
 def end_pass(root: nn.Module) -> None:
-    """After a pass of the sharded `root` that no backward pass follows: the root's own parameters are shards again. What was gathered
-    would be kept else, and be taken for the weights, which it isn't in bfloat16."""
+    """Shard the root's own parameters again, after a pass of the sharded `root` that no backward pass follows. Otherwise what was gathered
+    would be kept and used as the weights, which it isn't in bfloat16."""
     if isinstance(root, FSDPModule):
         root.reshard()
 
 
 def reduce_gradients(root: nn.Module, when: Literal["never", "within_host", "everywhere"]) -> None:
-    """What the next backward pass of the sharded `root` does with its gradients: `never` adds them up on each rank, whole, for a later
-    one; `within_host` reduces them to each rank's part, but not over the hosts that hold copies."""
+    """Set what the next backward pass of the sharded `root` does with its gradients. `never` adds up whole gradients on each rank, for a
+    later pass to reduce. `within_host` reduces them to each rank's part, but not over the hosts that hold copies."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(when != "never", recurse=False)
@@ -368,15 +408,15 @@ def _mesh(device: str, within_host: bool) -> DeviceMesh:
         return init_device_mesh(device, (ranks,))
     if ranks % local:
         raise ServiceError(
-            f"trainer.shard_within_host true: {ranks} ranks are not so many on each host ({local} on this one); start equally many on "
-            "each, or set it to false"
+            f"trainer.shard_within_host true: the {ranks} ranks are not spread equally over the hosts ({local} on this one); start equally "
+            "many on each, or set it to false"
         )
     return init_device_mesh(device, (ranks // local, local), mesh_dim_names=("copies", "shards"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What this rank holds of a model: part `index` of `count`, and whether it is the rank that writes it (others may hold copies)."""
+    """This rank's part of a model: part `index` of `count`, and whether this rank `writes` it (others may hold copies)."""
 
     index: int
     count: int
@@ -384,7 +424,7 @@ class Place:
 
 
 def place_of(tensor: Tensor) -> Place:
-    """The place of this rank in a model that `tensor` is a parameter of."""
+    """Return this rank's place in the model that has `tensor` as a parameter."""
     if not isinstance(tensor, DTensor):
         return Place(0, 1, is_first_rank())
     mesh = tensor.device_mesh
@@ -392,7 +432,7 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, made on the CPU, on this device. A copy to a GPU is made from pinned memory, so that nobody waits for it."""
+    """Move `tensor`, made on the CPU, to this device. A copy to a GPU is made from pinned memory, so that the CPU does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -415,7 +455,7 @@ def host_copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> 
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The unsharded tensor. A collective if `tensor` is sharded; then it travels, and comes, in `dtype` where one is given."""
+    """Return the unsharded tensor. This is a collective if `tensor` is sharded. It is gathered in `dtype` if one is given."""
     if not isinstance(tensor, DTensor):
         return tensor
     cast: DTensor = tensor.to(dtype or tensor.dtype)  # type: ignore[assignment]
@@ -423,12 +463,12 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of the tensor: rows of it if it is sharded, else all."""
+    """Return this rank's part of the tensor: rows of it if it is sharded, else all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows `[first, last)` of the tensor that this rank holds: FSDP2 shards as `torch.chunk` does."""
+    """Return the rows `[first, last)` of the tensor that this rank holds. FSDP2 shards as `torch.chunk` does."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
         return 0, rows
@@ -441,7 +481,7 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
 
 
 def with_local_part(like: Tensor, part: Tensor) -> Tensor:
-    """The tensor of which `part` is what this rank holds, sharded as `like`; a number is not sharded."""
+    """Return the tensor that has `part` on this rank and is sharded as `like`. A number is not sharded."""
     if not isinstance(like, DTensor) or part.dim() == 0:
         return part
     part = part.to(like.device)
@@ -449,7 +489,7 @@ def with_local_part(like: Tensor, part: Tensor) -> Tensor:
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0, which writes what all ranks hold."""
+    """Return whether this is rank 0, which writes what all ranks hold."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -1,7 +1,7 @@
-"""`python -m headrace_services.trainer.launch N -m MODULE …`: N ranks on this machine, under torchrun.
+"""`python -m headrace_services.trainer.launch N -m MODULE …` runs N ranks on this machine, under torchrun.
 
-torchrun exits with 1 whatever happened to its ranks, which says "an error that you must fix". This exits as the rank did that failed
-first, so that whoever started it knows whether to start it again.
+torchrun exits with 1 whatever happened to its ranks, and 1 means "an error that you must fix". This program exits as the first rank that
+failed did, so that its parent knows whether to start it again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.run import main as torchrun
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code; 128 + the signal's number for a rank that a signal ended, and if a signal ended this process."""
+    """Run the ranks and return the exit code: 128 plus the signal's number if a signal ended a rank or this process."""
     ranks, *program = arguments
     try:
         torchrun(["--standalone", "--nproc-per-node", ranks, *program])

@@ -1,4 +1,4 @@
-"""`headrace trainer`: rank 0 runs the loop and makes all calls of the buffer except reads of payloads; the other ranks follow it."""
+"""`headrace trainer`. Rank 0 runs the loop and makes all buffer calls except reads of payloads. The other ranks follow it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ log = logging.getLogger(__name__)
 
 
 def main(config: Config, dependencies: Dependencies | None = None) -> None:
-    """Train until the last step or the last prompt. Raises `HeadraceError` for an error that the user must fix, and `SystemExit` with
-    `EXIT_STOPPED` after a signal: a stopped run must not look like a finished one."""
+    """Train until the last step or the last prompt.
+
+    Raises `HeadraceError` for an error that the user must fix, and `SystemExit` with `EXIT_STOPPED` after a signal: a stopped run must not
+    look like a finished one.
+    """
     dependencies = dependencies or Dependencies()
     for key, name in config.models.items():
         check_model_name(key, name)
@@ -56,7 +59,7 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
 
 
 async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> bool:
-    """Rank 0: assemble the trainer, run its loop, and shut it down in reverse order. False if it was stopped."""
+    """Rank 0: assemble the trainer, run its loop, and shut it down in reverse order. Returns False if it was stopped."""
     began, stop = time.monotonic(), stop_on_signals()
     readiness, gauges = Readiness(), Gauges()
     finished = False
@@ -72,7 +75,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal, lambda: readiness.failures)
 
-            # a prompt that can't be used is noticed before anything heavy is loaded
+            # find unusable prompts before anything heavy is loaded
             readiness.problem = "reading the prompts"
             prompts = await asyncio.to_thread(lambda: Prompts(config, load_tokenizer(config)))
             record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)
@@ -155,7 +158,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
 async def _connect_unless_stopped(
     config: Config, dependencies: Dependencies, stop: asyncio.Event
 ) -> ReplayClient | None:
-    """Connect to the buffer; None if the stop comes first."""
+    """Connect to the buffer. Returns None if the stop comes first."""
     connecting, stopped = asyncio.create_task(dependencies.connect(config)), asyncio.create_task(stop.wait())
     await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -167,8 +170,8 @@ async def _connect_unless_stopped(
 
 
 def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
-    """Ranks above 0: carry out rank 0's commands, reading trajectories over a connection of their own."""
-    # rank 0 gets the signal too and dismisses this rank when its step is done
+    """Ranks above 0: carry out rank 0's commands. Each reads trajectories over its own connection."""
+    # rank 0 gets the signal too, and dismisses this rank after its step
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
@@ -176,7 +179,7 @@ def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
         clients: list[ReplayClient] = []
 
         def read(keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
-            if not clients:  # connect only when there is something to read: until then rank 0 may dismiss this rank
+            if not clients:  # connect only for the first read: until then rank 0 may dismiss this rank
                 clients.append(runner.run(dependencies.connect(config)))
                 stack.callback(lambda: runner.run(clients[0].aclose()))
             return runner.run(retry(lambda: clients[0].read_each(keys)))

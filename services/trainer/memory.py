@@ -1,15 +1,15 @@
 """The memory that a run takes on each of its GPUs, part by part, computed from its configuration: `headrace plan memory`.
 
-Parameters, gradients and the optimizer's state follow from the shapes of the parameters (the model is made on the meta device, where it
-takes no memory) and are exact. Activations are what autograd keeps of a layer of the Llama type, in the widest micro-batch that the
-configuration allows; other types differ by little, except for those with layers of another kind. With b bytes a number (2 in bfloat16, of
-which a norm keeps its input in float32), a hidden size h, queries, keys and MLP of widths q, k and f, and H heads, a token keeps
+Parameters, gradients and the optimizer's state follow from the shapes of the parameters and are exact. (The model is made on the meta
+device, where it takes no memory.) Activations are what autograd keeps for a layer of the Llama type, in the widest micro-batch that the
+configuration allows. Other types differ little, unless they have layers of another kind. With b bytes per number (2 in bfloat16; a norm
+keeps its input in float32), a hidden size h, queries, keys and MLP of widths q, k and f, and H heads, a token keeps
 
-    2 (4 h + 2 b h) + b (2 q + 2 k) + 4 b f + 4 H      bytes a layer
+    2 (4 h + 2 b h) + b (2 q + 2 k) + 4 b f + 4 H      bytes per layer
 
-and with checkpointing b h a layer, and the sum above for the one that is computed again. In a mixture of experts f is that of all experts
-that the token passes through, and each of them keeps 4 b h more. (Autocast, in bfloat16 on one GPU, keeps about a third more: both what it
-cast and what it cast it from.) What torch, CUDA and NCCL take for themselves (a gigabyte or two) is in none of these numbers.
+With checkpointing it keeps b h per layer, and the sum above for the layer that is computed again. In a mixture of experts, f is that of all
+experts that the token passes through, and each of them keeps 4 b h more. (Autocast, in bfloat16 on one GPU, keeps about a third more: both
+what it cast and the original.) None of these numbers includes what torch, CUDA and NCCL take for themselves (a gigabyte or two).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _QWEN_1_5B = Qwen2Config(
     num_key_value_heads=2,
     tie_word_embeddings=True,
 )
-# The configurations of models that are planned for where nobody can ask the hub.
+# Configurations of models, for planning without access to the Hugging Face Hub.
 KNOWN: dict[str, Any] = {
     "Qwen/Qwen2.5-1.5B": _QWEN_1_5B,
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN_1_5B,
@@ -82,9 +82,11 @@ _REFIT = "a refit: two buckets and the largest weight"
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """A model's parameters, and the widths of its layers. `layers` are the shapes of each layer's parameters, `rest` those of embedding,
-    head and last norm, `frozen` those of all that is not trained, `adapter` those of an adapter beside them. A token passes through
-    `experts` experts, and MLPs of `mlp` together."""
+    """A model's parameters, and the widths of its layers.
+
+    `layers` are the shapes of each layer's parameters, `rest` those of embedding, head and last norm, `frozen` those of all parameters that
+    are not trained, and `adapter` those of an adapter. A token passes through `experts` experts, and through MLPs of width `mlp` in total.
+    """
 
     layers: tuple[tuple[Shape, ...], ...]
     rest: tuple[Shape, ...]
@@ -108,8 +110,8 @@ class ModelSize:
         routers: bool = True,
         lora: LoRAConfig | None = None,
     ) -> ModelSize:
-        """The size of the model that `auto` makes of a Hugging Face configuration; not `trained`, or all of it but its `routers`, or in its
-        place the adapter that `lora` describes. Raises `ServiceError` for layers that it has not."""
+        """Measure the model that `auto` makes of a Hugging Face configuration. All of it is `trained` or none; or all but its `routers`;
+        or, in its place, the adapter that `lora` describes. Raises `ServiceError` if `lora` names layers that the model lacks."""
         with torch.device("meta"):
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.requires_grad_(trained)
@@ -157,12 +159,12 @@ class ModelSize:
 
     @property
     def largest(self) -> int:
-        """The numbers of the largest weight."""
+        """The number of elements of the largest weight."""
         return max(map(math.prod, self.shapes))
 
 
 def _mlp_width(text: Any) -> int:
-    """The width of the MLP that a token passes through, of all its experts together."""
+    """Return the width of the MLP that a token passes through, summed over its experts."""
     width: int = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
@@ -172,8 +174,8 @@ def _mlp_width(text: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainee:
-    """What a step does with a model. `bytes` are those of a number in its passes; `trained` is false for a reference or a teacher."""
+class ModelUse:
+    """How a step uses a model. `bytes` are those of a number in its passes. `trained` is false for a reference or a teacher."""
 
     size: ModelSize
     bytes: int
@@ -183,12 +185,12 @@ class Trainee:
 
 
 def held(shapes: list[Shape], shards: int) -> int:
-    """Numbers that the first of so many ranks holds of parameters, each sharded by rows."""
+    """Return how many numbers the first of `shards` ranks holds of parameters with these shapes, each sharded by rows."""
     return sum(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
 
 
 def layer_activations(size: ModelSize, width: int) -> int:
-    """Bytes that a layer keeps of a token for the backward pass, at `width` bytes a number."""
+    """Return the bytes that a layer keeps per token for the backward pass, at `width` bytes per number."""
     attention = width * (2 * size.query + 2 * size.key) + 4 * size.heads
     experts = 4 * width * size.experts * size.hidden
     return 2 * _norm(size, width) + attention + 4 * width * size.mlp + experts
@@ -199,20 +201,20 @@ def _norm(size: ModelSize, width: int) -> int:
 
 
 def activations(size: ModelSize, width: int, tokens: int, *, recompute: bool) -> int:
-    """Bytes that the layers, and the norm after them, keep of a micro-batch of so many tokens."""
+    """Return the bytes that the layers, and the norm after them, keep for a micro-batch of so many tokens."""
     layer, count = layer_activations(size, width), len(size.layers)
     kept = count * width * size.hidden + layer if recompute else count * layer
     return tokens * (kept + _norm(size, width))
 
 
-def logits(model: Trainee, tokens: int) -> int:
-    """Bytes of a chunk's logits while its gradients are computed: logits, log-probabilities and their gradients in float32, and the
-    projection and its gradient as the model computes them."""
+def logits(model: ModelUse, tokens: int) -> int:
+    """Return the bytes of a chunk's logits while its gradients are computed: logits, log-probabilities and their gradients in float32, and
+    the projection and its gradient in the model's dtype."""
     return min(tokens, model.chunk or tokens) * model.size.vocabulary * (3 * 4 + 2 * model.bytes)
 
 
 def trainer_memory(
-    models: Mapping[str, Trainee],
+    models: Mapping[str, ModelUse],
     tokens: int,
     *,
     shards: int,
@@ -222,9 +224,12 @@ def trainer_memory(
     bucket: int,
     sent: int,
 ) -> dict[str, int]:
-    """Bytes on the first GPU of a trainer, by part. `models` are those that it holds, by name; each is sharded over `shards` GPUs, of which
-    there are `copies` times as many. `tokens` are those of a micro-batch, `device` is a GPU's memory, `bucket` that of the weight
-    channel, and `sent` the bytes of a weight there."""
+    """Return the bytes on the first GPU of a trainer, by part.
+
+    `models` are those that it holds, by name. Each is sharded over `shards` GPUs, and there are `copies` such sets of GPUs. `tokens` are
+    those of a micro-batch, `device` is a GPU's memory, `bucket` the size of the weight channel's buckets, and `sent` the bytes of a number
+    there.
+    """
     parts: dict[str, int] = {}
     ranks = shards * copies
     peaks = []
@@ -235,7 +240,7 @@ def trainer_memory(
         if ranks > 1:
             units = sorted((sum(map(math.prod, layer)) for layer in model.size.layers), reverse=True)
             gathered = model.bytes * (sum(map(math.prod, model.size.rest)) + sum(units[:2]))
-        elif model.bytes == 2:  # autocast keeps what it cast to the end of a pass
+        elif model.bytes == 2:  # autocast keeps its casts to the end of a pass
             gathered = 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
         if not model.trained:
             peaks.append(gathered)
@@ -257,8 +262,8 @@ def trainer_memory(
 
 
 def buckets(size: ModelSize, width: int, bucket: int) -> int:
-    """Bytes of the weight channel's two buffers, at most: a weight of more than `bucket` bytes travels in one of its own, and these take
-    the buffers in turn."""
+    """Return the most bytes that the weight channel's two buffers take. A weight of more than `bucket` bytes travels in its own bucket, and
+    buckets use the buffers in turn."""
     largest = sorted((width * math.prod(shape) for shape in size.shapes), reverse=True)[:2]
     return sum(max(bucket, nbytes) for nbytes in largest)
 
@@ -266,15 +271,18 @@ def buckets(size: ModelSize, width: int, bucket: int) -> int:
 def replica_memory(
     size: ModelSize, width: int, parallel: int, cache: int | None, share: float, device: int, bucket: int
 ) -> dict[str, int]:
-    """Bytes on a GPU of a replica of `parallel` GPUs with `width` bytes a number; its KV cache takes `cache` bytes (None: what is left of
-    this `share` of the device). A refit comes on top: buckets of `bucket` bytes, and a weight as the checkpoint has it."""
+    """Return the bytes on a GPU of a replica of `parallel` GPUs with `width` bytes per number, by part.
+
+    Its KV cache takes `cache` bytes (None: the rest of this `share` of the device). A refit takes more: buckets of `bucket` bytes, and one
+    weight as the checkpoint has it.
+    """
     weights = width * size.parameters // parallel
     found = max(0, int(share * device) - weights) if cache is None else cache
     return {"weights": weights, "KV cache": found, _REFIT: buckets(size, width, bucket) + width * size.largest}
 
 
 def cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
-    """Tokens whose keys and values fit into `cache` bytes on each of `parallel` GPUs."""
+    """Return how many tokens' keys and values fit into `cache` bytes on each of `parallel` GPUs."""
     return int(cache // (2 * len(size.layers) * size.key * width / parallel))
 
 
@@ -282,13 +290,13 @@ def cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int
 
 
 def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """What the trainer of the run takes on each of so many GPUs on so many hosts, and a replica on each of its own, in bytes by part; and
-    remarks. Raises `ServiceError` for a model whose configuration can't be read."""
+    """Return the bytes that the run's trainer takes on each of `gpus` GPUs on `hosts` hosts, by part; those that a replica takes on each of
+    its GPUs; and remarks. Raises `ServiceError` for a model whose configuration can't be read."""
     models = dict(_models(config))
     policy = models["policy"]
     packing = Packing.of(config.policy, training=True)
     longest = config.policy.max_total_sequence_length
-    tokens = packing.tokens or (packing.trajectories or 1) * longest
+    tokens = packing.tokens or (packing.paths or 1) * longest
     engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
     assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
     width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
@@ -322,20 +330,20 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     return trainer, replica, remarks
 
 
-def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
-    """The models that the run's trainer holds, by name."""
+def _models(config: Config) -> Iterator[tuple[str, ModelUse]]:
+    """Yield the models that the run's trainer holds, by name."""
     passes = required_passes(config, optimizer_steps=1)
     settings, recompute = config.policy, config.policy.recomputes("cuda")
     chunk = settings.chunk_size("cuda")
     own = _configuration(config, "policy.model_name", settings.hf_config_overrides)
     size = ModelSize.of(own, routers=not settings.freeze_moe_router, lora=settings.lora_cfg)
     width = _bytes(settings.precision)
-    yield "policy", Trainee(size, width, trained=True, chunk=chunk, recompute=recompute)
-    if "ref" in passes and not settings.lora_cfg.enabled:  # else the policy without its adapter
-        yield "reference", Trainee(size, width, trained=False, chunk=chunk, recompute=False)
+    yield "policy", ModelUse(size, width, trained=True, chunk=chunk, recompute=recompute)
+    if "ref" in passes and not settings.lora_cfg.enabled:  # with LoRA it is the policy without its adapter
+        yield "reference", ModelUse(size, width, trained=False, chunk=chunk, recompute=False)
     if "teacher" in passes:
         teacher = ModelSize.of(_configuration(config, TEACHER_KEY, {}), trained=False)
-        yield "teacher", Trainee(teacher, width, trained=False, chunk=chunk, recompute=False)
+        yield "teacher", ModelUse(teacher, width, trained=False, chunk=chunk, recompute=False)
     if "values" in passes:
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         critic = ModelSize.of(
@@ -345,7 +353,7 @@ def _models(config: Config) -> Iterator[tuple[str, Trainee]]:
         )
         head = dataclasses.replace(critic, rest=(*critic.rest, (1, critic.hidden), (1,)), vocabulary=1)
         precision = config.value.precision or settings.precision
-        yield "value", Trainee(head, _bytes(precision), trained=True, chunk=None, recompute=recompute)
+        yield "value", ModelUse(head, _bytes(precision), trained=True, chunk=None, recompute=recompute)
 
 
 def _configuration(config: Config, key: str, overrides: Mapping[str, Any]) -> Any:
@@ -359,7 +367,7 @@ def _configuration(config: Config, key: str, overrides: Mapping[str, Any]) -> An
     except (OSError, ValueError) as error:
         raise ServiceError(
             f"{key} {name!r}: its configuration can't be read ({str(error).strip().splitlines()[0]}); give a directory with config.json, "
-            f"a name that is in HF_HOME or on the hub, or one of {', '.join(KNOWN)}"
+            f"a name that is in HF_HOME or on the Hugging Face Hub, or one of {', '.join(KNOWN)}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a run's configuration names is looked at before the run starts: `headrace config check`, and the start of `headrace up`."""
+"""Checks what a run's configuration names before the run starts, for `headrace config check` and at the start of `headrace up`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from headrace.config import Config
-from headrace.config.loading import Keys
+from headrace.config.keys import Keys
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
 from headrace_services.trainer.data import Prompts, digest_of, load_problems
@@ -16,25 +16,27 @@ from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
 from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
 
-# Metrics of `train:` that a checkpoint knows.
+# Metrics of `train:` that a checkpoint has.
 _OF_A_STEP = ("reward",)
 _SAY_EVERY_S = 2.0
 
 
 def look(config: Config) -> Iterator[tuple[Keys, str]]:
-    """What is wrong with the names of metrics and with the data, as (keys, message): files are opened, and the first problem of each is
-    read; of a run that goes on, all of them. Nothing heavy is loaded, and no hub is asked. Raises `ServiceError` if the data has changed
-    since the run's checkpoint."""
+    """Yield what is wrong with the names of metrics and with the data, as (keys, message).
+
+    Files are opened, and the first problem of each is read; for a run that continues, all problems are. Nothing heavy is loaded, and no hub
+    is asked. Raises `ServiceError` if the data has changed since the run's checkpoint.
+    """
     problems = [*_metric_name(config), *look_at(config.data)]
     yield from problems
-    # which prompts stay is not known without the tokenizer, nor what the hub has
+    # without the tokenizer the overlong prompts aren't known, and without the Hub its data isn't
     known = config.data.overlong_prompts == "refuse" and not any(map(on_the_hub, config.data.sources))
     if known and not problems:
         _check_unchanged(config, lambda: digest_of(*load_problems(config.data, Counter(), config.env)))
 
 
 def _check_unchanged(config: Config, digest: Callable[[], str]) -> None:
-    """Raise `ServiceError` if the run goes on from a checkpoint that was trained on other prompts than those of this digest."""
+    """Raise `ServiceError` if the run continues from a checkpoint that was trained on other prompts than those with this digest."""
     if config.run.id is None:
         return
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
@@ -55,26 +57,30 @@ def _metric_name(config: Config) -> Iterator[tuple[Keys, str]]:
     close = difflib.get_close_matches(name, known, 1, 0.6) or ["val:accuracy"]
     yield (
         ("checkpointing", "metric_name"),
-        f"checkpointing.metric_name {name!r} is not a metric of a checkpoint, so none could be the best; did you mean "
-        f"{close[0]}? (There are {', '.join(known)})",
+        f"checkpointing.metric_name {name!r} is not a metric of a checkpoint, so no checkpoint could be the best; did you mean "
+        f"{close[0]}? (The metrics are {', '.join(known)})",
     )
 
 
 def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
-    """Read and tokenize all prompts of the run; returns what there is to say of them, and warnings. `say` is told of the progress. Raises
-    `HeadraceError` for a tokenizer, a data set or a prompt that can't be used. Sets of the hub are left to the trainer."""
+    """Read and tokenize all prompts of the run. Returns lines that describe them, and warnings. `say` is called with the progress.
+
+    Raises `HeadraceError` for a tokenizer, a data set or a prompt that can't be used. Data sets of the Hugging Face Hub are left to the
+    trainer.
+    """
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
             if on_the_hub(source):
                 name = source.dataset_name or source.data_path
                 return [], [
-                    f"the prompts are not counted: data.{part}[{number}] {name} is a set of the hub, read when the run starts"
+                    f"the prompts are not counted: data.{part}[{number}] {name} is a data set of the Hugging Face Hub, "
+                    "read when the run starts"
                 ]
     try:
         from headrace_services.trainer.network.policy_model import load_tokenizer  # imports torch
     except ModuleNotFoundError as error:
         return [], [
-            f"the prompts are not counted, for want of the package {error.name!r}: pip install 'headrace[trainer]'"
+            f"the prompts are not counted, because the package {error.name!r} is missing: pip install 'headrace[trainer]'"
         ]
     tokenizer = load_tokenizer(config)
     prompts = Prompts(config, tokenizer)
@@ -82,7 +88,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
     _check_unchanged(config, lambda: counts.digest)
     total = counts.train + min(counts.validation, config.algorithm.max_val_samples)
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    # some tokenizers name an ordinary special token for want of one that means "unknown"
+    # some tokenizers lack an unknown token, and name another special token instead
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     lengths: list[int] = []
     unknown_tokens, characters = 0, Counter[str]()
@@ -101,20 +107,20 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
         limit, key = config.data.max_input_seq_length, f"data.max_input_seq_length {config.data.max_input_seq_length}"
     lines = [
         *counts.lines(config),
-        f"prompt lengths: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} in the mean; at most {limit} "
+        f"prompt lengths: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} on average; at most {limit} "
         f"are allowed ({key})",
     ]
     warnings = []
     if cramped := sum(length + new > context for length in lengths):
         warnings.append(
-            f"{cramped} of {len(lengths)} prompts leave less than policy.generation.max_new_tokens {new} for an answer, which ends where "
-            f"both have policy.max_total_sequence_length {context}; raise it, or lower max_new_tokens"
+            f"{cramped} of {len(lengths)} prompts leave less than policy.generation.max_new_tokens {new} for an answer, because prompt and "
+            f"answer together have at most policy.max_total_sequence_length {context} tokens; raise it, or lower max_new_tokens"
         )
     remedy = "choose another model (policy.model_name), or other data"
     if unknown_tokens:
         share = unknown_tokens / sum(lengths)
         warnings.append(
-            f"{share:.1%} of the prompts' tokens are {tokenizer.unk_token!r}, for what has no token; {remedy}"
+            f"{share:.1%} of the prompts' tokens are {tokenizer.unk_token!r}, in place of text without a token; {remedy}"
         )
     if dropped := {c for c in characters if not c.isspace() and not tokenizer.encode(c, add_special_tokens=False)}:
         share = sum(characters[c] for c in dropped) / characters.total()

@@ -18,13 +18,13 @@ from headrace_services.trainer.control.rank import TrainerRank, check_reservatio
 from headrace_services.trainer.distributed import Ranks
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
-# Differences are relative to the logged value, or to this where that is less: the loss of an on-policy step is about 0.
+# Differences are relative to the logged value, but at least to this: the loss of an on-policy step is about 0.
 SMALLEST = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedStep:
-    """The result of a replay. `values`: (name, logged value, recomputed value) of each of `COMPARED` that the step has."""
+    """The result of a replay. `values` has (name, logged value, recomputed value) of each of `COMPARED` that the step has."""
 
     step: int
     weights: str
@@ -39,7 +39,7 @@ class ReplayedStep:
 
 
 async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
-    """Recompute step `step`. Raises `ServiceError` saying what is missing and which steps can be replayed."""
+    """Recompute step `step`. Raises `ServiceError` that names what is missing and which steps can be replayed."""
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
     lines = {line.step: line for line in surviving(read_journal(config.run_folder / JOURNAL)) if line.kind == "train"}
     held, reservation = await replay.held_batch(step)
@@ -55,7 +55,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
     checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
     rank = TrainerRank(config, Ranks(), lambda keys: [payloads[key] for key in keys])
     rank.load(None if checkpoint is None else str(checkpoint))
-    now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))])
+    now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))]).metrics
     logged = lines[step].metrics
     return ReplayedStep(
         step=step,
@@ -68,7 +68,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
 
 def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) -> str:
     if step not in logged:
-        why = f"step {step} is not among the steps that the newest weights were trained by"
+        why = f"step {step} is not one of the steps that led to the newest weights"
     elif step not in held:
         why = f"the buffer no longer holds the trajectories of step {step} (it keeps those of the newest replay.retain_steps steps)"
     else:
@@ -78,10 +78,10 @@ def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) ->
 
 
 def _check_history(config: Config, line: Line, reservation: Reservation) -> None:
-    """Raises `ServiceError` unless the logged and the held step are one and the same."""
+    """Raise `ServiceError` unless the logged and the held step are the same."""
     trained = LineageFiles(config.checkpoint_folder / FOLDER).read(line.step)
     if [group.group for group in trained] != list(reservation.groups) or trained[0].timeline != line.timeline:
         raise ServiceError(
-            f"step {line.step} was trained on timeline {line.timeline}, and the buffer holds another batch of that step: a rewind took "
-            "it back. Resume the run, and it will be trained anew"
+            f"step {line.step} was trained on timeline {line.timeline}, and the buffer holds another batch of that step, because of a "
+            "rewind. Resume the run, and the step is trained again"
         )

@@ -1,1 +1,2 @@
-"""The collective that carries weights, shared by trainer and rollout. It imports torch; `headrace.weights` holds what needs none."""
+"""The collective that carries weights, shared by trainer and rollout. It imports torch; code that doesn't need torch is in
+`headrace.weights`."""

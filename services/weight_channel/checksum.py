@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes, at about the speed of memory on any device. It finds accidents, not forgeries."""
+"""A checksum of a tensor's bytes, at about memory speed on any device. It detects accidents, not forgeries."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import functools
 import torch
 
 _ROW = 4096
-_SLICE_ROWS = 4096  # of products that are held at once where there is no integer matrix product
+_SLICE_ROWS = 4096  # rows of products held at once on devices without an integer matrix product
 _MASK = 2**64 - 1
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on the tensor's device, which nothing waits for. It depends on the bytes in row-major order and on nothing else:
-    not on strides, dtype or device.
+    """Return the checksum as an int64 scalar on the tensor's device, without waiting for the device. It depends only on the bytes in
+    row-major order, not on strides, dtype or device.
 
-    The bytes are words of 64 bits, each multiplied by an odd number of its own and all added up modulo 2**64. So no change of a single
-    word keeps the sum, and changes of several, or words in another order, keep it only by chance.
+    The bytes are read as 64-bit words. Each word is multiplied by its own odd number, and the products are added modulo 2**64. So every
+    change of a single word changes the sum; changes of several words, or of their order, keep it only by chance.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -49,7 +49,7 @@ def _row_sums(words: torch.Tensor, level: int) -> torch.Tensor:
 
 @functools.cache
 def _factors(level: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers, others on each level: the outputs of splitmix64."""
+    """Return odd numbers, different on each level: outputs of splitmix64."""
     numbers = []
     for i in range(level * _ROW + 1, (level + 1) * _ROW + 1):
         mixed = i * 0x9E3779B97F4A7C15 & _MASK

@@ -1,21 +1,20 @@
-"""The collective that carries weights: a process group of its own, and a broadcast in which every step ends in time.
+"""The collective that carries weights: its own process group, and a broadcast in which every step has a deadline.
 
-Buckets of a transfer alternate between two buffers: while one travels, the sender fills the other, and a receiver loads the one before.
-On a GPU they travel on a stream of their own, so that the three overlap there too, and nothing goes through the host.
+The buckets of a transfer alternate between two buffers: while one travels, the sender fills the other, and a receiver loads the previous
+one. On a GPU they travel on their own stream, so that the three overlap there too, and nothing goes through the host.
 
-Trainer (rank 0) and replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for
-as long as it runs, and each group of ranks meets there under an id of its own. `gloo` and `nccl` differ only in
-`_process_group`.
+The trainer (rank 0) and the replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for as
+long as it runs, and each group of ranks meets there under its own id. `gloo` and `nccl` differ only in `_process_group`.
 
-Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
-abandons at the deadline or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation, or, with
-nccl, when its group is aborted, which may block too and has a thread of its own. If one of them does not end, the process must be started
-again (`ClosedChannels`). A group in which a call failed is never used again.
+Neither backend reliably detects a peer that died or hangs. So every blocking call runs on a thread, which the caller abandons at the
+deadline, or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation or, with nccl, when its group
+is aborted. The abort may block too, and has its own thread. If one of these threads does not end, the process must be restarted
+(`ClosedChannels`). A group in which a call failed is never used again.
 
-Anybody who reaches the store's port may read and write it. So each group has a secret, which its members get from the buffer:
-what they put into the store (the addresses of gloo, the id of NCCL) is signed with it, and before a tensor moves every member
-answers a challenge that rank 0 broadcasts through the group itself. Who does not know the secret can disturb a refit, but neither
-receive weights nor send any. The tensors themselves are not encrypted.
+Anybody who can reach the store's port can read and write it. So each group has a secret, which its members get from the buffer. What they
+put into the store (gloo's addresses, NCCL's id) is signed with it, and before a tensor moves, every member answers a challenge that rank 0
+broadcasts through the group itself. Without the secret, an attacker can disturb a refit, but neither receive nor send weights. The tensors
+themselves are not encrypted.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ T = TypeVar("T")
 _GO, _OVER = b"go", b"over"
 _NONCE_BYTES = 32
 _GROUP_LIFETIME = timedelta(days=365)
-# How long the abort of a group, and the calls that it ends, may take.
+# how long the abort of a group may take, including the calls that it ends
 ABORT_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -61,7 +60,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 class RendezvousStore:
     """The trainer's TCPStore, through which the ranks of every group find each other.
 
-    Raises `ServiceError` if the port is busy or the trainer can't reach the store under `host` itself.
+    Raises `ServiceError` if the port is busy, or if the trainer itself can't reach the store under `host`.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -83,7 +82,7 @@ class RendezvousStore:
             ) from error
 
     def connect(self) -> dist.TCPStore:
-        """A new connection to the store. Raises `WeightChannelError`."""
+        """Open a new connection to the store. Raises `WeightChannelError`."""
         with _torch_errors("connecting to the store"):
             return self._store.clone()  # type: ignore[attr-defined]
 
@@ -103,7 +102,7 @@ class GroupRank:
 
 
 class SignedStore(dist.Store):
-    """A group's part of the rendezvous store, whose values are signed with the group's secret. `get` raises `RuntimeError` for one that
+    """A group's part of the rendezvous store, whose values are signed with the group's secret. `get` raises `RuntimeError` for a value that
     is not. torch calls these methods too, from its own threads, with the keys of its backends."""
 
     def __init__(self, store: dist.Store, group_id: str, secret: bytes) -> None:
@@ -113,7 +112,7 @@ class SignedStore(dist.Store):
         self._secret = secret
 
     def sign(self, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of `parts`, for this group."""
+        """Return the HMAC-SHA256 of `parts` for this group."""
         message = b"".join(len(part).to_bytes(8, "little") + part for part in (self._group, *parts))
         return hmac.digest(self._secret, message, "sha256")
 
@@ -138,7 +137,7 @@ class SignedStore(dist.Store):
         return self._store.check(keys)
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)  # a count names no peer
+        return self._store.add(key, amount)  # not signed: a counter names no peer
 
 
 class Channel:
@@ -150,14 +149,14 @@ class Channel:
     def __init__(self, membership: GroupRank, store: dist.TCPStore) -> None:
         self.membership = membership
         self._store = SignedStore(store, membership.group_id, membership.secret)
-        # a connection is locked while it waits, so the signal that ends a wait needs another one
+        # a connection is locked while it waits, so the signal that ends a wait needs a second connection
         with _torch_errors("connecting to the store"):
             control = store.clone()  # type: ignore[attr-defined]
         self._control = SignedStore(control, membership.group_id, membership.secret)
         self._group: Any = None
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
-        self._over_by = 0.0  # when all of them are to have ended
+        self._over_by = 0.0  # when all of them should have ended
         self._not_aborted: str | None = None  # why torch could not abort the group
         self._starting = threading.Lock()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -168,7 +167,7 @@ class Channel:
     def lead(
         cls, membership: GroupRank, store: RendezvousStore, deadline: float, opened: Callable[[Channel], None]
     ) -> Channel:
-        """Rank 0: wait for every other rank, then join. `opened` gets the channel first, so that it can be closed meanwhile.
+        """Join as rank 0, after waiting for every other rank. `opened` gets the channel first, so that it can be closed during the wait.
 
         `deadline` is on the clock of `time.monotonic`. Raises `WeightChannelError`.
         """
@@ -185,7 +184,7 @@ class Channel:
 
     @classmethod
     def follow(cls, membership: GroupRank, deadline: float) -> Channel:
-        """A rank above 0: report to the trainer, wait for its start signal, then join. Raises `WeightChannelError`."""
+        """Join as a rank above 0: report to the trainer and wait for its start signal first. Raises `WeightChannelError`."""
         seconds = timedelta(seconds=_left(deadline, "connecting"))
         try:
             store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
@@ -199,7 +198,7 @@ class Channel:
         with channel._closing_on_failure():
             (go,) = channel._in_time("the start signal", deadline, lambda: channel._await_keys(["go"], deadline))
             if go != _GO:
-                raise WeightChannelAborted("the trainer gave the group up before it was complete")
+                raise WeightChannelAborted("the trainer gave up the group before it was complete")
             channel._watch()
             channel._form(deadline)
             channel._answer(deadline)
@@ -207,29 +206,29 @@ class Channel:
 
     @contextlib.contextmanager
     def broadcasting(self, tensor: torch.Tensor, deadline: float) -> Iterator[None]:
-        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank while the body runs, which leaves it
-        alone. The copy has arrived when the context ends. One at a time.
+        """Copy rank 0's `tensor` (contiguous, on this rank's device) into every other rank's while the body runs. The body must not touch
+        it. The copy has arrived when the context ends. Only one broadcast may run at a time.
 
-        Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
+        Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once this rank or rank 0 has called `close`.
         """
         with self._closing_on_failure():
             options = BroadcastOptions()
             options.rootRank = 0
             options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
-            # what this thread's stream still does with the memory comes first
+            # the broadcast waits for what this thread's stream still does with the memory
             before = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
             arrived = self._begin(lambda: self._broadcast(tensor.view(-1), options, before), deadline)
             yield
             self._result("a broadcast", arrived, deadline)
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
-        """`broadcasting`, with nothing beside it."""
+        """Run `broadcasting` to its end."""
         with self.broadcasting(tensor, deadline):
             pass
 
     def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Memory on this rank's device for buckets of these sizes: every second one has the same, in this transfer and in the next, because
-        touching fresh memory costs as much as sending it."""
+        """Return memory on this rank's device for buckets of these sizes. Every second bucket shares the same memory, in this transfer and
+        in the next, because touching fresh memory costs as much as sending it."""
         for which in range(2):
             largest = max(sizes[which::2], default=0)
             if self._buffers[which].numel() < largest:
@@ -237,14 +236,14 @@ class Channel:
         return [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
 
     def close(self) -> None:
-        """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
+        """Leave the group. When rank 0 leaves, the group ends for all members at once. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
         with contextlib.suppress(InvalidStateError):
             self._running.set_exception(WeightChannelAborted("the group is over"))
         if self.membership.rank == 0:
-            # members that have not joined yet wait for "go", those that have watch "over", and our own call for members
+            # members that have not joined yet wait for "go", joined members watch "over", and our own call waits for "ready"
             self._control.set("go", _OVER)
             self._control.set("over", _OVER)
             for rank in range(1, self.membership.world_size):
@@ -252,8 +251,8 @@ class Channel:
         self._leave_group()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for abandoned calls that still run on their threads; False if one did not end. Call it before the process ends:
-        a thread that returns from torch's code while the interpreter shuts down takes the process down with SIGABRT."""
+        """Wait for abandoned calls that still run on their threads, and return whether all have ended. Call it before the process ends: a
+        thread that returns from torch's code while the interpreter shuts down kills the process with SIGABRT."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -261,17 +260,17 @@ class Channel:
 
     @property
     def hangs(self) -> str | None:
-        """Why this group may hold a device for ever, if it may: a call that was given up should have ended and still runs, or the group
+        """Why this group may hold a device forever, or None if it can't: an abandoned call should have ended but still runs, or the group
         could not be aborted."""
         if self._not_aborted is not None:
             return f"could not be aborted ({self._not_aborted})"
         if self.membership.backend == "nccl" and time.monotonic() > self._over_by and not self.join(0.0):
-            return f"has a call that was given up, and has not ended {ABORT_S:g} s later"
+            return f"has an abandoned call that has not ended within {ABORT_S:g} s"
         return None
 
     def _challenge(self, deadline: float) -> None:
-        """Rank 0: broadcast a nonce, and wait until every other rank has signed it. Whoever took a rank's place in the group has the nonce
-        but not the secret, and the rank itself has the secret but not the nonce."""
+        """Broadcast a nonce as rank 0, and wait until every other rank has signed it. An impostor in a rank's place has the nonce but not
+        the secret, and the rank itself has the secret but not the nonce."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self.broadcast(self._nonce(nonce), deadline)
         ranks = range(1, self.membership.world_size)
@@ -280,11 +279,11 @@ class Channel:
         for rank, proof in zip(ranks, found, strict=True):
             if not hmac.compare_digest(proof, self._proof(rank, nonce)):
                 raise WeightChannelError(
-                    f"rank {rank} of group {self.membership.group_id} did not get the challenge: another has its place"
+                    f"rank {rank} of group {self.membership.group_id} did not get the challenge; another process has its place"
                 )
 
     def _answer(self, deadline: float) -> None:
-        """A rank above 0: sign the nonce that rank 0 broadcasts."""
+        """Sign the nonce that rank 0 broadcasts, as a rank above 0."""
         nonce = self._nonce(bytes(_NONCE_BYTES))
         self.broadcast(nonce, deadline)
         with _torch_errors("answering the challenge"):
@@ -305,10 +304,10 @@ class Channel:
         if self.membership.backend == "nccl" and not self._closed.is_set():
             with self._starting:
                 self._over_by = max(self._over_by, time.monotonic() + nccl.connect_timeout_s() + ABORT_S)
-            # now, while there is a deadline, and not in the first broadcast. It can be aborted, because it does not block the device
+            # Connect now, with a deadline, not in the first broadcast. This can be aborted, because it does not block the device.
             group.eager_connect_single_device(self.membership.device)
         if self._closed.is_set():
-            self._leave_group()  # which was not there yet when `close` looked
+            self._leave_group()  # `close` was called before the group existed
 
     def _leave_group(self) -> None:
         group, self._group = self._group, None
@@ -316,7 +315,7 @@ class Channel:
         def abort() -> None:
             try:
                 group.abort()
-            except Exception as error:  # whatever it is, the group may still hold the device
+            except Exception as error:  # after any error the group may still hold the device
                 log.exception("group %s of nccl could not be aborted", self.membership.group_id)
                 self._not_aborted = _line(error)
 
@@ -324,7 +323,7 @@ class Channel:
             self._start("weight-channel-abort", abort, time.monotonic())
 
     def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
-        """On a thread that is to end soon after `deadline`."""
+        """Run `call` on a thread, which should end soon after `deadline`."""
         thread = threading.Thread(target=call, name=name, daemon=True)
         with self._starting:
             thread.start()
@@ -340,12 +339,12 @@ class Channel:
             return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
         torch.cuda.set_device(m.device)
         of_nccl = dist.ProcessGroupNCCL.Options()
-        # Deadlines are this module's, and the time that an abort may take, which raises at this timeout, is that of `hangs`.
+        # This module has its own deadlines. An abort raises at this timeout, but `hangs` decides how long it may take.
         of_nccl._timeout = _GROUP_LIFETIME
         if nccl.may_be_nonblocking():
-            of_nccl.config.blocking = 0  # what blocks can't be aborted
-        # A broadcast that fails, or a watchdog of torch's that is held up by one, must not end the process: torch would do so by the first
-        # of these for the error, by the second for the watchdog. The threads of both run all the same (`headrace.weights.nccl`).
+            of_nccl.config.blocking = 0  # a blocking call can't be aborted
+        # A failed broadcast must not end the process, and neither must torch's watchdog when a broadcast holds it up. The first variable
+        # would make torch end the process for the error, the second for the watchdog. Their threads run anyway (`headrace.weights.nccl`).
         quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
         with quiet[0], quiet[1]:
             return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, of_nccl)
@@ -354,7 +353,7 @@ class Channel:
         group = self._group
         if group is None:
             raise WeightChannelAborted("the group is over")
-        with torch.cuda.stream(self._stream):  # on a CPU there is none, and this does nothing
+        with torch.cuda.stream(self._stream):  # does nothing on a CPU, which has no streams
             if before is not None:
                 before.wait()
             group.broadcast([tensor], options).wait()
@@ -367,10 +366,10 @@ class Channel:
         return [self._store.get(key) for key in keys]
 
     def _watch(self) -> None:
-        """Watch the group on a separate connection, to end a running call as soon as rank 0 closes the group or is gone."""
+        """Watch the group on a separate connection, to end a running call as soon as rank 0 closes the group or disappears."""
 
         def watch() -> None:
-            # whatever ends this wait (the key, a lost connection), the group is over
+            # whether the key or a lost connection ends this wait, the group is over
             with contextlib.suppress(RuntimeError):
                 self._control.wait(["over"], _GROUP_LIFETIME)
             self.close()
@@ -378,11 +377,11 @@ class Channel:
         threading.Thread(target=watch, name="weight-channel-watch", daemon=True).start()
 
     def _in_time(self, what: str, deadline: float, call: Callable[[], T]) -> T:
-        """Run a blocking call on a thread; abandon it at `deadline` or when the channel is closed."""
+        """Run a blocking call on a thread. Abandon it at `deadline`, or when the channel is closed."""
         return self._result(what, self._begin(call, deadline), deadline)
 
     def _begin(self, call: Callable[[], T], deadline: float) -> Future[T]:
-        """Of a blocking call on a thread."""
+        """Start a blocking call on a thread, and return its future."""
         future: Future[T] = Future()
         self._running = future
         if self._closed.is_set():
@@ -405,10 +404,10 @@ class Channel:
         try:
             return future.result(timeout=_left(deadline, what))
         except TimeoutError as error:
-            raise WeightChannelTimeout(f"waiting for {what} passed its deadline; a peer died or hangs") from error
+            raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline; a peer died or hangs") from error
         except (RuntimeError, OSError) as error:  # torch's DistError family, and an address that can't be resolved
             if time.monotonic() >= deadline:
-                raise WeightChannelTimeout(f"waiting for {what} passed its deadline ({_line(error)})") from error
+                raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline ({_line(error)})") from error
             raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
 
     @contextlib.contextmanager
@@ -421,30 +420,30 @@ class Channel:
 
 
 class ClosedChannels:
-    """Channels that were closed, as long as their last calls still run on their threads."""
+    """Closed channels whose last calls still run on their threads."""
 
     def __init__(self) -> None:
         self._channels: list[Channel] = []
 
     def add(self, channel: Channel) -> None:
-        """Close it."""
+        """Close the channel and keep it."""
         channel.close()
         self._channels = [*(other for other in self._channels if other.hangs or not other.join(0.0)), channel]
 
     def check(self) -> None:
-        """Raise `Restartable` if a group may hold its device, and nothing in this process can make it let go."""
+        """Raise `Restartable` if a group may hold its device and nothing in this process can make it release the device."""
         for channel in self._channels:
             if why := channel.hangs:
-                raise Restartable(f"group {channel.membership.group_id} of nccl {why}; only a new process can go on")
+                raise Restartable(f"group {channel.membership.group_id} of nccl {why}; only a new process can continue")
 
     def join(self, timeout_s: float) -> None:
         for channel in self._channels:
             channel.join(timeout_s)
 
 
-class Arrived(NamedTuple):
-    """A tensor that was received. Its checksum is there when the next bucket is asked for: it is computed meanwhile, by a thread beside the
-    one that loads."""
+class ReceivedTensor(NamedTuple):
+    """A tensor that was received. A second thread computes its checksum while the first one loads, so the checksum is ready when the next
+    bucket is requested."""
 
     name: str
     tensor: torch.Tensor
@@ -452,10 +451,10 @@ class Arrived(NamedTuple):
 
 
 def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
-    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket, and then their checksums.
+    """Broadcast `source` as rank 0, bucket by bucket, and then the checksums. The items of `source` must be the manifest's, in its order.
 
-    A tensor is cast to the type that the manifest announces, if both are floating point. `source` is always run to its end, even after a
-    failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
+    A tensor is cast to the type that the manifest announces if both are floating point. `source` is always consumed to its end, even after
+    a failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
     waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
     """
     stream = iter(source)
@@ -475,11 +474,11 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         surplus = sum(1 for _ in stream)
     if surplus:
         channel.close()
-        raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
+        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
 
 
 def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Write the bucket's tensors, which are next in `stream`; returns the checksum of each as it was written."""
+    """Write the bucket's tensors, which are next in `stream`, and return the checksum of each as it was written."""
     checksums = []
     offset = 0
     for spec in bucket.tensors:
@@ -488,18 +487,18 @@ def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.
         part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
         castable = part.is_floating_point() and tensor.is_floating_point()
         if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
-            raise ValueError(f"the manifest announces {spec}, the source gave {found}")
+            raise ValueError(f"the manifest announces {spec}, the source yielded {found}")
         part.copy_(tensor.detach().reshape(-1))
         checksums.append(checksum(part))
         offset += spec.nbytes
     return checksums
 
 
-def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[Arrived]]:
-    """A rank above 0: the manifest's tensors, a bucket at a time, while the next one travels. A bucket's memory is used again as soon as
-    the next one is asked for.
+def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[ReceivedTensor]]:
+    """Yield the manifest's tensors on a rank above 0, a bucket at a time, while the next bucket travels. A bucket's memory is reused as
+    soon as the next one is requested.
 
-    Raises `WeightChannelError`, at the end also if a tensor is not the one that was sent.
+    Raises `WeightChannelError`, at the end also if a tensor differs from the one that was sent.
     """
     device = channel.membership.device
     plan = manifest.buckets()
@@ -513,16 +512,18 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
                 values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
                 summed = beside.submit(_sum, values, sums, torch.cuda.current_stream(device) if flat.is_cuda else None)
                 yield [
-                    Arrived(spec.name, value.view(spec.shape), known)
+                    ReceivedTensor(spec.name, value.view(spec.shape), known)
                     for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
                 ]
                 summed.result()
     if torn := [name for name, same in zip(manifest.names, (mine == theirs).tolist(), strict=True) if not same]:
-        raise WeightChannelError(f"{len(torn)} tensors arrived with other bytes than were sent, {torn[0]} first")
+        raise WeightChannelError(
+            f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"
+        )
 
 
 def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-    """Write the tensors' checksums, by `stream` if they are on a GPU."""
+    """Write the tensors' checksums, on `stream` if they are on a GPU."""
     with torch.cuda.stream(stream):
         for tensor, place in zip(tensors, sums, strict=True):
             place.copy_(checksum(tensor))
@@ -536,7 +537,7 @@ def _left(deadline: float, what: str) -> float:
 
 
 def _listen_address(host: str) -> str:
-    """`host` if it is a loopback address, else all interfaces, because `host` may be a name that this machine can't bind to."""
+    """Return `host` if it is a loopback address, else all interfaces, because `host` may be a name that this machine can't bind to."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return host
@@ -545,7 +546,7 @@ def _listen_address(host: str) -> str:
 
 @contextlib.contextmanager
 def _torch_errors(what: str) -> Iterator[None]:
-    """Raise what torch raises (`RuntimeError`, its DistError family included) as `WeightChannelError`."""
+    """Turn torch's errors (`RuntimeError`, including its DistError family) into `WeightChannelError`."""
     try:
         yield
     except RuntimeError as error:

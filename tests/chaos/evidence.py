@@ -282,7 +282,7 @@ def _said(folder: Path) -> str:
 
 
 def _restarted(said: str | None) -> tuple[Restarted, ...]:
-    found = re.findall(r"^(\S+): (exit code|killed by signal) (\d+).*starting it again", said or "", re.MULTILINE)
+    found = re.findall(r"^(\S+): (exit code|killed by signal) (\d+).*restarting it", said or "", re.MULTILINE)
     return tuple(Restarted(name, int(code) * (1 if how == "exit code" else -1)) for name, how, code in found)
 
 

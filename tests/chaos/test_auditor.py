@@ -336,7 +336,7 @@ def test_a_service_that_could_not_go_on_and_said_why() -> None:
     exits = (
         Exit("trainer", 1, False, "…\nerror: can't write a checkpoint"),
         Exit("rollout-1", 75, False, ""),
-        Exit("rollout-1", 70, False, "error: the engine died. vLLM said: …\nException ignored in: …"),
+        Exit("rollout-1", 70, False, "error: the engine died. vLLM reported: …\nException ignored in: …"),
         *good().exits,
     )
     assert objections(exits=exits) == set()
@@ -514,7 +514,7 @@ def test_a_replay_service_may_give_up_a_server_that_was_killed_three_times_withi
 
 @pytest.mark.parametrize("code", [1, 70, -11])
 def test_a_supervisor_that_ends_otherwise(code: int) -> None:
-    exits = (Exit("up", code, False, "error: trainer can't go on"), *UNDER_UP["exits"])
+    exits = (Exit("up", code, False, "error: trainer can't continue"), *UNDER_UP["exits"])
     assert "the_supervisor_tells_how_it_ended" in objections(**{**UNDER_UP, "exits": exits})
     assert "the_run_finished" in objections(**{**UNDER_UP, "exits": exits[:1]})
 
@@ -540,7 +540,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
         },
         "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
         "held_out.jsonl": {"input": "1+1", "output": "0", "mood": "fine"},
-        "logs/up.log": "trainer: killed by signal 9; starting it again in 1 s\nreward: exit code 75; starting it again in 2 s",
+        "logs/up.log": "trainer: killed by signal 9; restarting it in 1 s\nreward: exit code 75; restarting it in 2 s",
         "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"max_trajectory_age": 0.0}},
         "observed.jsonl": {
             "timeline": "t", "incarnation": "s", "step": 0,

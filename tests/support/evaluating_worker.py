@@ -8,7 +8,7 @@ from typing import Any
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment
+from headrace_services.reward.environments.base import BuiltInEnvironment
 from headrace_services.reward.scoring_worker import main
 
 ENDS_AT_SIGHT = "end"
@@ -19,7 +19,7 @@ class Evaluating(BuiltInEnvironment):
         super().__init__(name, env)
         self.build = "1"
 
-    def at_sight(self, sample: Sample) -> Score | None:
+    def quick_score(self, sample: Sample) -> Score | None:
         if sample.completion == ENDS_AT_SIGHT:
             os._exit(1)
         return Score("SCORED", reward=0.0) if sample.completion == "" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 # program -> Debian's package
-PROGRAMS = {"redis-server": "redis-server", "ip": "iproute2", "unshare": "util-linux", "jq": "jq"}
+PROGRAMS = {"redis-server": "redis-server", "ip": "iproute2", "unshare": "util-linux", "jq": "jq", "perl": "perl-base"}
 
 
 def missing() -> str | None:

@@ -85,11 +85,11 @@ def test_what_the_caller_may_see_is_the_inventory_in_its_order(names: str | None
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        ("0,7", "'7' is no device of this machine, which has 0 (GPU-0-abc), 1 (GPU-1-abc)"),
-        ("GPU-", "'GPU-' is several devices"),
-        ("0,,1", "'' is no device"),
+        ("0,7", "'7' matches no device of this machine, which has 0 (GPU-0-abc), 1 (GPU-1-abc)"),
+        ("GPU-", "'GPU-' matches several devices"),
+        ("0,,1", "'' matches no device"),
         ("1,GPU-1-abc", "names a device twice"),
-        ("-1,0", "'-1' is no device"),
+        ("-1,0", "'-1' matches no device"),
     ],
 )
 def test_a_name_that_is_no_device_or_two_is_refused(names: str, error: str) -> None:
@@ -102,7 +102,7 @@ def test_a_name_that_is_no_device_or_two_is_refused(names: str, error: str) -> N
 def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
     divided = [device("0:0"), device("0:1"), device(1)]
     assert chosen(divided, "MIG-0:1-abc,1") == divided[1:]
-    with pytest.raises(ServiceError, match="'0' is no device"):
+    with pytest.raises(ServiceError, match="'0' matches no device"):
         chosen(divided, "0")
 
 
@@ -162,4 +162,4 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
 def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:
     not_loaded, mismatch = "9", "18"
     assert find("GPU-a", STANDIN_INIT=not_loaded)["devices"] == []
-    assert find("GPU-a", STANDIN_INIT=mismatch).startswith("ServiceError: the NVIDIA driver can't be asked")
+    assert find("GPU-a", STANDIN_INIT=mismatch).startswith("ServiceError: the NVIDIA driver can't list its devices")

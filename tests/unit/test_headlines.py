@@ -70,7 +70,7 @@ def test_a_build_is_new_in_the_first_step_that_has_groups_of_it() -> None:
         (4, {"exact": ["a"], "judge": ["j"]}),
     ]
     assert build_changes(steps) == [
-        (1, "step 1: environment exact scores by build b, after a"),
-        (3, "step 3: environment math scores by build unnamed, after m"),
-        (4, "step 4: environment exact scores by build a, after b"),
+        (1, "step 1: environment exact scores with build b, after a"),
+        (3, "step 3: environment math scores with build unnamed, after m"),
+        (4, "step 4: environment exact scores with build a, after b"),
     ]

@@ -83,7 +83,7 @@ def test_a_run_is_running_while_its_lock_is_held_and_was_killed_otherwise(
 
 def test_a_damaged_record_is_named_and_the_next_start_writes_it_anew(config: Config) -> None:
     (config.run_folder / RECORD).write_text("{")
-    with pytest.raises(CodecError, match=r"run\.json: can't be read"):
+    with pytest.raises(CodecError, match=r"run\.json can't be read"):
         history.read(config)
     with recorded(config.run_folder, Stopped):
         pass

@@ -35,7 +35,7 @@ def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the checkout may hold a directory `models`
-    with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: the directory .* does not exist") as caught:
         check_model_name(KEY, name)
     assert name in str(caught.value)
 
@@ -107,14 +107,16 @@ def asked(
 
 
 def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
-    assert "the hub has no model" in complaint("models/tiny", tmp_path, HF_ENDPOINT=hub)
+    assert "no model of that name was found on the Hugging Face Hub" in complaint(
+        "models/tiny", tmp_path, HF_ENDPOINT=hub
+    )
     assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""
     assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
 
 
 def test_where_nothing_can_be_reached_the_hub_is_not_asked_again_and_again(tmp_path: Path) -> None:
     done = asked("models/tiny", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
-    assert "the hub has no model of that name ([Errno 111] Connection refused)" in done.stderr
+    assert "no model of that name was found on the Hugging Face Hub ([Errno 111] Connection refused)" in done.stderr
     assert "Retry" not in done.stderr
 
 
@@ -131,14 +133,16 @@ def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None
     ):
         check_tokenizer_name(key, str(tmp_path))
     with pytest.raises(
-        ServiceError, match=r"there is no directory ./misspelt; give the directory of a Hugging Face tokenizer"
+        ServiceError, match=r"the directory ./misspelt does not exist; give the directory of a Hugging Face tokenizer"
     ):
         check_tokenizer_name(key, "./misspelt")
     (tmp_path / "tokenizer.json").write_text("{}")
     check_tokenizer_name(key, str(tmp_path))
 
     home, asked = tmp_path / "home", "check_tokenizer_name"
-    assert "the hub has no tokenizer" in complaint("models/tiny", home, asked, key, HF_ENDPOINT=hub)
+    assert "no tokenizer of that name was found on the Hugging Face Hub" in complaint(
+        "models/tiny", home, asked, key, HF_ENDPOINT=hub
+    )
     # it has no tokenizer_config.json
     assert complaint("models/real", home, asked, key, HF_ENDPOINT=hub) == ""
     assert complaint("models/real", home, asked, key, HF_HUB_OFFLINE="1") == ""
@@ -160,5 +164,5 @@ def test_what_is_here_is_told_without_asking_anybody(tmp_path: Path) -> None:
             is_here(KEY, str(tmp_path))
         (tmp_path / file).write_text("{}")
         assert is_here(KEY, str(tmp_path))
-        with pytest.raises(ServiceError, match="there is no directory"):
+        with pytest.raises(ServiceError, match="does not exist"):
             is_here(KEY, "./models/tiny")

@@ -1,4 +1,4 @@
-"""Configuration files of NVIDIA NeMo RL: `translate` gives one in Headrace's keys, and a `Translation` says how.
+"""Configuration files of NVIDIA NeMo RL: `translate` converts one to Headrace's keys, and a `Translation` describes how.
 
 Imported only when such a file is loaded.
 """

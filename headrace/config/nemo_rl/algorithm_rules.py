@@ -14,12 +14,12 @@ def _period(value: Any) -> Any:
 
 
 def _epochs(value: Any) -> Any:
-    """`-1`, as async PPO wants it there, is no limit."""
+    """Convert `-1`, which async PPO requires there, to no limit."""
     return 1_000_000_000 if value == -1 else value
 
 
 def _shared(section: str) -> list[Rule]:
-    """Keys that `grpo` and `ppo` share; `section` is one of the two."""
+    """Return the rules for keys that `grpo` and `ppo` share; `section` is one of the two."""
     return [
         *used(
             section,
@@ -33,7 +33,7 @@ def _shared(section: str) -> list[Rule]:
             f"{section}.val_num_generations_per_prompt",
             "its name in earlier releases",
         ),
-        *used(section, "max_num_epochs", "-1 is no limit; asynchronous runs keep to it too", _epochs),
+        *used(section, "max_num_epochs", "-1 is no limit; it applies to asynchronous runs too", _epochs),
         *used(section, "val_period", "below 0 is 0: never", _period),
         *used(f"{section}.reward_scaling", "enabled source_min source_max target_min target_max"),
         *used(
@@ -47,15 +47,15 @@ def _shared(section: str) -> list[Rule]:
             fine=only(1),
         ),
         *replaced(
-            "validation goes through the buffer like training, without batches of its own", f"{section}.val_batch_size"
+            "validation goes through the buffer like training, without its own batches", f"{section}.val_batch_size"
         ),
         *replaced(
-            "advantages are computed on the CPU, in microseconds a group",
+            "advantages are computed on the CPU, in microseconds per group",
             f"{section}.calculate_advantages_on_gpu",
         ),
         *replaced("measured by /metrics and `headrace status`", f"{section}.debug_payload_metrics"),
         *refused(
-            "models of images, audio and video are not trained; use a text model",
+            "models for images, audio and video are not supported; use a text model",
             f"{section}.deduplicate_multimodal_data",
         ),
         *refused(
@@ -74,7 +74,7 @@ def _asynchrony(section: str) -> list[Rule]:
             "enabled max_trajectory_age_steps in_flight_weight_updates recompute_kv_cache_after_weight_updates",
         ),
         *replaced(
-            "a failed attempt is repeated up to replay.max_attempts times, then its group is failed with the reason",
+            "a group gets up to replay.max_attempts attempts, then it fails with the reason",
             f"{section}.max_generation_failures",
         ),
         *replaced(
@@ -106,7 +106,7 @@ _SINGLE_CONTROLLER = [
         "a step trains on a whole batch of groups while the next one is generated",
         "async_rl.min_groups_for_streaming_train",
     ),
-    *replaced("rollout.max_concurrent_groups for each replica, and the age bound", "async_rl.max_inflight_prompts"),
+    *replaced("rollout.max_concurrent_groups per replica, and the age bound", "async_rl.max_inflight_prompts"),
     *replaced("the age bound, and replay.max_bytes", "async_rl.max_buffered_rollouts"),
     *replaced("the dashboard, and `headrace groups`", "async_rl.diagnostics"),
     *replaced(
@@ -114,7 +114,7 @@ _SINGLE_CONTROLLER = [
         "async_rl.rollout_failure.**",
     ),
     *replaced(
-        "replay.group_deadline_s and trainer.fleet_deadline_s end whatever hangs",
+        "replay.group_deadline_s and trainer.fleet_deadline_s end what hangs",
         "async_rl.stall_watchdog.**",
         "async_rl.watchdog.**",
     ),
@@ -147,7 +147,7 @@ LOSS = [
 
 
 def _no_tokens(value: Any, whole: Whole) -> bool:
-    """Token ids ask for nothing unless a penalty that reads them is on."""
+    """Whether the token ids have no effect, because no penalty that reads them is on."""
     penalties = look(whole, "reward_penalties") or {}
     return not any(value for key, value in penalties.items() if key.startswith("penalize_"))
 
@@ -160,11 +160,11 @@ _DISTILLATION = [
     renamed(
         "on_policy_distillation.teacher_model_by_agent_name.*",
         "grpo.adv_estimator.teacher_model_name",
-        "one teacher for all prompts: several names of one model are one",
+        "one teacher for all prompts; several names may name the same model",
         gathered=True,
     ),
     *replaced(
-        "grpo.adv_estimator.name opd distils from grpo.adv_estimator.teacher_model_name",
+        "grpo.adv_estimator.name opd distills from grpo.adv_estimator.teacher_model_name",
         "on_policy_distillation",
         "on_policy_distillation.enabled",
         "on_policy_distillation.teacher_model_by_agent_name",
@@ -201,11 +201,11 @@ ALGORITHM = [
     ),
     *_asynchrony("ppo.async_ppo"),
     *replaced(
-        "generation runs ahead by the age bound from the first step, also while the critic alone is trained",
+        "generation runs ahead by the age bound from the first step, even while only the critic is trained",
         "ppo.async_ppo.warmup_generation_lead_steps",
     ),
     *refused(
-        "checkpoints of NeMo RL are not read; give value.model_name a Hugging Face model, or value/ of a Headrace checkpoint",
+        "NeMo RL checkpoints can't be read; set value.model_name to a Hugging Face model, or to value/ of a Headrace checkpoint",
         "ppo.warm_start_value_checkpoint",
     ),
     *_SINGLE_CONTROLLER,
@@ -214,7 +214,7 @@ ALGORITHM = [
     *refused(_GYM, "reward_penalties.token_ids.**", "reward_penalties.token_ids", fine=_no_tokens),
     *_DISTILLATION,
     *refused(
-        "Headrace trains by reinforcement learning: leave this section out",
+        "Headrace trains by reinforcement learning; leave this section out",
         *(
             f"{section}.**"
             for section in (

@@ -1,14 +1,15 @@
-"""Sections of Headrace that several keys of NeMo RL say together: Megatron's optimizer and schedule, samplers, teachers."""
+"""Headrace settings that several NeMo RL keys determine together: Megatron's optimizer and schedule, samplers, teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.nemo_rl.rules import look
 
-Refuse = Callable[[str, str], None]  # of a key there, and what is wrong with it
-# each takes the whole file and yields (key of Headrace, value, key there)
+Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
+# takes the whole file and yields (Headrace's key, value, key in the file)
 Gatherer = Callable[[dict[str, Any], Refuse], Iterator[tuple[str, Any, str]]]
 
 _LINEAR, _CONSTANT, _COSINE = (
@@ -31,14 +32,15 @@ def _megatron(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any
 
 
 def megatron_optimizer(megatron: dict[str, Any]) -> dict[str, Any]:
-    """`optimizer` in torch's terms. Megatron's adam decouples weight decay, as AdamW does; the scheduler's weight decay, which its
-    scheduler sets at every step, goes before the optimizer's. Raises `ValueError` if it changes during the run."""
+    """Return the optimizer in torch's terms. Megatron's adam decouples weight decay, like AdamW. The scheduler's weight decay overrides the
+    optimizer's, because Megatron's scheduler sets it at every step. Raises `ValueError` if it changes during the run."""
     given, schedule = (_section(megatron, key) for key in ("optimizer", "scheduler"))
     start, end = schedule.get("start_weight_decay"), schedule.get("end_weight_decay")
     own = given.get("weight_decay")
     if (own if start is None else start) != (own if end is None else end):
         raise ValueError(
-            f"start_weight_decay {start} with end_weight_decay {end}: weight decay does not change during a run; give both one value"
+            f"start_weight_decay {in_yaml(start)} with end_weight_decay {in_yaml(end)}: weight decay does not change during a run; "
+            "give both one value"
         )
     decay = next((value for value in (start, end, own) if value is not None), None)
     kwargs = {"lr": given.get("lr"), "weight_decay": decay, "eps": given.get("adam_eps")}
@@ -49,14 +51,14 @@ def megatron_optimizer(megatron: dict[str, Any]) -> dict[str, Any]:
 
 
 def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
-    """`scheduler` in torch's terms: linear from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps, then constant, or down to
+    """Return the schedule in torch's terms: linear from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps, then constant, or down to
     `min_lr` at `lr_decay_iters` and constant from there. Raises `ValueError` for another style."""
     given, optimizer = (_section(megatron, key) for key in ("scheduler", "optimizer"))
     lr, floor = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
     warmup, start = given.get("lr_warmup_iters") or 0, given.get("lr_warmup_init") or 0.0
     style, until = given.get("lr_decay_style") or "constant", given.get("lr_decay_iters")
     if not (_number(lr) and _number(floor) and _number(warmup) and _number(start)) or lr == 0:
-        return []  # the configuration's own checks say what is wrong with them
+        return []  # the configuration's own checks report what is wrong with them
     stages: list[tuple[float, dict[str, Any]]] = []  # (steps, scheduler)
     if warmup:
         # torch refuses a factor of 0
@@ -66,10 +68,12 @@ def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
         stages.append((0, {"name": _CONSTANT, "kwargs": {"factor": 1.0, "total_iters": _FOREVER}}))
     elif style not in ("cosine", "linear"):
         raise ValueError(
-            f"lr_decay_style {style!r} is none of constant, linear, cosine; give one of them, or write policy.scheduler"
+            f"lr_decay_style {in_yaml(style)} is not constant, linear or cosine; give one of them, or write policy.scheduler"
         )
     elif not isinstance(until, int) or until <= warmup:
-        raise ValueError(f"lr_decay_iters {until} with lr_decay_style {style}: give the step at which the decay ends")
+        raise ValueError(
+            f"lr_decay_iters {in_yaml(until)} with lr_decay_style {style}; give the step at which the decay ends"
+        )
     elif style == "linear":
         down = {"start_factor": 1.0, "end_factor": floor / lr, "total_iters": until - warmup}
         stages.append((0, {"name": _LINEAR, "kwargs": down}))
@@ -108,12 +112,12 @@ def _single_controller(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple
 
 
 def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
-    """`async_rl` in the keys of `async_grpo`. Raises `ValueError` for a sampler that is not known."""
+    """Convert `async_rl` to the keys of `async_grpo`. Raises `ValueError` for an unknown sampler."""
     sampler = async_rl.get("sampler") or {}
     if not isinstance(sampler, dict):
-        raise ValueError(f"{sampler!r} is no section; give name and its bound")
+        raise ValueError(f"{in_yaml(sampler)} is not a section; give name and its bound")
     if not sampler and "max_weight_staleness_versions" in async_rl:
-        # its first form: without over-sampling each step has its own batch
+        # the first form of async_rl: without over-sampling each step has its own batch
         name = "weight_fifo" if async_rl.get("over_sampling") and not async_rl.get("force_in_order") else "in_order"
         age = async_rl["max_weight_staleness_versions"]
     else:
@@ -121,7 +125,7 @@ def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
         age = sampler.get("max_lookahead_versions" if name == "in_order" else "max_staleness_versions")
     orders = {"in_order": "ordered", "weight_fifo": "drop", "ready_first": "drop", "windowed": "drop"}
     if name not in orders:
-        raise ValueError(f"{name!r} is none of {', '.join(orders)}; choose one of them")
+        raise ValueError(f"{in_yaml(name)} is not a known sampler; use one of {', '.join(orders)}")
     return {
         "enabled": True,
         "in_flight_weight_updates": True,  # always, under the single controller
@@ -141,7 +145,7 @@ def _teacher(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any,
     if len(models) != 1:
         refuse(
             key,
-            f"{', '.join(models) or 'no model'}: there is one teacher for all prompts; name one, here or by "
+            f"{', '.join(models) or 'no model'}; a run has one teacher for all prompts, so name one, here or in "
             "grpo.adv_estimator.teacher_model_name",
         )
         return
@@ -149,7 +153,7 @@ def _teacher(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any,
 
 
 def _multiple_choice(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
-    """The verifier takes the place of `math_verify_impl`, which compares expressions."""
+    """Yield the answer format for the verifier, which replaces `math_verify_impl`; that key compares expressions."""
     key = "env.math.verifier_type"
     verifier = look(values, key)
     if verifier == "english_multichoice":
@@ -157,7 +161,7 @@ def _multiple_choice(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[s
     elif verifier not in (None, "", "math"):
         refuse(
             key,
-            f"{verifier!r} is neither math nor english_multichoice; choose one, or serve an environment (env.math.target)",
+            f"{in_yaml(verifier)} is neither math nor english_multichoice; choose one, or serve an environment (env.math.target)",
         )
 
 

@@ -1,18 +1,20 @@
-"""What of a file is in force: sections that older releases wrote differently, and parts that another key switches off.
+"""Removes what has no effect in a file: sections that older releases wrote differently, and parts that another key disables.
 
-Each function changes the whole file in place and yields (key there, what takes its place) for the report.
+Each function changes the whole file in place and yields (key in the file, what replaces it) for the report.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.config.nemo_rl.rules import look, sources
+from headrace.config.in_yaml import in_yaml
+from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH, look, off, sources
 
 Said = tuple[str, str]
 
-# data sets that brought their own validation where `data` was flat
+# the validation sets that came with data sets while `data` was flat
 _OWN_VALIDATION: dict[str, dict[str, Any]] = {
     "OpenMathInstruct-2": {},  # a twentieth of itself
     "DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
@@ -20,12 +22,13 @@ _OWN_VALIDATION: dict[str, dict[str, Any]] = {
 }
 _OF_EACH_SOURCE = ("input_key", "output_key", "chat_key", "prompt_file", "system_prompt_file", "processor", "env_name")
 
-# the others take the key and leave it
+# other data sets accept the key and ignore it
 _SPLIT = ("OpenMathInstruct-2", "OpenR1-Math-220k", "NuminaMath-1.5", "ResponseDataset", None)
 
 
 def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """One data set used to stand in `data` itself; its validation came with it, or from `val_data_path`. Yields (key there, new key)."""
+    """Rewrite the flat form of `data`, which had one data set, and whose validation came with it or from `val_data_path`. Yields (key in
+    the file, new key)."""
     data = values.get("data")
     if not isinstance(data, dict) or "train" in data or not {"dataset_name", "train_data_path"} & data.keys():
         return
@@ -53,6 +56,37 @@ def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((f"data.{key}", f"data.default.{key}") for key in default)
 
 
+# sections with a switch `enabled`
+_SWITCHED = (
+    *(
+        f"{model}.{trainer}{part}"
+        for model in ("policy", "value")
+        for trainer, adapter in (("dtensor_cfg", "lora_cfg"), ("automodel_cfg", "lora_cfg"), ("megatron_cfg", "peft"))
+        for part in ("", f".{adapter}")
+    ),
+    "on_policy_distillation",
+)
+
+
+def unclear_switches(values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Remove switches that are neither true nor false, and misspelt switches. Otherwise their sections would be dropped silently. Yields
+    (NeMo RL's key, problem, remedy)."""
+    for path in _SWITCHED:
+        section = look(values, path)
+        if not isinstance(section, dict):
+            continue
+        enabled = section.get(ENABLED)
+        if enabled is not None and not isinstance(enabled, bool):
+            yield f"{path}.{ENABLED}", f"{in_yaml(enabled)} is neither true nor false", "; give one of them"
+            section[ENABLED] = None
+        for name, value in list(section.items()):
+            near = difflib.get_close_matches(str(name).lower(), [ENABLED], 1, MISSPELT_SWITCH)
+            if name != ENABLED and near and not off(value, values):
+                del section[name]
+                meant = f"; did you mean {path}.{ENABLED}?"
+                yield f"{path}.{name}", f"unknown key, value {in_yaml(value)}", meant
+
+
 def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _single_controller(values)
     yield from _trainers(values)
@@ -63,7 +97,7 @@ def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _single_controller(values: dict[str, Any]) -> Iterator[Said]:
-    """`async_rl` is in force where `async_grpo` (`async_ppo`) is null; in its first form also where that is not enabled."""
+    """Keep `async_rl` where `async_grpo` (`async_ppo`) is null; in its first form also where that is not enabled."""
     given = values.get("async_rl")
     if not isinstance(given, dict):
         return
@@ -79,7 +113,7 @@ def _single_controller(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _trainers(values: dict[str, Any]) -> Iterator[Said]:
-    """With `megatron_cfg.enabled`, its optimizer and schedule are in force, and without it nothing of it is."""
+    """Keep Megatron's optimizer and schedule with `megatron_cfg.enabled`, and nothing of that section without it."""
     for section in ("policy", "value"):
         model = values.get(section)
         if not isinstance(model, dict):
@@ -87,7 +121,7 @@ def _trainers(values: dict[str, Any]) -> Iterator[Said]:
         megatron = model.get("megatron_cfg")
         if not isinstance(megatron, dict) or megatron.get("enabled") is not True:
             if model.pop("megatron_cfg", None) is not None:
-                yield f"{section}.megatron_cfg", "it is not enabled, and nothing of it is in force"
+                yield f"{section}.megatron_cfg", "it is not enabled, so none of it is in force"
             continue
         if look(megatron, "optimizer.clip_grad") is not None:
             model.pop("max_grad_norm", None)
@@ -96,11 +130,17 @@ def _trainers(values: dict[str, Any]) -> Iterator[Said]:
                 yield f"{section}.{key}", f"with megatron_cfg.enabled, {section}.megatron_cfg.{key} is in force instead"
         for key in ("dtensor_cfg", "automodel_cfg"):
             if model.pop(key, None) is not None:
-                yield f"{section}.{key}", "with megatron_cfg.enabled, nothing of it is in force"
+                yield f"{section}.{key}", "with megatron_cfg.enabled, none of it is in force"
 
 
 def _adapted_layers(values: dict[str, Any]) -> Iterator[Said]:
-    """`match_all_linear` goes before the layers that are named."""
+    """Drop named layers where `match_all_linear` overrides them, and the layers of an adapter that is not enabled."""
+    for section in ("policy", "value"):
+        peft = look(values, f"{section}.megatron_cfg.peft")
+        if isinstance(peft, dict) and not peft.get(ENABLED):
+            for key in ("target_modules", "exclude_modules", "dropout_position", "lora_B_init_method"):
+                if peft.pop(key, None):
+                    yield f"{section}.megatron_cfg.peft.{key}", "no adapter"
     for trainer in ("dtensor_cfg", "automodel_cfg"):
         lora = look(values, f"policy.{trainer}.lora_cfg")
         if isinstance(lora, dict) and lora.get("match_all_linear") and lora.pop("target_modules", None):
@@ -108,7 +148,7 @@ def _adapted_layers(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _splits(values: dict[str, Any]) -> Iterator[Said]:
-    """`split_validation_size` is in force for some data sets alone; files inherit it from another one's."""
+    """Drop `split_validation_size` for data sets where it has no effect; files inherit it from another data set."""
     for number, source in enumerate(sources(values, "train")):
         name = source.get("dataset_name", look(values, "data.default.dataset_name"))
         if name not in _SPLIT and source.pop("split_validation_size", None):
@@ -116,7 +156,7 @@ def _splits(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _conversations(values: dict[str, Any]) -> Iterator[Said]:
-    """A data set of OpenAI's format is a file of conversations, which end with the answer."""
+    """Convert a data set in OpenAI's format, which is a file of conversations that end with the answer."""
     for part in ("train", "validation"):
         for number, source in enumerate(sources(values, part)):
             if source.get("dataset_name", look(values, "data.default.dataset_name")) == "openai_format":
@@ -129,10 +169,10 @@ def _conversations(values: dict[str, Any]) -> Iterator[Said]:
 
 
 def _truncation(values: dict[str, Any]) -> Iterator[Said]:
-    """A type of truncation without a bound truncates nothing there; it warns."""
+    """Drop a type of truncation without a bound, which truncates nothing in NeMo RL either; it only warns."""
     loss = values.get("loss_fn")
     bound = "truncated_importance_sampling_ratio"
     if isinstance(loss, dict) and loss.get("truncated_importance_sampling_type") and loss.get(bound) is None:
         for key in ("truncated_importance_sampling_type", f"{bound}_min"):
             if loss.pop(key, None) is not None:
-                yield f"loss_fn.{key}", f"without {bound} nothing is truncated, there as here"
+                yield f"loss_fn.{key}", f"without {bound} nothing is truncated, in NeMo RL either"

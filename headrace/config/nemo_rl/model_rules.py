@@ -6,16 +6,47 @@ from typing import Any
 
 from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
 
-PARALLEL = (
-    "FSDP2 shards the model over trainer.num_processes ranks (torchrun); how it is sharded does not change the numbers"
-)
-_OFFLOAD = "the trainer has its own GPUs: nothing is offloaded for generation"
+PARALLEL = "FSDP2 shards the model over trainer.num_processes ranks (torchrun); sharding does not change the numbers"
+_OFFLOAD = "the trainer has its own GPUs, so nothing is offloaded for generation"
 _KERNELS = "torch and transformers choose the kernels; the mathematics is the same"
-_ROUTER = "the router of a mixture of experts is trained by the policy's loss alone"
+_ROUTER_COMPUTES = "the router computes like transformers' model"
+_ROUTER = "only the policy's loss trains the router of a mixture of experts"
+
+
+_TEXT_ALONE = "only the language model is trained"
+_NO_FP8 = "training in fp8 or fp4 is not supported; set it to false"
+
+
+def _precision_is(section: str) -> Any:
+    """Return a check that a type is the one that the model is trained in."""
+
+    def fine(value: Any, whole: Whole) -> bool:
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        return off(value, whole) or name in ("auto", look(whole, f"{section}.precision"))
+
+    return fine
+
+
+def _frozen(at: str) -> list[Rule]:
+    """Rules for frozen parts: those of images and sound do not exist here; the language model can't be frozen."""
+    return [
+        *replaced(
+            _TEXT_ALONE,
+            *names(
+                at,
+                "freeze_vision_* freeze_sound_* freeze_audio_* freeze_vision_model freeze_vision_tower freeze_vision_projection "
+                "freeze_sound_encoder freeze_sound_projection freeze_audio_tower",
+            ),
+        ),
+        *refused(
+            "the language model can't be frozen, since it is what is trained; set it to false",
+            f"{at}.freeze_language_model",
+        ),
+    ]
 
 
 def _dense(section: str) -> Any:
-    """Whether nothing says that the model is a mixture of experts: no experts are spread over ranks."""
+    """Return a check that is true if nothing indicates a mixture of experts: no experts are spread over ranks."""
 
     def fine(value: Any, whole: Whole) -> bool:
         spread = (
@@ -34,7 +65,7 @@ def _precision(value: Any) -> Any:
 
 
 def _kv_cache_dtype(value: Any) -> Any:
-    return "fp8" if value == "fp8_e4m3" else value  # two names of one
+    return "fp8" if value == "fp8_e4m3" else value  # two names of the same type
 
 
 def _max_length(section: str) -> Any:
@@ -45,7 +76,7 @@ def _max_length(section: str) -> Any:
 
 
 def _fused_adam(value: Any) -> Any:
-    """Transformer Engine's fused Adam decouples weight decay, as AdamW does."""
+    """Convert Transformer Engine's fused Adam, which decouples weight decay, to AdamW."""
     return "torch.optim.AdamW" if isinstance(value, str) and value.endswith(".FusedAdam") else value
 
 
@@ -68,14 +99,15 @@ def _optimizer(section: str) -> list[Rule]:
 def _activation_checkpointing(section: str, at: str) -> list[Rule]:
     if section == "policy":
         return [renamed(f"{at}.activation_checkpointing", "policy.activation_checkpointing")]
-    return replaced("policy.activation_checkpointing is for both models", f"{at}.activation_checkpointing")
+    return replaced("policy.activation_checkpointing applies to both models", f"{at}.activation_checkpointing")
 
 
 def _lora(section: str, at: str, init: str, layers: list[Rule]) -> list[Rule]:
-    """`at` is the section of the adapter, `init` its key for what A is drawn from, `layers` the rules that say where the policy has one."""
+    """Return the rules for an adapter in section `at`. `init` is its key for the initialization of A; `layers` are the policy's rules for
+    which layers have one."""
     if section != "policy":
         return [
-            *refused("the value model is trained whole; set it to false", f"{at}.enabled"),
+            *refused("all weights of the value model are trained; set it to false", f"{at}.enabled"),
             *replaced("no adapter", f"{at}.**"),
         ]
     return [
@@ -83,7 +115,7 @@ def _lora(section: str, at: str, init: str, layers: list[Rule]) -> list[Rule]:
         *(renamed(f"{at}.{key}", f"policy.lora_cfg.{key}") for key in ("enabled", "dim", "alpha", "dropout")),
         renamed(f"{at}.{init}", "policy.lora_cfg.init"),
         *refused(
-            "dropout is that of the adapter's inputs; set it to pre, or dropout to 0",
+            "dropout applies to the adapter's inputs; set it to pre, or dropout to 0",
             f"{at}.dropout_position",
             fine=lambda value, whole: (
                 value in (None, "pre")
@@ -91,7 +123,7 @@ def _lora(section: str, at: str, init: str, layers: list[Rule]) -> list[Rule]:
             ),
         ),
         *replaced(_KERNELS, f"{at}.use_triton", f"{at}.a2a_experimental"),
-        *replaced("an adapter is float32, as all that is trained", f"{at}.lora_dtype"),
+        *replaced("an adapter is float32, like all trained weights", f"{at}.lora_dtype"),
         *refused("B is 0 at the start; set it to zero", f"{at}.lora_B_init_method", fine=only("zero")),
     ]
 
@@ -107,13 +139,41 @@ def _automodel(section: str) -> list[Rule]:
                 "enabled _v2 tensor_parallel_size context_parallel_size sequence_parallel expert_parallel_size "
                 "pipeline_parallel_size data_parallel_size dp_replicate_size custom_parallel_plan defer_fsdp_grad_sync "
                 "env_vars.** mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps "
-                "moe_parallelizer.** moe_mesh.**",
+                "moe_parallelizer.ignore_router_for_ac moe_parallelizer.reshard_after_forward moe_parallelizer.wrap_outer_model "
+                "moe_mesh.**",
             ),
         ),
+        *refused(
+            "the output layer has the precision of the model (policy.precision); leave it out",
+            f"{at}.moe_parallelizer.lm_head_precision",
+            fine=_precision_is(section),
+        ),
         *replaced(_OFFLOAD, f"{at}.cpu_offload"),
-        *replaced(_KERNELS, f"{at}.automodel_kwargs.**", f"{at}.backend.**"),
         *replaced(
-            "checkpoints are safetensors that transformers loads, complete at every save",
+            _KERNELS,
+            *names(
+                f"{at}.automodel_kwargs",
+                "use_liger_kernel use_sdpa_patching sdpa_method attn_implementation force_hf",
+            ),
+        ),
+        *(
+            rule
+            for backend in ("automodel_kwargs.backend", "backend")
+            for rule in _automodel_backend(f"{at}.{backend}")
+        ),
+        *_frozen(f"{at}.automodel_kwargs.freeze_config"),
+        *refused(
+            "only the router can be frozen (policy.freeze_moe_router); leave it out",
+            f"{at}.automodel_kwargs.freeze_config.freeze_modules",
+        ),
+        *refused(
+            "policy.precision sets the type; leave it out",
+            f"{at}.automodel_kwargs.torch_dtype",
+            f"{at}.automodel_kwargs.dtype",
+            fine=_precision_is(section),
+        ),
+        *replaced(
+            "every checkpoint is complete, in safetensors that transformers loads",
             *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
         ),
         *_lora(
@@ -124,16 +184,50 @@ def _automodel(section: str) -> list[Rule]:
                 renamed(f"{at}.lora_cfg.target_modules", "policy.lora_cfg.target_modules"),
                 renamed(f"{at}.lora_cfg.exclude_modules", "policy.lora_cfg.exclude_modules"),
                 *replaced(
-                    "policy.lora_cfg.target_modules: none is all linear layers", f"{at}.lora_cfg.match_all_linear"
+                    "policy.lora_cfg.target_modules; an empty list means all linear layers",
+                    f"{at}.lora_cfg.match_all_linear",
                 ),
             ],
         ),
-        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
+        *refused(_NO_FP8, f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
+        *replaced(
+            "no fp8",
+            *(
+                key
+                for fp8 in ("fp8_cfg", "fp8")
+                for key in names(
+                    f"{at}.{fp8}",
+                    "recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp "
+                    "force_recompute_fp8_weight_in_bwd filter_fqns emulate",
+                )
+            ),
+        ),
+    ]
+
+
+def _automodel_backend(at: str) -> list[Rule]:
+    return [
+        *replaced(
+            _KERNELS,
+            *names(
+                at,
+                "_target_ attn linear rms_norm rope_fusion experts dispatcher dispatcher_num_sms dispatcher_share_token_dispatcher "
+                "dispatcher_async_dispatch enable_deepep enable_hf_state_dict_adapter enable_fsdp_optimizations",
+            ),
+        ),
+        *replaced(_ROUTER_COMPUTES, f"{at}.gate_precision"),
+        *refused(
+            "a fake router is only for benchmarks; leave it out",
+            f"{at}.fake_balanced_gate",
+            f"{at}.fake_gate_noise",
+            fine=only(0),
+        ),
+        *refused(_NO_FP8, f"{at}.te_fp8"),
     ]
 
 
 def _megatron(section: str) -> list[Rule]:
-    """With `megatron_cfg.enabled` the optimizer and the schedule are Megatron's, else nothing of it is read."""
+    """Return the rules for `megatron_cfg`. If it is enabled, optimizer and schedule are Megatron's; otherwise none of it is read."""
     at = f"{section}.megatron_cfg"
     return [
         *(
@@ -143,14 +237,18 @@ def _megatron(section: str) -> list[Rule]:
         *(
             renamed(f"{at}.scheduler.{key}", f"{section}.optimizer.kwargs.weight_decay", says, gathered=True)
             for key in ("start_weight_decay", "end_weight_decay")
-            for says in ("it goes before the optimizer's, and must not change",)
+            for says in ("it overrides the optimizer's, and must not change",)
         ),
         *(
             renamed(f"{at}.optimizer.{beta}", f"{section}.optimizer.kwargs.betas", gathered=True)
             for beta in ("adam_beta1", "adam_beta2")
         ),
         renamed(f"{at}.optimizer.clip_grad", f"{section}.max_grad_norm"),
-        *refused("adam is Megatron's name of AdamW; no other is built", f"{at}.optimizer.optimizer", fine=only("adam")),
+        *refused(
+            "only adam is supported, Megatron's name of AdamW; set it to adam",
+            f"{at}.optimizer.optimizer",
+            fine=only("adam"),
+        ),
         *replaced("the optimizer is AdamW", f"{at}.optimizer.sgd_momentum"),
         *replaced(
             "policy.precision and float32 master weights; the optimizer's state is on the GPU, sharded",
@@ -170,14 +268,37 @@ def _megatron(section: str) -> list[Rule]:
         *replaced("weight decay is constant", f"{at}.scheduler.weight_decay_incr_style"),
         *refused("schedules count steps; give lr_warmup_iters and lr_decay_iters", f"{at}.scheduler.**"),
         *_activation_checkpointing(section, at),
-        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled"),
-        *replaced("no fp8", f"{at}.fp8_cfg.**"),
+        *refused(_NO_FP8, f"{at}.fp8_cfg.enabled", f"{at}.fp4_cfg.enabled"),
+        *replaced(
+            "no fp8",
+            *names(
+                at,
+                "fp8_cfg.fp8 fp8_cfg.fp8_recipe fp8_cfg.fp8_param fp8_cfg.fp8_quantizer_factory fp8_cfg.force_clear_fp8_caches "
+                "fp4_cfg.fp4 fp4_cfg.fp4_recipe fp4_cfg.fp4_param first_last_layers_bf16 num_layers_at_start_in_bf16 "
+                "num_layers_at_end_in_bf16 moe_router_padding_for_fp8 moe_router_padding_for_quantization",
+            ),
+        ),
+        *refused("a precision for each layer is not supported; leave it out", f"{at}.te_precision_config_file"),
+        *refused(
+            "the output layer has the precision of the model (policy.precision); set it to false",
+            f"{at}.fp32_lm_head",
+            fine=lambda value, whole: off(value, whole) or look(whole, f"{section}.precision") == "float32",
+        ),
+        *_frozen(at),
+        *_frozen(f"{at}.freeze_config"),
+        *replaced(_TEXT_ALONE, f"{at}.radio_force_cpe_eval_mode"),
+        *replaced("max_num_steps of grpo or ppo", f"{at}.train_iters"),
+        *refused("elastic models are not supported; leave it out", f"{at}.flex_routers", f"{at}.flextron_*"),
+        *refused(
+            "the model's own configuration sets it; write rms_norm_eps in policy.hf_config_overrides",
+            f"{at}.layernorm_epsilon",
+        ),
         *_lora(
             section,
             f"{at}.peft",
             "lora_A_init_method",
             refused(
-                "Megatron's names of layers are not those of the model's files; name these in policy.lora_cfg, or leave it out for all",
+                "Megatron's layer names differ from those in the model's files; give those in policy.lora_cfg, or leave it out for all",
                 f"{at}.peft.target_modules",
                 f"{at}.peft.exclude_modules",
             ),
@@ -202,11 +323,11 @@ def _megatron(section: str) -> list[Rule]:
         ),
         *replaced("policy.logprob_chunk_size", f"{at}.use_linear_ce_fusion_loss", f"{at}.linear_ce_fusion_chunk_size"),
         *refused(
-            "the model's own configuration decides it; say it in policy.hf_config_overrides",
+            "the model's own configuration decides it; set it in policy.hf_config_overrides",
             *names(at, "model_overrides.** moe_router_* moe_z_loss_coeff moe_*capacity* moe_*drop*"),
         ),
         *replaced(
-            "the router computes as transformers' model does",
+            _ROUTER_COMPUTES,
             *names(at, "moe_router_dtype moe_router_fusion moe_router_enable_expert_bias"),
         ),
         *replaced(
@@ -232,10 +353,12 @@ def _megatron(section: str) -> list[Rule]:
                 "use_fused_weighted_squared_relu apply_rope_fusion bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion "
                 "masked_softmax_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl moe_permute_fusion "
                 "moe_grouped_gemm moe_use_legacy_grouped_gemm moe_enable_deepep moe_deepep_num_sms moe_token_dispatcher_type "
-                "moe_flex_dispatcher_backend moe_hybridep_num_sms moe_apply_probs_on_input moe_layer_recompute "
+                "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_hybridep_prepad_packed_inputs "
+                "moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_apply_probs_on_input moe_layer_recompute "
                 "moe_pad_experts_for_cuda_graph_inference inference_moe_token_dispatcher_type inference_grouped_gemm_backend "
-                "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules cuda_graph_warmup_steps "
-                "transformer_impl te_rng_tracker use_te_rng_tracker use_te_activation_func",
+                "inference_cuda_graph_scope enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules "
+                "cuda_graph_warmup_steps transformer_impl use_transformer_engine_op_fuser te_rng_tracker use_te_rng_tracker "
+                "use_te_activation_func",
             ),
         ),
         *replaced(
@@ -248,7 +371,7 @@ def _megatron(section: str) -> list[Rule]:
             ),
         ),
         *replaced(
-            "models are loaded from and saved as Hugging Face safetensors",
+            "models are loaded and saved as Hugging Face safetensors",
             *names(
                 at, "converter_type megatron_recipe force_reconvert_from_hf force_overwrite_initial_ckpt checkpoint.**"
             ),
@@ -257,7 +380,7 @@ def _megatron(section: str) -> list[Rule]:
     ]
 
 
-_ROWS = "rows are padded to their longest sequence, or packed; no length has to be divisible"
+_ROWS = "rows are padded to their longest sequence, or packed, and lengths need not be divisible"
 
 POLICY = [
     *used(
@@ -266,15 +389,13 @@ POLICY = [
         "logprob_chunk_size",
     ),
     *used("policy.tokenizer", "name chat_template_kwargs"),
-    *replaced(
-        "tokenizers are those of transformers, the fast ones where there are any", "policy.tokenizer.use_fastokens"
-    ),
+    *replaced("tokenizers are transformers' own, the fast ones where they exist", "policy.tokenizer.use_fastokens"),
     *refused(
-        "models of images, audio and video are not supported; use a text model",
+        "models for images, audio and video are not supported; use a text model",
         "policy.tokenizer.is_tokenizer_processor",
     ),
     *refused(
-        "a custom template belongs in the tokenizer: save one with it and name that in policy.tokenizer.name",
+        "a custom template belongs in the tokenizer; save a tokenizer with it and name that in policy.tokenizer.name",
         "policy.tokenizer.chat_template",
         fine=lambda value, whole: value == "default",
     ),
@@ -282,7 +403,7 @@ POLICY = [
     *used("policy.dynamic_batching", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round"),
     *used("policy.sequence_packing", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round algorithm"),
     *replaced(
-        "micro-batches come in the order of the packer, and the loss is computed once a row",
+        "micro-batches come in the packer's order, and the loss is computed once per row",
         "policy.sequence_packing.microbatch_order",
         "policy.sequence_packing.fuse_loss",
     ),
@@ -305,8 +426,8 @@ POLICY = [
     *refused("router replay is not supported; set it to false", "policy.router_replay.enabled"),
     *replaced("no router is replayed", "policy.router_replay.**"),
     *refused("a policy is a causal language model; set it to false", "policy.reward_model_cfg.enabled"),
-    *replaced("of reward models", "policy.reward_model_cfg.**"),
-    *refused("models of images, audio and video are not supported; use a text model", "policy.is_vlm"),
+    *replaced("only for reward models", "policy.reward_model_cfg.**"),
+    *refused("models for images, audio and video are not supported; use a text model", "policy.is_vlm"),
     *used("policy", "hf_config_overrides"),
 ]
 
@@ -334,18 +455,18 @@ GENERATION = [
         ),
     ),
     *refused(
-        "prompt and completion together are bounded by policy.max_total_sequence_length; give max_model_len that value",
+        "policy.max_total_sequence_length bounds prompt and completion together; give max_model_len that value",
         "policy.generation.vllm_cfg.max_model_len",
         fine=_max_length("policy"),
     ),
     *used("policy.generation.vllm_cfg", "kv_cache_dtype", "auto, bfloat16 or fp8", _kv_cache_dtype),
     *refused(
-        "rollout log-probabilities are those that the tokens were sampled with; set it to processed_logprobs",
+        "rollout log-probabilities are those with which the tokens were sampled; set it to processed_logprobs",
         "policy.generation.vllm_cfg.logprobs_mode",
         fine=only("processed_logprobs"),
     ),
     *refused(
-        "rollouts have the format of vllm_cfg.precision in every layer; set it to 0",
+        "rollouts use vllm_cfg.precision in every layer; set it to 0",
         "policy.generation.vllm_cfg.num_first_layers_in_bf16",
         "policy.generation.vllm_cfg.num_last_layers_in_bf16",
         fine=lambda value, whole: (
@@ -353,7 +474,7 @@ GENERATION = [
         ),
     ),
     *replaced(
-        "weights arrive through weight_channel, and a replica proves them by log-probabilities",
+        "weights arrive through weight_channel, and a replica verifies them by log-probabilities",
         "policy.generation.vllm_cfg.refit_with_reload_api",
         "policy.generation.vllm_cfg.load_format",
         "policy.generation.vllm_cfg.*refit*",
@@ -390,7 +511,7 @@ GENERATION = [
     ),
     renamed("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
     *replaced(
-        "it changes the speed alone, not the completions",
+        "it changes only the speed, not the completions",
         "policy.generation.vllm_kwargs.speculative_config.**",
     ),
     *replaced(
@@ -403,7 +524,7 @@ GENERATION = [
         ),
     ),
     *refused(
-        "arguments that may change what vLLM samples are not passed on; leave it out",
+        "arguments that may change vLLM's samples are not passed on; leave it out",
         "policy.generation.vllm_kwargs.**",
         "policy.generation.vllm_kwargs",
     ),
@@ -412,7 +533,7 @@ GENERATION = [
         *names("policy.generation", "mcore_generation_config.** sglang_*.** trtllm_*.** dynamo_*.** megatron_*.**"),
     ),
     *replaced(
-        "generation and training never share a GPU: rollout.replicas on one machine, or `headrace rollout` on any number",
+        "generation and training run in separate processes: rollout.replicas on one machine, or `headrace rollout` on any number",
         "policy.generation.colocated.**",
     ),
     *replaced(
@@ -428,18 +549,18 @@ VALUE = [
     *replaced("the policy's tokenizer", "value.tokenizer.**"),
     *used("value", "hf_config_overrides"),
     *refused(
-        "the value model reads the policy's sequences; give it the value of policy.max_total_sequence_length",
+        "the value model reads the policy's sequences; set it to the value of policy.max_total_sequence_length",
         "value.max_total_sequence_length",
         fine=lambda value, whole: value is None or value == look(whole, "policy.max_total_sequence_length"),
     ),
     *replaced("the policy's: policy.logprob_batch_size", "value.logprob_batch_size"),
     *replaced(_ROWS, "value.make_sequence_length_divisible_by"),
     *replaced(
-        "a regression head on the backbone, always",
+        "always a regression head on the backbone",
         "value.reward_model_cfg.enabled",
     ),
     *refused(
-        "the head is a regression; set it to regression",
+        "the head is a regression head; set it to regression",
         "value.reward_model_cfg.reward_model_type",
         fine=only("regression"),
     ),

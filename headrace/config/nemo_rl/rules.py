@@ -1,4 +1,4 @@
-"""What becomes of one key of NeMo RL: the rules, and how the rule for a key is found."""
+"""The rules for NeMo RL's keys, and how the rule for a key is found."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-Keys = tuple[str, ...]
+from headrace.config.keys import Keys
+
 Whole = Mapping[str, Any]
 
 Does = Literal["used", "renamed", "replaced", "refused"]
 
-# a misspelling shares this much with the key that was meant; keys of the families below share less with each other
+# the similarity of a misspelling to the intended key; keys of the families below are less similar to each other
 _MISSPELT = 0.92
+# looser for the switch of a section: no family of keys has names like it
+ENABLED, MISSPELT_SWITCH = "enabled", 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What becomes of one key; of several where a part holds `*`, and of everything below where the last part is `**`.
+    """A rule for one key of NeMo RL. A part `*` stands for several keys, and a last part `**` for everything below.
 
-    `used`: Headrace has the key by this name. `renamed`: Headrace has it as `to`. `replaced`: it belongs to a part of NeMo RL that
-    Headrace does differently; `says` how. `refused`: it can't be honoured; `says` why and what to do.
-    `fine(value, file)`: whether a value of a refused key asks for nothing. `convert(value)`: the value in Headrace's terms; raises
-    `ValueError` saying what is wrong.
+    `used`: Headrace has the key by this name. `renamed`: Headrace has it as `to`. `replaced`: it belongs to a part of NeMo RL that Headrace
+    does differently; `says` how. `refused`: it can't be honoured; `says` why and what to do. `fine(value, file)`: whether a value of a
+    refused key has no effect. `convert(value)`: the value in Headrace's terms; raises `ValueError` with what is wrong.
     """
 
     key: str
@@ -35,7 +37,7 @@ class Rule:
     fine: Callable[[Any, Whole], bool] | None = None
     convert: Callable[[Any], Any] | None = None
     gathered: bool = False  # read together with other keys, by `translate`
-    once: bool = False  # a refused section, reported in one line instead of one a key
+    once: bool = False  # a refused section, reported in one line instead of a line per key
 
     @functools.cached_property
     def parts(self) -> Keys:
@@ -43,7 +45,7 @@ class Rule:
 
     @functools.cached_property
     def exactness(self) -> tuple[int, int, bool]:
-        """How exactly the rule names a key: of the rules that match, the most exact decides."""
+        """A measure of how exactly the rule names a key. Of the rules that match, the most exact one applies."""
         exact = sum("*" not in part for part in self.parts)
         return exact, sum("*" in part and part not in ("*", "**") for part in self.parts), self.parts[-1] != "**"
 
@@ -54,7 +56,7 @@ class Rule:
         return len(parts) == len(keys) and all(map(_matches, keys, parts))
 
     def target(self, keys: Keys) -> Keys:
-        """Headrace's keys for `keys`, which match; a `*` of `to` stands for the name that the same `*` of `key` matched."""
+        """Return Headrace's keys for `keys`, which match; a `*` of `to` stands for the name that the same `*` of `key` matched."""
         if self.does == "used":
             return keys
         names = iter([key for part, key in zip(self.parts, keys, strict=False) if part == "*"])
@@ -66,28 +68,33 @@ def _matches(key: str, part: str) -> bool:
 
 
 class Table:
-    """All rules. `dtensor_cfg`, the name of `automodel_cfg` in older releases, has the same ones."""
+    """A searchable table of all rules. `dtensor_cfg`, the name of `automodel_cfg` in older releases, has the same ones."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = tuple(rules)
         self._exact = {rule.parts: rule for rule in self.rules if "*" not in rule.key}
-        self._patterns: dict[str, list[Rule]] = {}  # by their first part, the most exact first
+        self._patterns: dict[str, list[Rule]] = {}  # by first part, the most exact first
         for rule in sorted(self.rules, key=lambda rule: rule.exactness, reverse=True):
             if "*" in rule.key:
                 self._patterns.setdefault(rule.parts[0], []).append(rule)
         self._beside: dict[Keys, list[str]] = {}
 
     def find(self, keys: Keys) -> Rule | None:
-        """The most exact rule that matches `keys`; None if there is none, or if `keys` is a misspelling of a key with its own rule."""
+        """Return the most exact rule that matches `keys`; None if none does, or if `keys` is a misspelling of a key with its own rule."""
         keys = tuple("automodel_cfg" if key == "dtensor_cfg" else key for key in keys)
         if rule := self._exact.get(keys):
             return rule
         rule = next((rule for rule in self._patterns.get(keys[0], ()) if rule.matches(keys)), None)
         family = rule is not None and rule.parts[-1] not in (keys[-1], "*")
-        return None if family and difflib.get_close_matches(keys[-1], self.beside(keys), 1, _MISSPELT) else rule
+        return None if family and self._is_misspelt(keys) else rule
+
+    def _is_misspelt(self, keys: Keys) -> bool:
+        beside = self.beside(keys)
+        near_switch = difflib.get_close_matches(keys[-1].lower(), {ENABLED} & {*beside}, 1, MISSPELT_SWITCH)
+        return bool(near_switch or difflib.get_close_matches(keys[-1], beside, 1, _MISSPELT))
 
     def beside(self, keys: Keys) -> list[str]:
-        """Names with rules of their own in the section of `keys`."""
+        """Return the names with their own rules in the section of `keys`."""
         section = tuple("automodel_cfg" if key == "dtensor_cfg" else key for key in keys[:-1])
         if section not in self._beside:
             longer = (rule.parts for rule in self.rules if len(rule.parts) > len(section))
@@ -97,12 +104,12 @@ class Table:
 
 
 def names(section: str, keys: str) -> list[str]:
-    """Keys of `section`, given separated by blanks."""
+    """Return full keys for the keys of `section`, given separated by blanks."""
     return [f"{section}.{key}" for key in keys.split()]
 
 
 def used(section: str, keys: str, says: str = "", convert: Callable[[Any], Any] | None = None) -> list[Rule]:
-    """Rules for keys (separated by blanks) of `section` that Headrace has by the same names."""
+    """Return rules for keys (separated by blanks) of `section` that Headrace has by the same names."""
     return [Rule(key, "used", says=says, convert=convert) for key in names(section, keys)]
 
 
@@ -115,7 +122,7 @@ def replaced(says: str, *keys: str) -> list[Rule]:
 
 
 def off(value: Any, whole: Whole) -> bool:
-    """Whether a value asks for nothing, whatever its key is: null, false, empty."""
+    """Whether a value has no effect, whatever its key is: null, false, empty."""
     return value is None or value is False or value in ("", "false", "none", {}, [])
 
 
@@ -124,19 +131,19 @@ def refused(says: str, *keys: str, fine: Callable[[Any, Whole], bool] = off, onc
 
 
 def only(*values: Any) -> Callable[[Any, Whole], bool]:
-    """`fine` for a key whose values `values` ask for what Headrace does anyway."""
+    """Return a `fine` for a key for which these `values` ask for what Headrace does anyway."""
     return lambda value, whole: off(value, whole) or value in values
 
 
 def sources(whole: Any, part: str) -> list[dict[str, Any]]:
-    """The data sets in `data.train` or `data.validation`, as far as they are mappings."""
+    """Return the data sets in `data.train` or `data.validation` that are mappings."""
     given = look(whole, f"data.{part}")
     listed = given if isinstance(given, list) else [given]
     return [source for source in listed if isinstance(source, dict)]
 
 
 def look(whole: Any, key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or `default`."""
+    """Return the value at a dotted key, or `default`."""
     for part in key.split("."):
         if not isinstance(whole, Mapping) or part not in whole:
             return default

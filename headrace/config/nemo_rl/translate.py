@@ -1,63 +1,72 @@
-"""From a file of NeMo RL to Headrace's keys: what is used, what takes the place of what, and what can't be honoured."""
+"""Translates a NeMo RL file to Headrace's keys: what is used, what is replaced, and what can't be honoured."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.explain import known_keys, nearest, pattern, similar
+from headrace.config.in_yaml import in_yaml
+from headrace.config.inherit import as_written
+from headrace.config.keys import Keys
 from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
 from headrace.config.nemo_rl.gathered import GATHERERS
-from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
+from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise, unclear_switches
 from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
-from headrace.config.nemo_rl.rules import Keys, Rule, Table, look, off, sources
-from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
-from headrace.config.text import in_yaml
+from headrace.config.nemo_rl.rules import Rule, Table, look, off, sources
+from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER, MULTIMODAL
 
 TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
 
-# what such a file means without saying it; keys of `ppo` for a file that has it
+# what such a file means implicitly; keys of `ppo` apply to a file that has it
 IMPLIED: dict[str, Any] = {
     "loss_fn.sequence_is_aggregation": "sum",
     "data.remove_duplicates": False,
     "data.overlong_prompts": "leave_out",
     "ppo.scheduler_counts": "epochs",
 }
+# key -> (value, other key): implied if the file sets the other key and leaves this one out; null counts as set
+IMPLIED_BY: dict[str, tuple[Any, str]] = {
+    "loss_fn.truncated_importance_sampling_type": ("tis", "loss_fn.truncated_importance_sampling_ratio"),
+}
 
-# kinds of training that Headrace has not, by their sections
+# kinds of training that Headrace doesn't have, by their sections
 _OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A key that can't be honoured; the file that gave it is named between `what` and `remedy`."""
+    """A key that can't be honoured. The file that gave it is named between `what` and `remedy`. `also`: other keys that are refused for
+    the same reason."""
 
     keys: Keys
     what: str
     remedy: str = ""
+    also: tuple[str, ...] = ()
 
     def line(self, origin: str) -> str:
-        return f"{'.'.join(self.keys)}: {self.what}{origin}{self.remedy}"
+        also = f", and {_joined(self.also)}" if self.also else ""
+        return f"{'.'.join(self.keys)}: {self.what}{origin}{also}{self.remedy}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A file of NeMo RL in Headrace's keys.
+    """A NeMo RL file in Headrace's keys.
 
-    `values`: the configuration. `came_from`: the key there, for each key that has another name here. `problems`: keys
-    that can't be honoured, what matters most first. `replaced`: what takes the place -> keys there. `nothing`: unknown keys
-    that ask for nothing. `renamed`: (key there, key here). `implied`: what such a file means without saying it. `used`: how many
-    keys are used.
+    `values`: the configuration. `came_from`: NeMo RL's key, for each key that has another name here. `placed`: the file's key, for each
+    key that older releases have in another section; errors name that key. `problems`: keys that can't be honoured, the most important
+    first. `replaced`: what replaces them -> NeMo RL's keys. `nothing`: unknown keys without effect. `renamed`: (NeMo RL's key, key
+    here). `implied`: what such a file means implicitly. `used`: how many keys are used.
     """
 
     values: dict[str, Any]
     came_from: Mapping[Keys, Keys]
+    placed: Mapping[Keys, Keys]
     problems: tuple[Refusal, ...]
     replaced: Mapping[str, tuple[str, ...]]
     nothing: tuple[str, ...]
@@ -67,12 +76,12 @@ class Translation:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The translation in one line."""
         others = sum(map(len, self.replaced.values())) + len(self.nothing)
-        return f"read as a file of NeMo RL: {self.used} keys used, {others} not applicable"
+        return f"read as a NeMo RL file: {self.used} keys used, {others} not applicable"
 
     def lines(self) -> Iterator[str]:
-        """The summary, what has another name here, what takes the place of what, what is implied; for people to read."""
+        """Yield the summary, renamed keys, replaced keys, and implied values, for people to read."""
         yield self.summary
         targets: dict[str, list[str]] = {}
         for theirs, ours in self.renamed:
@@ -80,7 +89,7 @@ class Translation:
         yield from _listed("used by another name", (f"{_joined(keys)} -> {ours}" for ours, keys in targets.items()))
         others = [f"{_joined(keys)}: {says}" for says, keys in self.replaced.items()]
         if self.nothing:
-            others.append(f"{_joined(self.nothing)}: unknown to Headrace, and null, false or empty")
+            others.append(f"{_joined(self.nothing)}: unknown to Headrace, but null, false or empty")
         yield from _listed("not applicable", others)
         yield from _listed(
             "implied", (f"{key}: {in_yaml(value)}".replace("'", "") for key, value in self.implied.items())
@@ -92,7 +101,7 @@ def _joined(keys: Iterable[str]) -> str:
 
 
 def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
-    """`title` and the entries below it, wrapped; nothing if there are none."""
+    """Yield `title` and the wrapped entries below it; nothing if there are no entries."""
     wrapped = [
         textwrap.fill(entry, 120, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         for entry in entries
@@ -103,7 +112,7 @@ def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
 
 
 def shortened(keys: Iterable[str]) -> list[str]:
-    """Keys of one section as `section.{a, b}`, in the order they come."""
+    """Return keys of one section as `section.{a, b}`, in the given order."""
     sections: dict[str, list[str]] = {}
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -115,15 +124,17 @@ def shortened(keys: Iterable[str]) -> list[str]:
 
 
 def translate(values: dict[str, Any]) -> Translation:
-    """`values` (of a file of NeMo RL, interpolations resolved) in Headrace's keys. Keys of Headrace in it stay as they are."""
+    """Translate `values` (of a NeMo RL file, interpolations resolved) to Headrace's keys. Headrace's own keys in it stay as they are."""
     return _Builder(copy.deepcopy(values)).build()
 
 
 class _Builder:
     def __init__(self, values: dict[str, Any]) -> None:
+        self.given = copy.deepcopy(values)
         self.theirs = values
         self.ours: dict[str, Any] = {}
         self.came_from: dict[Keys, Keys] = {}
+        self.placed: dict[Keys, Keys] = {}
         self.parts_refused: list[Refusal] = []
         self.values_refused: list[Refusal] = []
         self.unknown: list[Refusal] = []
@@ -136,14 +147,15 @@ class _Builder:
     def build(self) -> Translation:
         if (problem := _of_another_kind(self.theirs)) is None:
             self._translate()
-        # the rest of a file that trains something else says nothing more
-        refused = [*self.parts_refused, *self.values_refused]
+        # problems in the rest of a file that trains something else don't matter
+        refused = _together(dict.fromkeys([*self.parts_refused, *self.values_refused]))
         named = {other.keys[:end] for other in refused for end in range(len(other.keys) + 1)}
         unknown = [other for other in self.unknown if other.keys not in named]
         problems = [problem] if problem else [*refused, *unknown]
         return Translation(
             self.ours,
             self.came_from,
+            self.placed,
             tuple(dict.fromkeys(problems)),
             {says: tuple(keys) for says, keys in self.replaced.items()},
             tuple(self.nothing),
@@ -153,10 +165,14 @@ class _Builder:
         )
 
     def _translate(self) -> None:
-        self.renamed += modernise(self.theirs)
+        for key, newer in modernise(self.theirs):
+            self.renamed.append((key, newer))
+            self.placed[_with_number(newer)] = tuple(key.split("."))
         _sources_as_lists(self.theirs)
+        for key, what, remedy in unclear_switches(self.theirs):
+            self.parts_refused.append(Refusal(tuple(key.split(".")), what, remedy))
         for key, says in leave_out_what_is_not_in_force(self.theirs):
-            self.replaced.setdefault(says, []).append(key)
+            self.replaced.setdefault(says, []).append(self._written(tuple(key.split("."))))
         self._environments()
         for keys, value in _leaves(self.theirs, ()):
             self._one(keys, value)
@@ -168,6 +184,17 @@ class _Builder:
                 keys = tuple(key.split("."))
                 self._put(keys, value, keys)
                 self.implied[key] = value
+        for key, (value, because) in IMPLIED_BY.items():
+            if look(self.theirs, key, self) is self and look(self.ours, because) is not None:
+                self._put(tuple(key.split(".")), value, tuple(key.split(".")))
+                self.implied[key] = value
+
+    def _there(self, keys: Keys) -> Keys:
+        """Return `keys` as the file spells them."""
+        return self.placed.get(keys) or as_written(self.given, keys)
+
+    def _written(self, keys: Keys) -> str:
+        return ".".join(self._there(keys))
 
     def _one(self, keys: Keys, value: Any) -> None:
         rule = TABLE.find(keys)
@@ -177,34 +204,33 @@ class _Builder:
             if value is not None or _takes_null(keys):
                 self._put(keys, value, keys)
         elif off(value, self.theirs):
-            self.nothing.append(".".join(keys))
+            self.nothing.append(self._written(keys))
         else:
-            self.unknown.append(_unknown(keys, value))
+            self.unknown.append(_unknown(keys, value, self._there))
 
     def _decide(self, rule: Rule, keys: Keys, value: Any) -> None:
-        key = ".".join(keys)
         if rule.does == "replaced":
-            self.replaced.setdefault(rule.says, []).append(key)
+            self.replaced.setdefault(rule.says, []).append(self._written(keys))
         elif rule.does == "refused":
             if rule.fine is None or not rule.fine(value, self.theirs):
-                self._refuse(rule, key, value)
+                self._refuse(rule, keys, value)
         else:
             self._carry(rule, keys, value)
 
-    def _refuse(self, rule: Rule, key: str, value: Any) -> None:
+    def _refuse(self, rule: Rule, keys: Keys, value: Any) -> None:
         if rule.once:
             self.parts_refused.append(Refusal(tuple(rule.key.removesuffix(".**").split(".")), rule.says))
             return
         problems = self.parts_refused if value is True else self.values_refused
-        problems.append(Refusal(tuple(key.split(".")), in_yaml(value), f": {rule.says}"))
+        problems.append(Refusal(self._there(keys), in_yaml(value), f": {rule.says}"))
 
     def _refuse_value(self, key: str, says: str) -> None:
-        self.values_refused.append(Refusal(tuple(key.split(".")), says))
+        self.values_refused.append(Refusal(self._there(tuple(key.split("."))), says))
 
     def _carry(self, rule: Rule, keys: Keys, value: Any) -> None:
         target = rule.target(keys)
         if rule.does == "renamed":
-            self.renamed.append((".".join(keys), ".".join(target)))
+            self.renamed.append((self._written(keys), ".".join(target)))
         self.used += 1
         if rule.gathered:
             return
@@ -218,7 +244,7 @@ class _Builder:
         self._put(target, value, keys)
 
     def _put(self, target: Keys, value: Any, origin: Keys) -> None:
-        """Set `target`, making sections on the way; not below what is no section, which is said where it is checked."""
+        """Set `target`, creating sections on the way, but not below what is not a section; the configuration's checks report that."""
         here: Any = self.ours
         for key, following in itertools.pairwise(target):
             here = _entered(here, key, [] if following.isdecimal() else {})
@@ -227,10 +253,10 @@ class _Builder:
         elif isinstance(here, dict):
             here[target[-1]] = value
         if target != origin:
-            self.came_from[target] = origin
+            self.came_from[target] = self._there(origin)
 
     def _environments(self) -> None:
-        """Files of NeMo RL bring environments along that no data set of theirs names; the others have to be known."""
+        """Drop the environments that no data set names, as NeMo RL's files bring such along; the others must be known."""
         given = [source.get("env_name") for part in ("train", "validation") for source in sources(self.theirs, part)]
         named = [name for name in (*given, look(self.theirs, "data.default.env_name")) if isinstance(name, str)]
         environments = self.theirs.get("env")
@@ -247,19 +273,42 @@ class _Builder:
 
 
 def _of_another_kind(values: dict[str, Any]) -> Refusal | None:
-    """Why this file has nothing for Headrace to train; None if it has."""
-    if values.get("grpo") is not None or values.get("ppo") is not None:
-        return None
-    for section in _OTHERS:
-        if values.get(section) is not None:
-            return Refusal(
-                (section,), "Headrace trains by reinforcement learning", ": give a file with a section grpo or ppo"
-            )
+    """Return why this file has nothing for Headrace to train; None if it has something."""
+    if values.get("grpo") is None and values.get("ppo") is None:
+        for section in _OTHERS:
+            if values.get(section) is not None:
+                return Refusal(
+                    (section,), "Headrace trains by reinforcement learning", "; give a file with a section grpo or ppo"
+                )
+    for path in ("data", "data.default", "data.train", "data.validation"):
+        given = look(values, path)
+        for number, source in enumerate(given if isinstance(given, list) else [given]):
+            name = source.get("dataset_name") if isinstance(source, dict) else None
+            if isinstance(name, str) and name.lower().replace("_", "-") in MULTIMODAL:
+                keys = (*path.split("."), *([str(number)] if isinstance(given, list) else []), "dataset_name")
+                return Refusal(
+                    keys,
+                    f"{in_yaml(name)} holds images, audio or video",
+                    "; models of these are not supported, give text data and a text model",
+                )
     return None
 
 
+def _together(refused: Iterable[Refusal]) -> list[Refusal]:
+    """Merge the refusals that have the same reason into the first of them."""
+    reasons: dict[str, list[Refusal]] = {}
+    for each in refused:
+        # a rule's reason applies to every value
+        of_rule = each.remedy.startswith(": ")
+        reasons.setdefault(each.remedy if of_rule else f"{each.what}{each.remedy}", []).append(each)
+    return [
+        dataclasses.replace(first, also=tuple(".".join(other.keys) for other in others))
+        for first, *others in reasons.values()
+    ]
+
+
 def _is_ours(keys: Keys) -> bool:
-    """Whether `keys` are a key of Headrace's, or stand below one that is no section (in which case pydantic says what is wrong)."""
+    """Whether `keys` are a key of Headrace, or below a key that is not a section (pydantic then reports what is wrong)."""
     found = pattern(keys)
     return any(
         found[:end] in known_keys() and (end == len(found) or not _has_keys_below(found[:end]))
@@ -271,20 +320,20 @@ def _has_keys_below(path: Keys) -> bool:
     return any(len(key) > len(path) and key[: len(path)] == path for key in known_keys())
 
 
-def _unknown(keys: Keys, value: Any) -> Refusal:
-    # the nearest section above that there is
+def _unknown(keys: Keys, value: Any, there: Callable[[Keys], Keys]) -> Refusal:
+    # the nearest existing section above
     depth = next(depth for depth in reversed(range(len(keys))) if _beside(keys[: depth + 1]))
-    section, beside = ".".join(keys[:depth]), _beside(keys[: depth + 1])
-    close = difflib.get_close_matches(keys[depth], beside, 1, 0.6)
-    meant = f"; did you mean {section}{'.' if section else ''}{close[0]}?" if close else ""
+    section, beside = ".".join(there(keys[:depth])), _beside(keys[: depth + 1])
+    close = similar(keys[depth], beside)
+    meant = f"; did you mean {section}{'.' if section else ''}{close}?" if close else ""
     if depth < len(keys) - 1:
         if keys[depth] in beside:
-            return Refusal(keys[: depth + 1], "has no keys of its own", "; give it one value")
+            return Refusal(there(keys[: depth + 1]), "is not a section of keys", "; give it one value")
         if meant:
-            return Refusal(keys[: depth + 1], "unknown section", meant)
+            return Refusal(there(keys[: depth + 1]), "unknown section", meant)
     elif keys[-1] in beside:
-        return Refusal(keys, f"{in_yaml(value)} is not a section of keys", "; give a mapping")
-    said = functools.partial(Refusal, keys, f"unknown key, value {in_yaml(value)}")
+        return Refusal(there(keys), f"{in_yaml(value)} is not a section of keys", "; give a mapping")
+    said = functools.partial(Refusal, there(keys), f"unknown key, value {in_yaml(value)}")
     if meant:
         return said(meant)
     if depth == len(keys) - 1 and len(", ".join(beside)) < 600:
@@ -293,13 +342,13 @@ def _unknown(keys: Keys, value: Any) -> Refusal:
 
 
 def _beside(keys: Keys) -> list[str]:
-    """The names that there are in the section of `keys`, of both."""
+    """Return the names that exist in the section of `keys`, of both frameworks."""
     ours = (known[-1] for known in known_keys() if known[:-1] == pattern(keys[:-1]))
     return sorted({*TABLE.beside(keys), *ours})
 
 
 def _entered(here: Any, key: str, empty: Any) -> Any:
-    """What is at `key` of `here`, where `empty` is put if there is nothing."""
+    """Return what is at `key` of `here`, after putting `empty` there if there is nothing."""
     if isinstance(here, dict):
         return here.setdefault(key, empty)
     if isinstance(here, list) and key.isdecimal():
@@ -318,8 +367,14 @@ def _sources_as_lists(values: dict[str, Any]) -> None:
                 data[part] = [data[part]]
 
 
+def _with_number(key: str) -> Keys:
+    """Return the keys of `key`, with the index of a data set that is given without a list."""
+    keys = tuple(key.split("."))
+    return (*keys[:2], "0", *keys[2:]) if keys[:2] in (("data", "train"), ("data", "validation")) else keys
+
+
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Every value by its keys; lists are values, but for the lists of data sets."""
+    """Yield every value with its keys. Lists are values, except the lists of data sets."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, (*keys, str(key)))
@@ -331,6 +386,6 @@ def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 
 
 def _takes_null(target: Keys) -> bool:
-    """Whether null is a value of Headrace's key; of another it means the default."""
+    """Whether null is a value of Headrace's key; otherwise null means the default."""
     field = known_keys().get(pattern(target))
     return field is None or field.default is None or type(None) in getattr(field.annotation, "__args__", ())

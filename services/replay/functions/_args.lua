@@ -1,23 +1,23 @@
 -- Arguments, parsed before anything is read or written, so that a malformed call changes nothing.
 --
--- ARGV[1] of a function is a msgpack map of the arguments that its header names; a function that names none takes none. Bytes (payloads,
--- records) follow as arguments of their own, one for each entry that they belong to, in the same order.
+-- ARGV[1] of a function is a msgpack map of the arguments in its header. A function whose header lists none takes none. Bytes (payloads,
+-- records) follow as separate arguments, one for each entry that they belong to, in the same order.
 
--- Raised by `refuse`, caught by `register`: a typed error for the caller, counted in the run.
+-- A typed error for the caller, counted in the run: raised by `refuse`, caught by `register`.
 local function refuse(code, message)
   error({code = code, message = message}, 0)
 end
 
--- What was found, fit for a one-line error.
+-- Format a value for a one-line error.
 local function show(text)
   local clean = string.gsub(tostring(text), '[%c"]', '?')
   if #clean > 80 then clean = string.sub(clean, 1, 77) .. '...' end
   return '"' .. clean .. '"'
 end
 
--- Parsers: each takes a value and what it is called, and gives the value back or refuses the call.
+-- Parsers: each takes a value and its name, and returns the value or refuses the call.
 
--- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent, and -0 with its sign.
+-- Fewer than 15 digits, because numbers become parts of names: Lua writes longer ones with an exponent, and -0 with its sign.
 local function natural(value, what)
   if type(value) ~= 'number' or value < 0 or 1 / value < 0 or value >= 1e14 or value ~= math.floor(value) then
     refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not a whole number of at least 0')
@@ -25,7 +25,7 @@ local function natural(value, what)
   return value
 end
 
--- -1 says that there is none.
+-- -1 means none.
 local function natural_or_none(value, what)
   return value == -1 and -1 or natural(value, what)
 end
@@ -43,7 +43,7 @@ local function finite(value, what)
   return value
 end
 
--- Ids and nonces: they become parts of keys, members and lines of lists.
+-- Ids and nonces, which become parts of keys, members and lines of lists.
 local function name(value, what)
   if type(value) ~= 'string' or #value > 256 or not string.find(value, '^[%w._:@/+=,~-]+$') then
     refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not 1 to 256 letters, digits and ._:@/+=,~-')
@@ -51,13 +51,13 @@ local function name(value, what)
   return value
 end
 
--- Sequences of more than a byte, as RFC 3629 has them; while a library loads there are no iterators.
+-- UTF-8 sequences of more than one byte, by RFC 3629. (While a library loads there are no iterators.)
 local UTF_8 = {
   '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
   '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
 }
 
--- Whoever reads it, in a reply or an event, could not decode anything else.
+-- Text must be UTF-8: readers of replies and events could not decode anything else.
 local function is_utf_8(value)
   for i = 1, string.find(value, '[\128-\255]') and #UTF_8 or 0 do value = string.gsub(value, UTF_8[i], '?') end
   return not string.find(value, '[\128-\255]')
@@ -92,7 +92,7 @@ end
 -- A list of at most `most` entries, each of which `parse` accepts.
 local function list_of(parse, most)
   return function(value, what)
-    -- an entry that a hole (nil) or a map hides from `#` is no list's
+    -- `#` does not see an entry behind a hole (nil) or under a map's key: then it is not a list
     if type(value) ~= 'table' or #value > most or entries_of(value) ~= #value then
       refuse('HR_INVALID', what .. ' is not a list of up to ' .. most)
     end
@@ -101,18 +101,18 @@ local function list_of(parse, most)
   end
 end
 
--- A map; whoever takes it apart parses its fields.
+-- A map. The caller parses its fields.
 local function map(value, what)
   if type(value) ~= 'table' then refuse('HR_INVALID', 'an entry of ' .. what .. ' is ' .. show(value) .. ', not a map') end
   return value
 end
 
--- The named arguments as `spec` (name -> parser) says.
+-- The named arguments, parsed by `spec` (name -> parser).
 local function named(spec, packed)
   local ok, given = pcall(cmsgpack.unpack, packed)
-  if not ok or type(given) ~= 'table' then refuse('HR_INVALID', 'the arguments ' .. show(packed) .. ' are no msgpack map') end
+  if not ok or type(given) ~= 'table' then refuse('HR_INVALID', 'the arguments ' .. show(packed) .. ' are not a msgpack map') end
   for argument in pairs(given) do
-    if not spec[argument] then refuse('HR_INVALID', 'there is no argument ' .. show(argument)) end
+    if not spec[argument] then refuse('HR_INVALID', 'unknown argument ' .. show(argument)) end
   end
   local parsed = {}
   for argument, parse in pairs(spec) do
@@ -126,25 +126,25 @@ local function require_bytes(count, args)
   if #args - 1 ~= count then refuse('HR_INVALID', #args - 1 .. ' arguments of bytes, not ' .. count) end
 end
 
--- For replies: msgpack can't tell an empty map from an empty list, so an empty map is left out.
+-- For replies: msgpack can't distinguish an empty map from an empty list, so an empty map is left out.
 local function unless_empty(map)
   if next(map) ~= nil then return map end
 end
 
--- Words of people and programs, kept short; a character that would be cut in two goes.
+-- Text from people and programs, shortened. A character that would be cut in two is dropped.
 local function words(value)
   if #value <= 2000 then return value end
   return (string.gsub(string.sub(value, 1, 2000), '[\192-\255][\128-\191]*$', ''))
 end
 
--- A hash's fields and values as a map of numbers.
+-- Turn a hash's fields and values into a map of numbers.
 local function numbers(flat)
   local map = {}
   for i = 1, #flat, 2 do map[flat[i]] = tonumber(flat[i + 1]) end
   return map
 end
 
--- Sort the entries of a batch by group, in the order they came.
+-- Group the entries of a batch by their group, in the order in which they came.
 local function group_entry(groups, by_id, entry)
   local of_group = by_id[entry.id]
   if not of_group then
@@ -154,5 +154,5 @@ local function group_entry(groups, by_id, entry)
   of_group[#of_group + 1] = entry
 end
 
--- Entries in one call of a batched function: bounds the time any call holds the server.
+-- The most entries in one call of a batched function. It bounds the time for which a call occupies the server.
 local BATCH = 256

@@ -1,8 +1,9 @@
--- What is due: every call that writes first ends the leases, scoring tokens, replicas and runners whose time has passed, so that
--- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
+-- Deadlines: every call that writes first ends the leases, scoring tokens, replicas and runners whose time has passed, so that correctness
+-- needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
 -- uses: _fleet, _group, _run, _scoring
 
--- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
+-- The most deadlines of one kind, and the most groups of a lost replica, that one call handles. This bounds its time; the next call
+-- continues.
 local SWEEP = 64
 local LOST = 64
 
@@ -15,7 +16,7 @@ local function expire_leases(run)
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     if group.replica == '' then
-      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica to go on with it')
+      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica took it over')
     elseif run.now >= group.deadline then
       local counted = not is_broken(run, environment_of(run, group))
       requeue(run, group, 'deadline', counted, 'not finished within the deadline by ' .. who(group.replica))
@@ -26,7 +27,7 @@ local function expire_leases(run)
   return #ids
 end
 
--- A scorer has not renewed what it held: it is silent, which is no fault of the trajectories nor of their environment.
+-- A silent scorer has not renewed what it held. Neither the trajectories nor their environment are at fault.
 local function expire_scoring(run)
   local most = 0
   for _, env in ipairs(environments_of(run)) do
@@ -37,8 +38,8 @@ local function expire_scoring(run)
   return most
 end
 
--- What a replica or runner holds goes back, `LOST` groups at most; true when nothing is left. If it `died`, each of them is suspected
--- together with all that it held when it was heard of last: others may have been finished by their scores since, without a word of it.
+-- Give back what a replica or runner holds, at most `LOST` groups. True when nothing is left. If it `died`, each group is suspected
+-- together with everything that it held at its last sign of life: since then, scores may have completed some groups without its noticing.
 local function take_back(run, holder, died)
   local held = run.base .. 'h:' .. holder
   local left_with, together = unpack(redis.call('HMGET', replica_key(run, holder), 'left_with', 'together'))
@@ -50,9 +51,9 @@ local function take_back(run, holder, died)
   return redis.call('EXISTS', held) == 0
 end
 
--- One replica, or runner, a call: its groups are the work.
+-- One replica or runner per call, because its groups are the work.
 local function expire_holder(run, registry)
-  local remember_dead_ms = 600000  -- for people to see
+  local remember_dead_ms = 600000  -- shown to people
   local id = redis.call('ZRANGEBYSCORE', run.base .. registry, '-inf', run.now, 'LIMIT', 0, 1)[1]
   if not id then return 0 end
   local key = replica_key(run, id)
@@ -69,13 +70,13 @@ local function expire_holder(run, registry)
   return SWEEP
 end
 
--- Replicas and runners before leases: what a dead one held is suspected, although its leases may be over as well.
+-- Replicas and runners come before leases: what a dead one held is suspected, even if its leases are over too.
 local function expire(run)
   if run.now < run.due then return end
   local most = expire_holder(run, 'replicas')
   if most == 0 then most = expire_holder(run, 'runners') end
   if most == 0 then most = math.max(expire_leases(run), expire_scoring(run)) end
-  -- more may be due: the next call goes on
+  -- more may be due: the next call continues
   run.backlog = most >= SWEEP
   run.due = run.backlog and run.now or 1e15
   if run.backlog then return end

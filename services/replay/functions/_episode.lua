@@ -1,12 +1,12 @@
--- Episodes: trajectories that a program writes with several calls of the policy. Each call is appended under the lease (append.lua), and the
--- whole record handed in at the end (finish.lua). What is not finished when its lease ends begins anew.
+-- Episodes: trajectories that a program writes with several calls to the policy. Each call is appended under the lease (append.lua), and
+-- the whole record is handed in at the end (finish.lua). An episode that is unfinished when its lease ends starts over.
 --
--- An episode may begin several times under one lease. `tries`, how often it was begun before, tells what is said of it now from what was
--- said of an earlier time (law 4): at most one program is at an episode.
+-- An episode may be begun several times under one lease. `tries`, how often it was begun before, distinguishes calls for the current try
+-- from calls for an earlier one (law 4): at most one program works on an episode.
 -- uses: _group, _payload
 
--- The group of a call that names an episode, with three counts of that episode: how often it began before, how many of its attempts it has used, and
--- how often it was interrupted since it last ended by itself; or code and message.
+-- The group of a call that names an episode, or nil, code and message. With it three counts of the episode: how often it was begun before, how
+-- many of its attempts it has used, and how often it was interrupted since it last ended in another way.
 local function episode_of(run, call, entry)
   if is_foreign(run, call) then return nil, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id end
   local group = load_group(run, entry.id)
@@ -19,14 +19,14 @@ local function episode_of(run, call, entry)
   return group
 end
 
--- Why the episode can't go on under this call: code and message, or nil.
+-- Why the episode can't continue with this call: code and message, or nil.
 local function episode_refusal(run, call, entry, group)
   local code, message = lease_refusal(run, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
   if code then return code, message end
   local what = 'episode ' .. entry.at .. ' of group ' .. entry.id
-  if call.tries < group.tries then return 'HR_LEASE_LOST', what .. ' has begun anew' end
-  if call.tries > group.tries then  -- which is forgotten: the server lost writes
+  if call.tries < group.tries then return 'HR_LEASE_LOST', what .. ' has started over' end
+  if call.tries > group.tries then  -- the server lost writes, and with them the earlier tries
     return 'HR_LEASE_LOST', what .. ' was begun ' .. group.tries .. ' times before, as far as is known, not ' .. call.tries
   end
 end

@@ -1,26 +1,26 @@
 -- Membership epochs of the weight channel: announced -> transfer -> done or aborted; `verify` is the only way to HEALTHY.
 --
 -- epoch    hash: id, version, timeline, state, rendezvous (msgpack), reference (msgpack: the trainer's log-probabilities of the probe, and
---          the tolerances; members are not told)
+--          the tolerances; members never see them)
 -- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
--- From `transfer` on every replica is STALE until it verifies: its weights are half another version's, or not the newest.
+-- From `transfer` on, every replica is STALE until it verifies: its weights are a mixture of versions, or not the newest.
 -- uses: _args, _fleet, _run
 
--- Bytes of the length, or of the value, behind each of msgpack's kinds from 0xc0 to 0xdf; what has no entry is in no message. (cmsgpack can't
--- read the bytes that a rendezvous contains.)
+-- The number of bytes of the length, or of the value, after each msgpack type from 0xc0 to 0xdf. Types without an entry occur in no
+-- message. (cmsgpack can't read the bytes that a rendezvous contains.)
 local VALUE_BYTES = {
   [192] = 0, [194] = 0, [195] = 0, [202] = 4, [203] = 8, [204] = 1, [205] = 2, [206] = 4, [207] = 8, [208] = 1, [209] = 2, [210] = 4, [211] = 8,
 }
 local LENGTH_BYTES = {[196] = 1, [197] = 2, [198] = 4, [217] = 1, [218] = 2, [219] = 4, [220] = 2, [221] = 4, [222] = 2, [223] = 4}
 
--- Whether `data` is one msgpack map.
+-- Whether `data` is a single msgpack map.
 local function is_packed_map(data)
   local first = string.byte(data) or 0
   if not (first >= 128 and first <= 143 or first == 222 or first == 223) then return false end
-  local at, left = 1, 1  -- where the next value begins, and how many are still to come
+  local at, left = 1, 1  -- where the next value begins, and how many values are left
   while left > 0 do
-    local kind = string.byte(data, at) or 193  -- which there is not
+    local kind = string.byte(data, at) or 193  -- not a valid type
     local behind, skip = LENGTH_BYTES[kind] or 0, VALUE_BYTES[kind] or 0
     if kind >= 192 and kind <= 223 and behind == 0 and not VALUE_BYTES[kind] or at + behind > #data then return false end
     local length = 0
@@ -33,7 +33,7 @@ local function is_packed_map(data)
     elseif kind >= 160 and kind <= 191 then skip = kind - 160
     elseif behind > 0 then skip = length
     end
-    -- each value takes a byte at least
+    -- each value takes at least one byte
     if at + skip + left > #data + 1 then return false end
     local is_text = kind >= 160 and kind <= 191 or kind >= 217 and kind <= 219
     if is_text and not is_utf_8(string.sub(data, at, at + skip - 1)) then return false end
@@ -42,10 +42,10 @@ local function is_packed_map(data)
   return at == #data + 1
 end
 
--- The rendezvous of a call: every replica reads it.
+-- The rendezvous of a call, which every replica reads.
 local function require_rendezvous(args)
   require_bytes(1, args)
-  if not is_packed_map(args[2]) then refuse('HR_INVALID', 'the rendezvous ' .. show(args[2]) .. ' is no msgpack map') end
+  if not is_packed_map(args[2]) then refuse('HR_INVALID', 'the rendezvous ' .. show(args[2]) .. ' is not a msgpack map') end
   return args[2]
 end
 
@@ -76,7 +76,7 @@ local function set_stale(run, id, reason)
   end
 end
 
--- The epoch if it is the newest one, of this timeline, and in one of `states`.
+-- The epoch if it is the newest, of this timeline, and in one of `states`; otherwise the call is refused.
 local function require_epoch(run, id, states)
   local epoch = load_epoch(run)
   if not epoch or epoch.id ~= id then refuse('HR_FENCED', 'epoch ' .. show(id) .. ' is not the newest') end
@@ -88,7 +88,7 @@ end
 local function require_member(run, replica, wanted)
   local state = redis.call('HGET', replica_key(run, replica), 'state')
   if not takes_part(state) then
-    refuse('HR_FENCED', 'replica ' .. replica .. ' is ' .. (state or 'DEAD') .. '; it has to register again')
+    refuse('HR_FENCED', 'replica ' .. replica .. ' is ' .. (state or 'DEAD') .. '; it must register again')
   end
   local did = redis.call('HGET', run.base .. 'members', replica)
   if not did or not wanted[did] then

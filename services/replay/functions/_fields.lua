@@ -1,6 +1,6 @@
--- Fields that a group's hash has for each of its trajectories, `<letter><index>` (see _group.lua).
+-- The fields of a group's hash for each of its trajectories: `<letter><index>` (see _group.lua).
 
--- Their names for n trajectories: all of the first of `letters`, then all of the next. The lists are kept, and only to be read.
+-- Their names for n trajectories: all for the first of `letters`, then all for the next. The lists are cached and must not be changed.
 local NAMES = {}
 
 local function field_names(letters, n)

@@ -1,24 +1,24 @@
--- Dynamic sampling: a group whose trajectories were all worth the same teaches nothing.
+-- Dynamic sampling: a group whose trajectories all have the same reward teaches nothing.
 --
--- The run's `filter` says what is compared: '' nothing, `<low> <high>` the rewards, clamped to these, and `<low> <high> components` each
--- of the reward components that the score records name, clamped alike.
+-- The run's `filter` says what to compare: '' nothing; `<low> <high>` the rewards, clamped to these bounds; `<low> <high> components` each
+-- of the reward components in the score records, clamped in the same way.
 -- uses: _fields
 
 local FILTERS = {[''] = true, ['components'] = true}
 
--- Bounds and `components` or '' of a filter, or nil if it is none.
+-- The bounds of a filter, and `components` or ''; nil if it is not a filter.
 local function parse_filter(value)
   local low, high, compared = string.match(value, '^(%S+) (%S+) ?(%S*)$')
   if low and tonumber(low) and tonumber(high) and FILTERS[compared] then return tonumber(low), tonumber(high), compared end
 end
 
--- A field of a score record, or nil if it has none of that kind.
+-- A field of a score record, or nil if there is none of that type.
 local function score_field(record, field, kind)
   local ok, score = pcall(cmsgpack.unpack, record)
   if ok and type(score) == 'table' and type(score[field]) == kind then return score[field] end
 end
 
--- What is compared of each of the group's scored trajectories, by name.
+-- The values to compare of each of the group's scored trajectories, by name.
 local function compared_of(run, group, compared)
   local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
   local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
@@ -42,7 +42,7 @@ local function same(one, other, low, high)
   return true
 end
 
--- A group whose scores name no components is not equal by them: it goes on to the trainer, which says what is missing.
+-- A group whose scores have no components does not count as equal: it goes to the trainer, which reports what is missing.
 local function all_equal(run, group)
   local low, high, compared = parse_filter(run.filter)
   local scores = compared_of(run, group, compared)

@@ -1,17 +1,17 @@
 -- The fleet. A replica is HEALTHY (verified weights of this timeline), STALE, DEAD or QUARANTINED (quarantine.lua).
--- One that is LOADING its engine is known to come, and no more: it leaves when the engine is up, and registers under a new name.
--- There is no way from STALE or new to HEALTHY but `verify`, and none from DEAD or QUARANTINED: such a replica registers under a new name.
+-- A LOADING replica is only announced: it leaves when its engine is up, and registers under a new name.
+-- A STALE or new replica becomes HEALTHY only through `verify`. A DEAD or QUARANTINED replica never does: it registers under a new name.
 --
--- Runners lease episodes. They hold no weights: they are in no epoch, and not among the replicas. A runner is ALIVE or DEAD, and dies as a
--- replica does.
+-- Runners lease episodes. They hold no weights, so they are in no epoch and not among the replicas. A runner is ALIVE or DEAD, and dies in
+-- the same way as a replica.
 -- uses: _run
 
 local function replica_key(run, id) return run.base .. 'r:' .. id end
 
--- What a runner is called among those that hold groups: no replica's name has a space.
+-- A runner's name among the holders of groups. No replica's name has a space.
 local function runner_name(id) return 'runner ' .. id end
 
--- Of one that holds groups: `runner` or `replica`, and its id.
+-- The kind (`runner` or `replica`) and the id of a holder of groups.
 local function told_apart(holder)
   local id = string.match(holder, '^runner (.+)$')
   return id and 'runner' or 'replica', id or holder
@@ -26,18 +26,18 @@ local function see(run, holder, ...)
   due_at(run, dead_at)
 end
 
--- It enters, leaves or dies.
+-- Count a member that enters, leaves or dies.
 local function tell_state(run, holder, state)
   local kind, id = told_apart(holder)
   event(run, kind, kind, id, 'state', state)
   wake(run, 'epoch')
 end
 
--- HEALTHY holds only on the timeline it was proved on.
+-- A replica is HEALTHY only on the timeline on which that was proved.
 local function state_of(run, state, timeline)
   if state == 'HEALTHY' and timeline ~= run.timeline then return 'STALE' end
   return state or 'DEAD'
 end
 
--- Whether anyone waits for a replica in this state (as it is written, or as `state_of` gives it): epochs ask it, and it may hold leases.
+-- Whether a replica in this state (as stored, or as `state_of` returns it) is waited for: epochs include it, and it may hold leases.
 local function takes_part(state) return state == 'HEALTHY' or state == 'STALE' end

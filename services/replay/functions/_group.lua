@@ -1,19 +1,33 @@
--- Groups: their hash, and the moves that several transitions share.
+-- Groups: their hash, and the changes of state that several transitions share.
 --
--- Fields of g:<id>: state, lane, order, env (the environment that scores it), kind (`episodes`: runners lease it; else none: replicas do), n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
--- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
--- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
--- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
--- `<scoring attempts> <token>` (no token: nobody has it), f<i> (see _scoring.lua), r<i> = reward; x<i> = why it was dropped,
--- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are). cohort: of a suspect, with how
--- many others at most, itself included, it is leased. build: `<number> <build>`, the environment's build that its scores are of, after the number of
--- the newest take_scoring that led to one; rescored: how often another build's scores took their place.
+-- Fields of g:<id>:
+--   state, lane, order, n, step, reason
+--   env       the environment that scores it
+--   kind      `episodes`: runners lease it; absent: replicas do
+--   record    nonce of its record
+--   worst     bytes that n trajectories may grow to; actual and held: bytes pushed, bytes accounted
+--   attempt   leases so far; failures, ticket, token, replica; deadline (ms, absolute)
+--   pushed, scored; oldest and newest (weight versions)
+--   count     trajectories that this attempt starts: n, and in the train lane the run's `redundant` beyond
+--   dropped   those of them that failed for good
+--   saves     how many unfinished trajectories are saved
+--   cohort    of a suspect: the largest number of groups, itself included, that are leased together with it
+--   build     `<number> <build>`: the environment's build that gave its scores, after the number of the newest take_scoring that led to one
+--   rescored  how often another build's scores replaced them
+--   rebuilt   of episodes: how often the group started over because another build scored
+-- For each trajectory i:
+--   p<i>      `<nonce> <length> <oldest> <newest> <ms from lease to push>`
+--   q<i>      `<nonce> <length> <oldest> <newest>` of its saved, unfinished part. Of an episode, `<nonce> <bytes> <oldest> <newest>`, and
+--             p:<nonce> is the list of the calls that were appended (append.lua)
+--   w<i>      `<scoring attempts> <token>` (no token: no scorer has it)
+--   f<i>      see _scoring.lua
+--   r<i>      reward
+--   x<i>      why it was dropped
+--   a<i>      of an episode: `<times begun> <failures>` before, unless there are none (finish.lua)
 --
--- Of episodes, p:<nonce> of q<i> is the list of the calls that were appended (append.lua), `<nonce> <bytes> <oldest> <newest>`; a<i> =
--- `<times begun> <failures>` before, where that is not none (finish.lua); rebuilt: how often it began anew, because another build scored.
 -- A queued group that was passed over has its place in line and its bytes (_lease.lua).
 --
--- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
+-- The first n trajectories that are scored are the group (law 3). Which indices they have is left to chance, so readers go by p<i>.
 -- uses: _args, _fields, _fleet, _meter, _run
 
 local TEXTS = {'state', 'lane', 'record', 'env', 'kind', 'token', 'replica', 'reason'}
@@ -29,8 +43,8 @@ local function group_key(run, id)
   return run.base .. 'g:' .. id
 end
 
--- The group as a table, or nil if the buffer does not know it. A field costs a microsecond: who handles groups by the hundred names the
--- `fields` it looks at, the first of them one that every group has.
+-- The group as a table, or nil if the buffer does not know it. A field costs a microsecond, so a caller that handles hundreds of groups
+-- names the `fields` that it needs. The first must be one that every group has.
 local function load_group(run, id, fields)
   fields = fields or GROUP
   local key = group_key(run, id)
@@ -43,7 +57,7 @@ local function load_group(run, id, fields)
   return group
 end
 
--- The lease's time has passed, and no call has come to it yet (see _due.lua).
+-- Whether the lease's time has passed although no call has ended it yet (see _due.lua).
 local function lease_over(run, id)
   return run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', id)) <= run.now
 end
@@ -57,13 +71,14 @@ local function leased_group(run, id, token)
   return group
 end
 
--- Bytes that the calls of an episode may take, and its record. (What every call reads of the run costs every call.)
+-- Bytes that the calls of an episode, and its record, may take. (Not a field that every call reads of the run, because each costs every
+-- call.)
 local function max_episode_bytes(run)
   run.max_episode_bytes = run.max_episode_bytes or tonumber(redis.call('HGET', run.key, 'max_episode_bytes'))
   return run.max_episode_bytes
 end
 
--- A place that groups of each kind have for themselves.
+-- A key that exists separately for each kind of groups.
 local function of_kind(run, place, kind)
   return run.base .. place .. (kind and ':' .. kind or '')
 end
@@ -72,14 +87,14 @@ local function queue_of(run, lane, kind)
   return lane == 'train' and run.base .. 'queue' or of_kind(run, 'validation', kind)
 end
 
--- Memory: `bytes` is what payloads take plus what leases may still add.
+-- Memory: `bytes` is the size of the payloads plus what leases may still add.
 local function hold(run, group, bytes)
   run.bytes_delta = (run.bytes_delta or 0) + bytes - (group.held or 0)
   group.held = bytes
 end
 
--- `env_name` of a group's record, whose binary fields cmsgpack can't read: msgpack text of fewer than 32 or 256 bytes behind its name. Before
--- it come only the group's id and task.
+-- The `env_name` in a group's record, which has binary fields that cmsgpack can't read: msgpack text of fewer than 32 or 256 bytes after
+-- its name. Only the group's id and task come before it.
 local function recorded_environment(record)
   local _, at = string.find(record, '\168env_name', 1, true)
   local kind, length = string.byte(record, at + 1, at + 2)
@@ -87,7 +102,7 @@ local function recorded_environment(record)
   return string.sub(record, at + 2, at + 1 + kind - 160)
 end
 
--- The environment that scores the group. What an earlier build enqueued has it in its record only.
+-- The environment that scores the group. A group that an earlier build enqueued has it only in its record.
 local function environment_of(run, group)
   if not group.env then
     group.env = recorded_environment(redis.call('GET', run.base .. 'd:' .. redis.call('HGET', group.key, 'record')))
@@ -97,7 +112,7 @@ local function environment_of(run, group)
   return group.env
 end
 
--- Where trajectories are with the scorer, each as `<id>:<index>` (_scoring.lua).
+-- The keys that hold trajectories for the scorer, each as `<id>:<index>` (_scoring.lua).
 local function place_of(run, place, env)
   return run.base .. place .. ':' .. env
 end
@@ -120,7 +135,7 @@ local function payload_keys(run, group)
   return keys, indices
 end
 
--- Pushed trajectories go: their payloads and scores (`keys`), and their places with the scorer.
+-- Delete pushed trajectories: their payloads and scores (`keys`), and their places with the scorer.
 local function take_out(run, group, keys, indices)
   if #indices == 0 then return end
   redis.call('UNLINK', unpack(keys))
@@ -137,7 +152,7 @@ local function take_out(run, group, keys, indices)
   redis.call('HDEL', group.key, unpack(fields))
 end
 
--- What is saved of one trajectory, unfinished, is not needed any more.
+-- Delete the saved part of an unfinished trajectory.
 local function forget_prefix(run, group, index)
   if (group.saves or 0) == 0 then return end
   local saved = redis.call('HGET', group.key, 'q' .. index)
@@ -152,7 +167,7 @@ local function forget_prefixes(run, group)
   for i = 0, group.count - 1 do forget_prefix(run, group, i) end
 end
 
--- The trajectories of an attempt that ended without success are gone, with their bytes.
+-- Delete the trajectories of an attempt that failed, with their bytes.
 local function discard(run, group)
   take_out(run, group, payload_keys(run, group))
   forget_prefixes(run, group)
@@ -161,7 +176,7 @@ local function discard(run, group)
   hold(run, group, 0)
 end
 
--- The lease is over: its token ends with it unless the group was completed.
+-- End the lease. Its token ends too, unless the group was completed.
 local function end_lease(run, group)
   redis.call('ZREM', run.base .. 'leases', group.id)
   if group.replica == '' then
@@ -172,7 +187,7 @@ local function end_lease(run, group)
   end
 end
 
--- Take the group out of wherever its state keeps it. Groups of a reserved step are the caller's to take out of `steps`.
+-- Remove the group from the keys of its state. The caller removes groups of a reserved step from `steps`.
 local function leave(run, group)
   if group.state == 'queued' then
     redis.call('ZREM', queue_of(run, group.lane, group.kind), group.id)
@@ -185,7 +200,7 @@ local function leave(run, group)
   end
 end
 
--- Forget a group with everything it holds.
+-- Delete a group with everything that it holds.
 local function erase(run, group)
   local keys = payload_keys(run, group)
   keys[#keys + 1] = run.base .. 'd:' .. group.record
@@ -194,20 +209,21 @@ local function erase(run, group)
   hold(run, group, 0)
 end
 
--- Law 1: a train group that ended without being trained (failed, filtered) never comes back, although its hash and record may go:
--- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again. Only `retry` brings back one that failed.
+-- Law 1: a train group that ended without being trained (failed, filtered) never comes back, even after its hash and record are deleted.
+-- Its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again. Only `retry` brings back a failed
+-- group.
 local function mark_ended(run, group)
   if group.lane == 'train' then redis.call('SETBIT', run.base .. 'ended', group.order, 1) end
 end
 
--- Failed groups that people can look at; of older ones only the order stays.
+-- The number of failed groups kept for people to look at. Of older ones only the order stays.
 local DEAD_LETTERS = 1000
 
 local function trim_dead_letters(run)
   local excess = redis.call('ZCARD', run.base .. 'failed') - DEAD_LETTERS
   for _, id in ipairs(excess > 0 and redis.call('ZRANGE', run.base .. 'failed', 0, excess - 1) or {}) do
     local group = load_group(run, id)
-    -- a group of the validation lane goes with its lane
+    -- a validation group is deleted with its lane
     if group.lane == 'train' then
       erase(run, group)
       redis.call('HDEL', run.base .. 'letters', group.order)
@@ -216,7 +232,7 @@ local function trim_dead_letters(run)
   end
 end
 
--- The group ends as failed, with the reason kept: a dead letter. Law 7: nothing of it becomes a reward.
+-- End the group as failed, and keep the reason: a dead letter. Law 7: nothing of it becomes a reward.
 local function fail(run, group, reason)
   meter(run, 'failed', group)
   leave(run, group)
@@ -235,8 +251,8 @@ local function fail(run, group, reason)
   wake(run, 'work')
 end
 
--- The group goes back to the queue, where its order puts it before all that were never leased. Its trajectories are gone and
--- its token is void. `cause` is metered; `counted` costs one of `max_attempts` (law 6: a poison group ends as failed).
+-- Put the group back into the queue, where its order places it before all groups that were never leased. Its trajectories are deleted and
+-- its token is void. `cause` is metered. `counted` charges one of `max_attempts` (law 6: a poison group ends as failed).
 local function requeue(run, group, cause, counted, reason)
   local failures = group.failures + (counted and 1 or 0)
   redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
@@ -257,7 +273,7 @@ local function requeue(run, group, cause, counted, reason)
   return nil
 end
 
--- The lease is lost, the attempt is not: the group keeps its place in line, what was pushed and scored, and what was saved unfinished, until a
+-- The lease is lost, but not the attempt: the group keeps its place in line and everything that was pushed, scored or saved, until a
 -- replica leases what is missing.
 local function lose_lease(run, group, cause, reason)
   redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
@@ -267,7 +283,7 @@ local function lose_lease(run, group, cause, reason)
   wake(run, 'work')
 end
 
--- Another replica goes on with the group, before its deadline; no attempt is charged.
+-- Let another replica continue the group before its deadline. No attempt is charged.
 local function pass_on(run, group, cause, reason)
   lose_lease(run, group, cause, reason)
   redis.call('ZADD', of_kind(run, 'orphans', group.kind), group.ticket, group.id)
@@ -275,18 +291,18 @@ local function pass_on(run, group, cause, reason)
   due_at(run, group.deadline)
 end
 
--- Whoever holds groups, for people.
+-- A holder of groups, in words for people.
 local function who(holder)
   local kind, id = told_apart(holder)
   return kind .. ' ' .. id
 end
 
--- Groups that a replica held when it died are leased again in cohorts of this share of them: the poison among 64 is found by the next two
--- deaths, and the others wait for it no longer than they must.
+-- Groups that a replica held when it died are leased again in cohorts of this share of them. So the next two deaths find the poison group
+-- among 64, and the others wait no longer than they must.
 local COHORTS = 8
 
--- The group's replica died with `together` groups. Any of them may have killed it, so that all are suspects: they wait to be leased apart
--- from others, and no deadline runs meanwhile (law 6). An attempt is charged to a group that was alone with its replica, and to no other.
+-- The group's replica died while it held `together` groups. Any of them may have killed it, so all are suspects: they wait to be leased
+-- apart from others, and no deadline runs meanwhile (law 6). Only a group that was alone with its replica is charged an attempt.
 local function suspect(run, group, together)
   local died = who(group.replica) .. ' died'
   if together == 1 then
@@ -299,8 +315,8 @@ local function suspect(run, group, together)
   redis.call('ZADD', of_kind(run, 'suspects', group.kind), group.ticket, group.id)
 end
 
--- Nothing more will be generated in this attempt: the lease is done and its unused bytes are free. The token stays, so that a repeated push
--- is known.
+-- Nothing more will be generated in this attempt: the lease is done and its unused bytes are freed. The token stays, so that a repeated
+-- push is recognized.
 local function end_generation(run, group)
   end_lease(run, group)
   hold(run, group, group.actual)
@@ -308,7 +324,7 @@ local function end_generation(run, group)
   move(run, group.lane, 'open', 'scoring')
 end
 
--- A trajectory will not be generated, and others were started beyond n: the group does without it.
+-- A trajectory will not be generated. Others were started beyond n, so the group does without it.
 local function do_without(run, group, index, reason)
   meter_count(run, 'failed', 1)
   forget_prefix(run, group, index)
@@ -317,7 +333,7 @@ local function do_without(run, group, index, reason)
   if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
 end
 
--- A pushed trajectory has failed for good: the group fails with it, unless others were started beyond n (law 7: it is never a reward).
+-- A pushed trajectory has failed for good. The group fails too, unless others were started beyond n (law 7: a failure is never a reward).
 local function drop(run, group, index, reason)
   if group.dropped >= group.count - group.n then return fail(run, group, reason) end
   local pushed = redis.call('HGET', group.key, 'p' .. index)
@@ -337,7 +353,7 @@ local function drop(run, group, index, reason)
   return nil
 end
 
--- ids of a step, one a line
+-- the ids of a step, one per line
 local function lines(joined)
   local ids = {}
   for id in string.gmatch(joined or '', '[^\n]+') do ids[#ids + 1] = id end

@@ -1,39 +1,40 @@
 -- Leases, as replicas (lease.lua) and runners (lease_episodes.lua) take and keep them.
 --
--- Who takes groups is a `taker`: holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it
--- may still get), slots (trajectories that it can still start, by lane; a group starts with all that it misses, or not at all), cohort (what it
--- holds, if anything, are suspects), leases (what it got).
+-- A `taker` is a member that takes groups: holder (its name in the registry), kind (of the groups that it takes), version, nonce, most
+-- (groups that it may still get), slots (trajectories that it can still start, by lane; a group starts with everything that it misses, or
+-- not at all), cohort (whether the groups that it holds, if any, are suspects), leases (what it got).
 --
--- First those whose lease was lost, then validation, then the lowest orders as admission and memory allow. Suspects, whose holder died, go in
--- cohorts to one that holds nothing, before anything else; it gets no more until it has none again. If the lowest ticket is a suspect, one
--- that holds others drains for it.
+-- Order: first groups whose lease was lost, then validation, then the lowest orders that admission and memory allow. Suspects, whose holder
+-- died, come before everything else. They go in cohorts to a taker that holds nothing, and it gets nothing more until it holds nothing
+-- again. If the lowest ticket is a suspect, a taker that holds other groups drains for it.
 --
--- Kinds: admission and memory count both together, and orders are of both. So a lease looks at the first groups in the queue as far as there is
--- room, whatever their kind. Those of the other kind it passes over: they take their place in line, their ticket and their bytes, as if they
--- had been leased, and go first when somebody of their kind takes groups. So the order doesn't depend on which kind is faster (law 5), and no group
--- behind them takes the room that they need.
+-- Kinds: admission and memory count both kinds together, and both share the orders. So a lease looks at the first groups in the queue,
+-- whatever their kind, as far as there is room. It passes over groups of the other kind: they take their place in line, their ticket and
+-- their bytes, as if they had been leased, and come first when a taker of their kind takes groups. So the order does not depend on which
+-- kind is faster (law 5), and no group behind them takes the room that they need.
 --
--- Admission: with v the taker's version, P groups a step, R = P * next_step and O = groups in line before, a lease is granted
--- iff R + O < (v + ahead + 1) * P. Under `ordered`, `ahead` is the age bound A: a group's place in line is its step, so that the step is
--- at most v + A and the age at most A (law 2) without dropping anything. Under `drop` and `mask` it is ahead_steps, at least A: groups are
--- trained as they get ready, and reserve.lua keeps law 2.
+-- Admission: with v the taker's version, P groups per step, R = P * next_step and O = groups before in line, a lease is granted iff R + O <
+-- (v + ahead + 1) * P. Under `ordered`, `ahead` is the age bound A: a group's place in line is its step, so that the step is at most v + A
+-- and the age at most A (law 2) without dropping anything. Under `drop` and `mask`, `ahead` is ahead_steps, at least A: groups are trained
+-- as they become ready, and reserve.lua enforces law 2.
 --
--- Shares: a replica that asked for more than it got waits for more. If others wait, a replica gets no more than its share of what there is: what
--- can be leased now, and what it and those that wait hold already, divided equally. Else the first to ask would take all that admission allows,
--- and the others would generate nothing.
+-- Shares: a replica that got less than it asked for waits. While others wait, a replica gets at most its share: what can be leased now, plus
+-- what it and the waiting replicas already hold, divided equally among them. Otherwise the first to ask would take everything that admission
+-- allows, and the others would generate nothing.
 --
--- Until a refill is complete no training prompt is leased: those that are still missing come before those that are there (law 5).
+-- Until a refill is complete, no training prompt is leased: the missing prompts come before those in the queue (law 5).
 --
--- A group whose lease was lost has its place in line and its bytes already, and keeps what its trajectories can still be trained with: those
--- (finished or not) that would break law 2 at the next step start over, and so do unfinished episodes. It keeps its deadline too; a suspect's
--- begins anew.
+-- A group whose lease was lost already has its place in line and its bytes. It keeps the trajectories (finished or not) that can still be
+-- trained. Those that would break law 2 at the next step start over, and so do unfinished episodes. The group also keeps its deadline,
+-- unless it is a suspect: then the deadline starts over.
 --
--- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
--- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
+-- Memory: a lease counts its group's worst case until the group is complete. Beyond the limit leases wait, unless nothing is held at all (a
+-- single group over the limit must not stop the run). Payloads of steps that were trained but not committed are dropped first.
 --
--- Leasing stops at the first group whose environment is broken, in order (law 5): the others wait behind it. If that group may be its probe,
--- and admission has no room, it is granted all the same, with what comes before it in order: what fails there alone may be what the trainer
--- waits for, and then there would never be room. A group that gets over age by this is generated again (law 2).
+-- Leasing stops at the first group in order whose environment is broken (law 5); the others wait behind it. If that group may be the
+-- environment's probe and admission has no room, it is granted anyway, with everything before it in order. Otherwise there might never be
+-- room: the trainer may be waiting for trajectories that alone make the environment fail. A group that gets over age by this is generated
+-- again (law 2).
 -- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring
 
 local function fits(run, worst)
@@ -44,7 +45,7 @@ local function fits(run, worst)
   end
 end
 
--- Trajectories to start, and the bytes they may take: an episode's calls, and then its whole record.
+-- The trajectories to start, and the bytes that they may take. For an episode these are its calls and then its whole record.
 local function extent(run, group)
   local count = group.n + (group.lane == 'train' and run.redundant or 0)
   if group.kind == 'episodes' then return count, 2 * count * max_episode_bytes(run) end
@@ -55,7 +56,7 @@ local function lease_token(nonce, number, group)
   return nonce .. '-' .. number .. '/' .. group.id
 end
 
--- The group is the taker's until its lease ends; returns in how many milliseconds that is.
+-- Give the group to the taker until its lease ends. Returns in how many milliseconds that is.
 local function hold_lease(run, group, taker, deadline)
   local ends = math.min(run.now + run.lease_ms, deadline)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
@@ -64,7 +65,8 @@ local function hold_lease(run, group, taker, deadline)
   return ends - run.now
 end
 
--- The taker has room for so many trajectories of one group; if not, it gets nothing more of that lane: what is wide must not starve.
+-- Whether the taker has room for this many trajectories of one group. If not, it gets nothing more of that lane: a wide group must not
+-- starve.
 local function has_slots(taker, lane, count)
   if count <= taker.slots[lane] then return true end
   taker.slots[lane] = 0
@@ -76,7 +78,7 @@ local function give(taker, lease, lane, count)
   taker.most, taker.slots[lane] = taker.most - 1, taker.slots[lane] - count
 end
 
--- A queued group is leased; `ticket`: its place in line, if it has one.
+-- Lease a queued group. `ticket`: its place in line, if it has one.
 local function grant(run, group, taker, count, worst, ticket)
   local number = take_ticket(run)
   if group.lane ~= 'train' then
@@ -98,7 +100,7 @@ local function grant(run, group, taker, count, worst, ticket)
   }, group.lane, count)
 end
 
--- A queued group of the other kind gets its place in line, and its bytes.
+-- Give a queued group of the other kind its place in line and its bytes.
 local function pass_over(run, group, worst)
   local ticket = take_ticket(run)
   redis.call('ZADD', run.base .. 'line', ticket, group.id)
@@ -118,7 +120,7 @@ local function versions(value)
   return nonce, tonumber(oldest), tonumber(newest)
 end
 
--- The pushed trajectories of `group` that can be trained stay, and no other.
+-- Keep only the pushed trajectories of `group` that can be trained.
 local function sift_pushed(run, group)
   local keys, indices, rewards = {}, {}, 0
   local oldest, newest
@@ -149,7 +151,7 @@ local function sift_pushed(run, group)
   end
 end
 
--- Trajectories that an orphan or suspect misses once it goes on.
+-- The number of trajectories that an orphan or suspect misses when it continues.
 local function misses(run, group)
   local values = redis.call('HMGET', group.key, unpack(field_names_of(group, 'px')))
   local count = 0
@@ -162,7 +164,7 @@ local function misses(run, group)
   return count
 end
 
--- Indices that are to be generated, and for those of them that are begun: index, payload key.
+-- The indices to generate, and for those that are begun: index, payload key.
 local function missing(run, group)
   local indices, prefixes = {}, {}
   local values = redis.call('HMGET', group.key, unpack(field_names_of(group, 'pxq')))
@@ -181,7 +183,7 @@ local function missing(run, group)
   return indices, prefixes
 end
 
--- How often each of these episodes was begun before: index, times.
+-- How often each of these episodes was begun before: index, number of times.
 local function tries_of(group)
   local tries = {}
   for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'a')))) do
@@ -190,7 +192,7 @@ local function tries_of(group)
   return tries
 end
 
--- The group goes on with the taker under a new token; its place in line and its attempt are its own already.
+-- Continue the group with the taker under a new token. It already has its place in line and its attempt.
 local function go_on(run, group, taker, deadline)
   deadline = deadline or group.deadline
   if group.lane == 'train' then sift_pushed(run, group) end
@@ -204,12 +206,12 @@ local function go_on(run, group, taker, deadline)
   }, group.lane, #indices)
 end
 
--- Whether the taker can start what the group misses; a replica can start anything.
+-- Whether the taker can start what the group misses. A replica can start anything.
 local function can_start(run, taker, group)
   return not taker.kind or taker.slots[group.lane] > 0 and has_slots(taker, group.lane, misses(run, group))
 end
 
--- Groups that were given back, or whose lease lapsed, go on with this taker.
+-- Continue groups that were given back, or whose lease expired, with this taker.
 local function hand_on(run, taker)
   local orphans, ids = of_kind(run, 'orphans', taker.kind), {}
   for _, id in ipairs(redis.call('ZRANGE', orphans, 0, taker.most - 1)) do
@@ -224,7 +226,7 @@ local function hand_on(run, taker)
   if #ids > 0 then redis.call('ZREM', orphans, unpack(ids)) end
 end
 
--- The next cohort: suspects in the order of their tickets, as many as each of them allows.
+-- The next cohort: suspects in ticket order, as many as each of them allows.
 local function lease_cohort(run, taker)
   local suspects, ids, most = of_kind(run, 'suspects', taker.kind), {}, taker.most
   for _, id in ipairs(redis.call('ZRANGE', suspects, 0, most - 1)) do
@@ -241,13 +243,13 @@ local function lease_cohort(run, taker)
   redis.call('UNLINK', of_kind(run, 'drains', taker.kind))
 end
 
--- Whether a member may lease: a replica that is HEALTHY on this timeline, a runner that is ALIVE.
+-- Whether a member may lease: a replica must be HEALTHY on this timeline, a runner ALIVE.
 local function may_lease(run, holder)
   local state, timeline = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'timeline'))
   return state == 'ALIVE' or state == 'HEALTHY' and timeline == run.timeline
 end
 
--- Whether this taker, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other drains.
+-- Whether this taker, which holds groups, gets no more until it has none. True if the lowest ticket is a suspect and no other taker drains.
 local function drains(run, taker, suspect_id, ticket)
   if ticket >= 0 and redis.call('ZRANGE', run.base .. 'line', 0, 0)[1] ~= suspect_id then return false end
   local key = of_kind(run, 'drains', taker.kind)
@@ -257,7 +259,7 @@ local function drains(run, taker, suspect_id, ticket)
   return true
 end
 
--- Whether the taker is set apart: it holds suspects, has been given some by this call, or drains for them.
+-- Whether the taker is reserved for suspects: it holds some, got some in this call, or drains for them.
 local function set_apart(run, taker)
   local held = redis.call('EXISTS', run.base .. 'h:' .. taker.holder) == 1
   if held and taker.cohort then return true end
@@ -273,7 +275,7 @@ end
 
 local QUEUED = {'state', 'lane', 'record', 'env', 'kind', 'n', 'worst', 'attempt', 'held'}
 
--- Whether a queued group of the taker's kind may be leased; if so, and its environment is broken, to be the probe. `worst`: bytes that it does
+-- Whether a queued group of the taker's kind may be leased. If its environment is broken, it becomes the probe. `worst`: bytes that it does
 -- not have yet.
 local function may_begin(run, taker, group, count, worst)
   local env = taker.any_broken and environment_of(run, group)
@@ -282,7 +284,7 @@ local function may_begin(run, taker, group, count, worst)
   return true
 end
 
--- Those that were passed over, as far as `bound` places in line are admitted. Returns whether none is left.
+-- Lease groups that were passed over, as far as `bound` places in line are admitted. Returns whether none is left.
 local function lease_passed(run, taker, bound)
   local passed = of_kind(run, 'passed', taker.kind)
   local found = redis.call('ZRANGE', passed, 0, taker.most - 1, 'WITHSCORES')
@@ -298,7 +300,7 @@ local function lease_passed(run, taker, bound)
   return taker.most > 0
 end
 
--- The first `room` of a queue: those of the taker's kind are leased, the others passed over.
+-- Handle the first `room` groups of a queue: lease those of the taker's kind, pass over the others.
 local function lease_from(run, lane, taker, room)
   local queue, seen = queue_of(run, lane, taker.kind), 0
   room = math.min(room, BATCH)
@@ -326,7 +328,8 @@ local function lease_from(run, lane, taker, room)
   if seen > 0 then redis.call('ZREMRANGEBYRANK', queue, 0, seen - 1) end
 end
 
--- Groups up to the one that is to be a broken environment's probe; 0 if none may be, or none of the taker's kind is among the next.
+-- The number of groups up to the one that will be a broken environment's probe. 0 if there can't be one, or none of the next is of the
+-- taker's kind.
 local function room_for_probe(run, taker)
   if not taker.any_broken then return 0 end
   for place, id in ipairs(redis.call('ZRANGE', queue_of(run, 'train'), 0, BATCH - 1)) do
@@ -337,7 +340,7 @@ local function room_for_probe(run, taker)
   return 0
 end
 
--- Groups that this replica may get, so that others that wait get as many. `room`: train groups that admission allows.
+-- The most groups that this replica may get, so that waiting replicas get as many. `room`: train groups that admission allows.
 local function share_of(run, taker, room)
   local mine = redis.call('SCARD', run.base .. 'h:' .. taker.holder)
   local waiting, held = 0, mine
@@ -349,12 +352,12 @@ local function share_of(run, taker, room)
   if waiting == 0 then return taker.most end
   local there = math.min(math.max(room, 0), redis.call('ZCARD', queue_of(run, 'train')))
   for _, key in ipairs({of_kind(run, 'orphans'), queue_of(run, 'validation'), of_kind(run, 'passed')}) do there = there + redis.call('ZCARD', key) end
-  -- at least one, which may be a broken environment's probe: who holds least can always take it
+  -- at least one, for a broken environment's probe: the replica that holds the fewest can always take it
   local share = math.ceil((math.max(there, 1) + held) / (waiting + 1))
   return math.min(taker.most, math.max(0, share - mine))
 end
 
--- What the taker gets, as calls answer it.
+-- The taker's leases, in the form of a reply.
 local function lease_to(run, taker)
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
   local bound = (taker.version + steps + 1 - run.next_step) * run.prompts_per_step - run.pinned
@@ -365,7 +368,7 @@ local function lease_to(run, taker)
     taker.most = share_of(run, taker, run.refill == 0 and bound - redis.call('ZCARD', run.base .. 'line') or 0)
   end
   if taker.most > 0 then hand_on(run, taker) end
-  -- mostly there is neither
+  -- most groups have neither
   local any = taker.most > 0 and redis.call('EXISTS', run.base .. 'broken', of_kind(run, 'passed', taker.kind)) > 0
   taker.any_broken = any and redis.call('EXISTS', run.base .. 'broken') == 1
   if taker.most > 0 then lease_from(run, 'validation', taker, math.huge) end
@@ -377,8 +380,8 @@ local function lease_to(run, taker)
   return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
 end
 
--- The newest call of a member is answered again as it was, and grants nothing more; an earlier one is refused: nobody would hear of what it was
--- given. `lease` answers a new one.
+-- A repeat of a member's newest call gets the same answer, and grants nothing more. An earlier call is refused, because nobody would
+-- receive what it is granted. `lease` answers a new call.
 local function answer_lease(run, call, holder, lease)
   local key = replica_key(run, holder)
   local newest, answer = unpack(redis.call('HMGET', key, 'leased', 'answer'))
@@ -390,8 +393,8 @@ local function answer_lease(run, call, holder, lease)
   return answer
 end
 
--- A heartbeat renews a lease up to its group's deadline. Returns nothing if it did, else that it is `lost`, or `complete`: the group is, and what
--- is still being generated under it is surplus.
+-- A heartbeat renews a lease up to its group's deadline. Returns nothing if it did, else `lost` or `complete`. With `complete`, the group
+-- is complete and what is still being generated under the lease is surplus.
 local function renew(run, holder, token, renewed)
   local group = string.match(token, '^[^/]+/(.+)$')
   local state, current, deadline, replica, n, count =
@@ -403,7 +406,7 @@ local function renew(run, holder, token, renewed)
   renewed[#renewed + 1] = group
 end
 
--- The member lives, and so do the leases that its heartbeat `renewed`.
+-- Keep the member alive, and the leases that its heartbeat `renewed`.
 local function live_on(run, holder, number, renewed)
   if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
   see(run, holder, 'heartbeat', number, 'together', redis.call('SCARD', run.base .. 'h:' .. holder))

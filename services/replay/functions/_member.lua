@@ -1,7 +1,7 @@
 -- Members: how replicas and runners enter and leave.
 -- uses: _args, _due, _fleet, _register
 
--- What people see of a member: names, each with a text, a number or a flag. Packed anew, it is what they can read.
+-- The info about a member that people see: names, each with a text, a number or a flag. It is repacked, so that they can read it.
 local function member_info(value, what)
   for field, said in pairs(map(value, what)) do
     text(field, 'a name in ' .. what)
@@ -10,12 +10,12 @@ local function member_info(value, what)
   return next(value) == nil and '\128' or cmsgpack.pack(value)  -- cmsgpack would write an empty list
 end
 
--- It enters in `state`, with these fields; one that is there stays as it is.
+-- Add a member in `state` with these fields. A member that is already present stays as it is.
 local function enter(run, holder, state, ...)
   local before = redis.call('HGET', replica_key(run, holder), 'state')
   if before == 'DEAD' or redis.call('SISMEMBER', run.key .. ':used', holder) == 1 then
     local kind, id = told_apart(holder)
-    refuse('HR_FENCED', kind .. ' ' .. id .. ' has left or died; enter under a new name')
+    refuse('HR_FENCED', kind .. ' ' .. id .. ' has left or died; register under a new name')
   end
   if before then return end
   redis.call('HSET', replica_key(run, holder), 'state', state, ...)
@@ -23,7 +23,7 @@ local function enter(run, holder, state, ...)
   tell_state(run, holder, state)
 end
 
--- It leaves. Returns groups that it still holds: it has to leave again until 0.
+-- Remove a member. Returns the number of groups that it still holds: repeat the call until 0.
 local function leave_fleet(run, holder, died)
   local key = replica_key(run, holder)
   if redis.call('EXISTS', key) == 0 then return 0 end

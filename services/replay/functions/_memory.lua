@@ -1,12 +1,12 @@
--- Memory: what goes first when it is short, and the server's own limit.
+-- Memory: what is dropped first when it runs short, and the server's own limit.
 --
--- A server with a `maxmemory` refuses what would fill it once that is reached: `enqueue`, `lease`, `push`, `save` and payloads that are staged. The
--- client that was refused reports it (make_room), and the run is `full` by the bytes that were refused, until they would fit or Redis lets something
--- in again. While it is full its time stands still (`tell_time` in _run.lua): nobody is charged for waiting.
+-- A server that has reached its `maxmemory` refuses what would add data: `enqueue`, `lease`, `push`, `save` and payloads that are staged.
+-- The refused client reports this (make_room). The run is then `full` by the refused bytes, until they would fit or Redis accepts something
+-- again. While the run is full its time stands still (`tell_time` in _run.lua), so that nobody is charged for waiting.
 -- uses: _group, _meter, _run
 
--- Steps before the newest reserved one are trained; their payloads only serve people and a rewind, which can have them made again.
--- The oldest go first, so that those that are merely retained go before those that a crash would need.
+-- Steps before the newest reserved one are trained. Their payloads only serve people and a rewind, which can have them generated again. The
+-- oldest are dropped first: payloads that are merely retained before those that a crash would need.
 local function evict_trained_step(run)
   local step = math.max(run.evicted, run.freed)
   if step >= math.max(run.committed, run.next_step - 1) then return false end
@@ -21,7 +21,7 @@ local function evict_trained_step(run)
   return true
 end
 
--- Bytes that the server may still take; negative past its limit.
+-- Bytes that the server can still accept; negative beyond its limit.
 local function room_left()
   local info = redis.call('INFO', 'memory')
   local function figure(field) return tonumber(string.match(info, field .. ':(%d+)') or 0) end

@@ -1,15 +1,15 @@
--- Meters: what trajectories of the train lane are like at each end they come to, so that people can see how what is trained differs from
--- what was generated.
+-- Meters: statistics of train trajectories at each possible outcome, so that people can see how the trained ones differ from the generated
+-- ones.
 --
--- Moments: generated (its group got its scores), filtered, trained (a checkpoint holds its step, or its payload went before there was
--- one), masked (trained with tokens over age), expired (over age before it was trained), failed (for good, by itself or with its
--- group), surplus (beyond the n of its group; what it was like is known of those that had come in). A trajectory that a rewind takes
--- back and that is trained again counts as trained once.
+-- Moments: generated (its group got its scores), filtered, trained (a checkpoint contains its step, or its payload was dropped before one
+-- did), masked (trained with tokens over age), expired (over age before it was trained), failed (for good, alone or with its group),
+-- surplus (beyond the n of its group; only those that had been pushed have values). A trajectory that a rewind takes back and that is
+-- trained again counts as trained once.
 --
--- m:<moment> (of all incarnations) is a hash: `trajectories`; `tokens` (over age, of masked); and of each quantity (length in tokens,
--- reward, latency from lease to push in ms, age in steps) `<quantity>:n`, how many have it, `:sum`, `:squares` and its buckets, two an
--- octave: `:p<k>` counts values in (2^((k-1)/2), 2^(k/2)], `:n<k>` those in (-2^((k+1)/2), -2^(k/2)], `:z` those in (-2^-10, 0].
--- A call adds up what it meters and writes each moment once: two commands, however many trajectories.
+-- m:<moment> (across all incarnations) is a hash: `trajectories`; `tokens` (for masked: those over age); and for each quantity (length in
+-- tokens, reward, latency from lease to push in ms, age in steps) `<quantity>:n` (how many have it), `:sum`, `:squares` and its buckets,
+-- two per octave: `:p<k>` counts values in (2^((k-1)/2), 2^(k/2)], `:n<k>` values in (-2^((k+1)/2), -2^(k/2)], `:z` values in (-2^-10, 0].
+-- A call adds up what it meters and writes each moment once: two commands for any number of trajectories.
 -- uses: _fields
 
 local FIRST_BUCKET, LAST_BUCKET = -20, 60
@@ -33,7 +33,7 @@ local function sums_of(run, moment)
   return run.meters[moment]
 end
 
--- Values of a quantity are counted as they come, and added up once, by `add_up`: a call sees the same ones over and over.
+-- Values of a quantity are counted as they come and added up once, by `add_up`, because a call sees the same values over and over.
 local function measure(sums, quantity, value)
   local values = sums.values or {}
   sums.values = values
@@ -55,12 +55,13 @@ local function add_up(sums)
   end
 end
 
--- Trajectories of which nothing is known.
+-- Count trajectories without any known values.
 local function meter_count(run, moment, trajectories)
   add(sums_of(run, moment), 'trajectories', trajectories)
 end
 
--- One trajectory: its `p<i>`, its reward if it has one, and the step its age is counted from. Its number is the caller's to `meter_count`.
+-- Meter one trajectory: its `p<i>`, its reward if it has one, and the step from which its age counts. The caller counts it with
+-- `meter_count`.
 local function meter_one(run, moment, pushed, reward, step)
   local sums = sums_of(run, moment)
   local length, oldest, latency = string.match(pushed, '^%S+ (%d+) (%d+) %d+ (%d+)$')
@@ -70,8 +71,8 @@ local function meter_one(run, moment, pushed, reward, step)
   if reward then measure(sums, 'reward', tonumber(reward)) end
 end
 
--- Every trajectory that the group has, `least` only those with a token of that age; at `step`, or the next one if none is given. `known` is
--- what the group holds of `field_names_of(group, 'pr')`, where that was read before.
+-- Meter every trajectory of the group, or with `least` only those with a token of that age, at `step` (by default the next one). `known`
+-- are the group's values for `field_names_of(group, 'pr')`, if they have been read already.
 local function meter(run, moment, group, step, least, known)
   if group.lane ~= 'train' then return end
   local started = group.count or group.n
@@ -86,7 +87,7 @@ local function meter(run, moment, group, step, least, known)
   end
 end
 
--- A group of a step that was trained, counted once however often it comes here.
+-- Meter a group of a trained step. It counts once, however often this is called.
 local function meter_trained(run, group)
   if redis.call('HSETNX', group.key, 'metered', 1) == 0 then return end
   meter(run, 'trained', group, group.step)

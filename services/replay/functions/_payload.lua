@@ -1,8 +1,8 @@
--- Trajectories as they are handed in, finished (push, finish) or to be gone on from (save).
+-- Trajectories as they are handed in: finished (push, finish), or unfinished and to be continued (save).
 --
--- A call of `push` or `save` brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the lease), nonce, bytes (of
--- the payload), length (in tokens), oldest and newest (weight versions). Its bytes are the payload, or '' where that is staged at
--- p:<nonce> with a time to live. (A map for each took the server a tenth longer.)
+-- A call of `push` or `save` brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the
+-- lease), nonce, bytes (of the payload), length (in tokens), oldest and newest (weight versions). Each trajectory's bytes argument is its
+-- payload, or '' if that is staged at p:<nonce> with a time to live. (One map per trajectory took the server a tenth longer.)
 -- uses: _args, _group
 
 local PAYLOADS = {
@@ -12,8 +12,8 @@ local PAYLOADS = {
 }
 local COLUMNS = {'group', 'index', 'token', 'nonce', 'bytes', 'length', 'oldest', 'newest'}
 
--- The entries of a call. Lua takes its time to write a number out: `at` is the index as text, as it becomes part of many names, and `extent`
--- is length, oldest and newest version as they are kept.
+-- The entries of a call. Lua formats numbers slowly, so `at` is the index as text, which becomes part of many names, and `extent` is
+-- length, oldest and newest version as they are stored.
 local function parse_payloads(run, call, args)
   for _, column in ipairs(COLUMNS) do
     if #call[column] ~= #args - 1 then
@@ -36,12 +36,12 @@ local function parse_payloads(run, call, args)
   return all
 end
 
--- A rewind or restore has ended what the call names.
+-- Whether a rewind or restore has ended the timeline or incarnation of the call.
 local function is_foreign(run, call)
   return run.timeline ~= call.timeline or run.incarnation ~= call.incarnation
 end
 
--- Why the trajectory is refused whatever its index: code and message, or nil.
+-- Why the trajectory is refused regardless of its index: code and message, or nil.
 local function lease_refusal(run, entry, group)
   if group and group.token == entry.token and group.state ~= 'open' then
     return 'HR_SURPLUS', 'group ' .. entry.id .. ' has its ' .. group.n .. ' trajectories without this one'
@@ -63,7 +63,7 @@ local function record_refusal(run, entry, group)
   end
 end
 
--- The trajectory is the group's: its `p<i>`, which is to be written with the group's sums.
+-- Add the trajectory to the group. Returns its `p<i>`, to be written with the group's sums.
 local function take_in(run, group, entry)
   forget_prefix(run, group, entry.index)
   group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
@@ -72,7 +72,7 @@ local function take_in(run, group, entry)
   return entry.nonce .. ' ' .. entry.extent .. ' ' .. math.max(0, run.now - group.leased)
 end
 
--- The payload is there to stay; or code and message.
+-- Make the payload permanent; or return code and message.
 local function keep_payload(entry)
   if entry.payload ~= '' then
     if not redis.call('SET', entry.key, entry.payload, 'NX') then
@@ -83,7 +83,8 @@ local function keep_payload(entry)
   end
 end
 
--- What was staged goes. What a call has made permanent stays, whoever names it: an earlier delivery of the same call, or another's.
+-- Delete staged payloads. A payload that a call has made permanent stays, whether an earlier delivery of the same call or another call did
+-- it.
 local function unstage(entry)
   if entry.payload == '' and redis.call('PTTL', entry.key) >= 0 then redis.call('UNLINK', entry.key) end
 end

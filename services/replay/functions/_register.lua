@@ -1,11 +1,11 @@
--- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
+-- How a transition becomes a Redis function: load the run, expire what is due, run the handler, and write the shared fields once.
 -- uses: _args, _due, _fleet, _group, _meter, _run
 
--- `BUILD`, the digest of these files, is declared before them (library.py). A server that several installations share holds the functions of
+-- `BUILD`, the digest of these files, is declared before them (library.py). A server that several installations share has the functions of
 -- each of their builds.
 local function function_name(transition) return 'hr_' .. BUILD .. '_' .. transition end
 
--- `spec` (name -> parser) are the named arguments, nil where there are none; `bytes`: arguments that are bytes follow.
+-- `spec` (name -> parser) are the named arguments, or nil if there are none. `bytes`: arguments that are bytes follow.
 local function parse_call(spec, bytes, args)
   local most = spec and 1 or 0
   if #args > most and not bytes then refuse('HR_INVALID', #args .. ' arguments, not ' .. most) end
@@ -14,7 +14,7 @@ end
 
 local function answer(call, handler, spec, bytes, keys, args)
   call.run = load_run(keys)
-  if call.fills and call.run.full > 0 then set(call.run, 'full', 0) end  -- the server let it in
+  if call.fills and call.run.full > 0 then set(call.run, 'full', 0) end  -- the server accepted it
   local parsed = parse_call(spec, bytes, args)
   if not call.reads then expire(call.run) end
   return handler(call.run, parsed, args)
@@ -35,8 +35,8 @@ local function respond(handler, spec, bytes, keys, args, reads, fills)
   error(reply)
 end
 
--- The handler is called with the run, its named arguments, and all arguments: bytes are those from the second on. Whatever frees, proves or
--- moves is allowed at the server's limit of memory; a function that `fills` it is refused there by Redis.
+-- The handler is called with the run, its named arguments, and all arguments: from the second on they are bytes. At the server's memory
+-- limit, functions that free, prove or move something are allowed; Redis refuses a function that `fills` it.
 local function register(transition, spec, handler, bytes, fills)
   redis.register_function{
     function_name = function_name(transition),
@@ -45,7 +45,7 @@ local function register(transition, spec, handler, bytes, fills)
   }
 end
 
--- A function that changes nothing, not even what is due: for people, and for replicas of the server.
+-- A function that changes nothing, and does not expire what is due: for people, and for replicas of the server.
 local function register_reader(transition, spec, handler)
   redis.register_function{
     function_name = function_name(transition),
@@ -54,20 +54,20 @@ local function register_reader(transition, spec, handler)
   }
 end
 
--- Refusal of one entry of a batch: counted, and handed back in the entry's place.
+-- The refusal of one entry of a batch, which is counted and returned in the entry's place.
 local function refuse_entry(run, code, message)
   count_refusal(run, code)
   return code .. ' ' .. message
 end
 
--- Timelines that are remembered: a checkpoint from before the oldest of them is restored instead of rewound to.
+-- The number of timelines that are remembered. A checkpoint from before the oldest of them needs a restore instead of a rewind.
 local TIMELINES = 256
 
--- Law 4: names of timelines and incarnations are never used twice. A rewind or restore that arrives late, after another has ended what it
--- started, is refused: it would take the run back to where it was then.
+-- Law 4: names of timelines and incarnations are never reused. A rewind or restore that arrives late, after another has ended what it
+-- started, is refused, because it would take the run back to that time.
 local function require_unused(run, nonce)
   if redis.call('SISMEMBER', run.key .. ':used', nonce) == 1 then
-    refuse('HR_TIMELINE', show(nonce) .. ' was used before, and has ended; make a new nonce')
+    refuse('HR_TIMELINE', show(nonce) .. ' was used before and has ended; use a new nonce')
   end
 end
 
@@ -75,7 +75,7 @@ local function retire(run, nonce)
   redis.call('SADD', run.key .. ':used', nonce)
 end
 
--- The weights go on from `version` on the timeline `timeline`: those that began at it or later are abandoned.
+-- The weights continue from `version` on `timeline`. Timelines that began at that version or later are abandoned.
 local function begin_timeline(run, version, timeline)
   local key = run.base .. 'timelines'
   while true do
@@ -87,7 +87,7 @@ local function begin_timeline(run, version, timeline)
   redis.call('LTRIM', key, -TIMELINES, -1)
 end
 
--- Groups by lane and state, those of lanes that have any.
+-- The number of groups by lane and state, for lanes that have any.
 local function counts_of(run)
   local counts = {}
   local function count(field, number)
@@ -101,7 +101,8 @@ local function counts_of(run)
   return counts
 end
 
--- Groups of episodes that wait for a runner to lease them: those that lost theirs, of validation, passed over, or the first in the queue.
+-- The number of episode groups that wait for a runner: those that lost their lease, validation groups, those passed over, or the first in
+-- the queue.
 local function count_waiting_episodes(run)
   local count = 0
   for _, place in ipairs({'orphans', 'suspects', 'validation', 'passed'}) do count = count + redis.call('ZCARD', of_kind(run, place, 'episodes')) end
@@ -117,7 +118,7 @@ local function count_runners(run)
   return count
 end
 
--- The run as `state` and the calls that change it as a whole answer: msgpack.
+-- The run in msgpack, as `state` and the calls that change the whole run return it.
 local function run_state(run)
   local timelines = redis.call('LRANGE', run.base .. 'timelines', 0, -1)
   for i, line in ipairs(timelines) do

@@ -1,4 +1,4 @@
--- The run: what every call reads first, and what it writes last.
+-- The run: the hash that every call reads first and writes last.
 --
 -- KEYS[1] of every function is the run's hash, `hr:{<run id>}`. All other keys share its hash tag and are derived from it:
 -- `hr:{<run id>}:<incarnation>:<name>`, so that a new incarnation (restore) is one write. Under that prefix:
@@ -7,32 +7,36 @@
 --   queue       zset    queued train groups by order       validation zset    queued validation groups by order
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
---   drains      string  the replica that gets no more groups until it can have suspects
---   passed      zset    queued train groups that have their place in line, by ticket: those of the other kind behind them were leased
---   leases      zset    open groups by the time the lease ends, or the group's deadline where another replica is to go on with them
---   orphans     zset    open groups whose lease was lost, by ticket: the next leases
+--   drains      string  the replica that gets no more groups until it can take suspects
+--   passed      zset    queued train groups that have their place in line because groups of the other kind behind them were leased, by ticket
+--   leases      zset    open groups by the end of their lease, or by their deadline if another replica is to continue them
+--   orphans     zset    open groups whose lease was lost, by ticket: leased next
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
---   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline, and are not in `leases`
---   Of episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are keys of their own, `<name>:episodes`.
---   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
---   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
---   trash       list    groups trained for good whose payloads are still to be freed
---   tally       list    groups trained for good that are still to be metered
+--   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline and are not in `leases`
+--   For episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are separate keys, `<name>:episodes`.
+--   steps       hash    step -> ids of groups reserved for it, retained, or kept for it by a rewind (one per line, in ticket order)
+--   timelines   list    `<timeline> <version at which it began>`: the ancestry of the weights, oldest first
+--   trash       list    groups trained for good whose payloads are not freed yet
+--   tally       list    groups trained for good that are not metered yet
 --   lane        set     every validation group             unused     set     groups left over at the end
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
---   ended       bitmap  orders of train groups that ended failed or filtered; failures: of those that failed
+--   ended       bitmap  orders of train groups that ended as failed or filtered; failures: only those that failed
 --   letters     hash    order -> id of the dead letters of train groups
 --   retries     hash    order -> how often its group was retried     wanted  zset    orders whose prompts the trainer is to supply again
---   since       hash    scored, filtered: train groups since the last batch that got all their scores, and of them were filtered
+--   since       hash    scored, filtered: train groups that got all their scores since the last batch, and how many of them were filtered
 --   rejected    string  nonce of the newest rejection of a step
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
---   runners     zset    runners likewise, each as `runner <id>`, by which name it has its hash and set, and groups name it
+--   runners     zset    runners likewise, each as `runner <id>`; its hash, its set and its groups use that name
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 --   epochs      set     every epoch of this timeline
--- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `clients` (hash: `<what> <client>` -> number of the newest such call, and
--- `taken <client>` -> its answer to the newest take_scoring), `old` (set of incarnations to be swept), `used` (set of timelines and incarnations that have ended, of replicas that
--- have left, and of starts of the replay service that another has followed), channels `wake:<what>`.
+-- Shared by all incarnations:
+--   events, metrics   streams
+--   m:<moment>        hashes (see _meter.lua)
+--   clients           hash: `<what> <client>` -> number of the newest such call; `taken <client>` -> the answer to its newest take_scoring
+--   old               set of incarnations to be swept
+--   used              set of timelines and incarnations that have ended, replicas that have left, and superseded starts of the replay service
+--   wake:<what>       channels
 -- uses: _args
 
 local LIMITS = {
@@ -40,9 +44,11 @@ local LIMITS = {
   'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
   'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
 }
--- staleness_policy: ordered, drop or mask; filter: see _filter.lua; build: that opened the run (none: one that did not write it down)
+-- staleness_policy: ordered, drop or mask; filter: see _filter.lua; build: the one that opened the run (absent: an old one that did not
+-- record it)
 local WORDS = {'staleness_policy', 'filter', 'build'}
--- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of those before it are dropped, and come no more
+-- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of validations before this version are dropped, and can't be
+-- added again
 local NUMBERS = {
   'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
   'clock', 'offset', 'full', 'validation',
@@ -58,15 +64,15 @@ local function server_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- A gap between two calls that is longer than this, and than half of what a replica may be silent for, is no time of the run. A shorter one
--- is an ordinary pause: the replay service calls every second.
+-- A gap between two calls does not count as time of the run if it is longer than this, and longer than half the time for which a replica
+-- may be silent. A shorter gap is an ordinary pause: the replay service calls every second.
 local LONGEST_GAP_MS = 5000
--- How often the clock is written down.
+-- how often the clock is recorded
 local TICK_MS = 1000
 
--- Run time, `run.now`, is the server's clock plus an offset. It stands still while nobody can call (the server was frozen, down, or another one
--- with another clock took over; the clock was set) and while the server is at its limit of memory: nobody's deadline runs out meanwhile.
--- Deadlines are written in run time and never rewritten. `clock` is what the server's clock said when it was last written down.
+-- Run time, `run.now`, is the server's clock plus an offset. It stands still while nobody can call (the server was frozen or down, another
+-- one with a different clock took over, the clock was set) and while the server is at its memory limit, so that no deadline expires
+-- meanwhile. Deadlines are written in run time and never rewritten. `clock` is the server's clock when it was last recorded.
 local function tell_time(run)
   run.read = server_ms()
   local gap = run.read - (run.clock or run.read)
@@ -78,7 +84,7 @@ local function tell_time(run)
   run.ticks = stands or not run.clock or gap >= TICK_MS
 end
 
--- The clock is written down at the end of this call.
+-- Record the clock at the end of this call.
 local function tick(run)
   run.ticks = true
 end
@@ -109,25 +115,25 @@ local function load_run(keys)
   return run
 end
 
--- `count` groups of `lane` leave state `from` (nil: are new) for state `to` (nil: are forgotten).
+-- `count` groups of `lane` move from state `from` (nil: they are new) to state `to` (nil: they are deleted).
 local function move(run, lane, from, to, count)
   local deltas = run.deltas
   if from then deltas[lane .. ':' .. from] = (deltas[lane .. ':' .. from] or 0) - (count or 1) end
   if to then deltas[lane .. ':' .. to] = (deltas[lane .. ':' .. to] or 0) + (count or 1) end
 end
 
--- Those who wait on `channel` (work, ready, scoring, epoch) are told once, at the end of the call.
+-- Notify those who wait on `channel` (work, ready, scoring, epoch), once, at the end of the call.
 local function wake(run, channel)
   run.waking[channel] = true
 end
 
--- Something falls due at `time`: the first call after it looks (see _due.lua).
+-- Something falls due at `time`. The first call after that handles it (see _due.lua).
 local function due_at(run, time)
   if time < run.due then run.due = time end
 end
 
--- A number that no earlier call was given: a place in line, and what makes a token another one each time (law 4), even if the call that
--- asks for it is delivered twice, however late, under the same nonce.
+-- A number that no earlier call got: a place in line, or the part that makes each token unique (law 4), even if the call that asks for it
+-- is delivered twice, however late, under the same nonce.
 local function take_ticket(run)
   run.tickets = run.tickets + 1
   return run.tickets - 1
@@ -138,7 +144,7 @@ local function set(run, field, value)
   redis.call('HSET', run.key, field, value)
 end
 
--- Whether the trainer has told `what` of `step`, or of a later one, on this timeline; if not, it has now.
+-- Whether the trainer has already reported `what` of `step`, or of a later step, on this timeline. If not, record that it has now.
 local function told_before(run, what, step)
   local timeline, last = string.match(redis.call('HGET', run.key, what) or '', '^(%S+) (%d+)$')
   if timeline == run.timeline and tonumber(last) >= step then return true end
@@ -146,8 +152,8 @@ local function told_before(run, what, step)
   return false
 end
 
--- Calls of `what` that name their client and a number, higher than that of any before: whether this client has made this call, or a later one,
--- before; if not, it has now. What arrives late may come from before a restore.
+-- For calls of `what` that name their client and a number, higher than that of any call before: whether this client has already made this
+-- call or a later one. If not, record that it has now. A call that arrives late may come from before a restore.
 local function made_before(run, what, call)
   local key, field = run.key .. ':clients', what .. ' ' .. call.client
   if call.number <= tonumber(redis.call('HGET', key, field) or 0) then return true end
@@ -155,7 +161,7 @@ local function made_before(run, what, call)
   return false
 end
 
--- What happened, for people. Capped: history is the ledger's.
+-- Append an event, for people. The stream is capped: the ledger keeps the history.
 local function event(run, kind, ...)
   redis.call('XADD', run.key .. ':events', 'MAXLEN', '~', 10000, '*', 'kind', kind, ...)
 end
@@ -175,7 +181,7 @@ local function flush(run)
   for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end
 end
 
--- Law 4 for calls of the trainer and of replicas: another timeline or incarnation is refused.
+-- Law 4 for calls of the trainer and of replicas: refuse another timeline or incarnation.
 local function require_timeline(run, timeline)
   if run.timeline ~= timeline then
     refuse('HR_TIMELINE', 'timeline ' .. show(timeline) .. ' has ended; a rewind or restore started another')

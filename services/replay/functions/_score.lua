@@ -1,7 +1,7 @@
--- Scores, as scorers (score.lua) and runners (finish.lua) bring them, and what the last one does to a group.
+-- Scores from scorers (score.lua) and runners (finish.lua), and the effect of a group's last score.
 -- uses: _args, _fields, _filter, _group, _meter, _run
 
--- SCORE_BYTES in headrace/trajectory.py: what leases reserve for a score.
+-- SCORE_BYTES in headrace/trajectory.py: the bytes that leases reserve for a score.
 local MOST_BYTES = 8192
 
 -- BUILD_BYTES in headrace/trajectory.py.
@@ -9,7 +9,7 @@ local MOST_BUILD_BYTES = 256
 
 local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
 
--- `entry` is of trajectory id:at; it gets the status, reward, build and message of the score that is given for it, and its record.
+-- `entry` belongs to trajectory id:at. It gets the status, reward, build and message of the score in the call, and the score's record.
 local function parse_score(run, entry, given, record)
   entry.status, entry.reward, entry.record = STATUS(given.status, 'status'), given.reward, record
   if #record > MOST_BYTES then
@@ -22,7 +22,7 @@ local function parse_score(run, entry, given, record)
       refuse('HR_INVALID', 'build ' .. show(entry.build) .. ' has ' .. #entry.build .. ' bytes, more than ' .. MOST_BUILD_BYTES)
     end
     if select(3, parse_filter(run.filter)) == 'components' and not score_field(record, 'components', 'table') then
-      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is not one, and groups are filtered by its components')
+      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is invalid, and groups are filtered by its components')
     end
   else
     if entry.reward ~= nil or given.build ~= nil then
@@ -30,7 +30,7 @@ local function parse_score(run, entry, given, record)
         '; only SCORED has them')
     end
     entry.message = score_field(record, 'message', 'string')
-    if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
+    if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' does not say what went wrong') end
     text(entry.message, 'message')
     entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
     if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end
@@ -38,7 +38,7 @@ local function parse_score(run, entry, given, record)
   return entry
 end
 
--- `p<i>` and `r<i>` of all its trajectories, if the caller has brought them together; else nil.
+-- `p<i>` and `r<i>` of all its trajectories, if the caller has collected them; else nil.
 local function known_of(group)
   if group.count > group.n then return nil end  -- some are surplus
   local values = {}
@@ -49,7 +49,7 @@ local function known_of(group)
   return values
 end
 
--- The group ends as filtered: only its order stays.
+-- End the group as filtered. Only its order stays.
 local function filter(run, group)
   meter(run, 'filtered', group)
   leave(run, group)
@@ -61,7 +61,7 @@ local function filter(run, group)
   wake(run, 'work')
 end
 
--- What was pushed beyond the n that are scored goes, and counts no more.
+-- Delete what was pushed beyond the n that are scored. It no longer counts.
 local function drop_surplus(run, group)
   local keys, indices = {}, {}
   meter_count(run, 'surplus', group.count - group.n - group.dropped)
@@ -85,7 +85,7 @@ local function drop_surplus(run, group)
 end
 
 local function all_scored(run, scored)
-  -- what the caller has read is enough where nothing goes
+  -- if nothing is deleted, what the caller has read is enough
   local plain = scored.state == 'scoring' and scored.count == scored.n and run.filter == ''
   local group = plain and scored or load_group(run, scored.id)
   if group.state == 'open' then

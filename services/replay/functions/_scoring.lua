@@ -2,43 +2,47 @@
 --
 -- Keys under the run's prefix; the members of places are `<id>:<index>`:
 --   environments     set     names of those that groups were enqueued for
---   unscored:<name>  zset    trajectories that wait, by the time from which they may be taken
+--   unscored:<name>  zset    waiting trajectories, by the time from which they may be taken
 --   alone:<name>     zset    likewise, those that its process held when it died: any of them may have killed it, so each is sent alone
---   taken:<name>     zset    trajectories with a scorer, by the deadline up to which it has renewed them
---   failing:<name>   zset    those of its last WINDOW results that were no score, by number
---   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), works (of all that it scored, the
---                            highest number under which one was taken), not_started (calls in a row of which it began nothing), alone
---                            (`<place> <member>`: the one that was last taken alone), repaired (a number: a probe closed the breaker then
---                            that was not a new group's, or had failed before); of an open breaker since, kind, message, traceback, probes
---                            (failed in a row), probe_at, group (the newest that was leased to be the probe), asked (what `probes` was then)
+--   taken:<name>     zset    trajectories with a scorer, by the deadline to which it has renewed them
+--   failing:<name>   zset    those of its last WINDOW results that were not a score, by number
+--   env:<name>       hash    results: trajectories that it gave a result for since the breaker last closed
+--                            works: of all trajectories that it scored, the highest number under which one was taken
+--                            not_started: calls in a row of which it began nothing
+--                            alone: `<place> <member>`, the trajectory that was last taken alone
+--                            repaired: a number: when the breaker was closed by a probe that was not from a new group, or that had failed before
+--                            Only of an open breaker: since, kind, message, traceback, probes (failed in a row), probe_at, group (the newest
+--                            that was leased to be the probe), asked (the value of `probes` at that time)
 --   broken           zset    environments whose breaker is open, by `since`
--- f<i> of a group: when trajectory i first failed, as the number that the next take gets; `<number> INVALID`: when it was first INVALID, which
--- it may be after other failures. Up to `repaired` it counts no more.
+-- f<i> of a group: when trajectory i first failed, as the number that the next take gets. `<number> INVALID`: when it was first INVALID,
+-- which may be after other failures. A failure up to `repaired` no longer counts.
 --
--- Blame: an attempt is charged where the environment raised, answered badly, was late, or died with that trajectory alone. What it did not
--- begin, or what went back with its scorer, costs nothing. A failure is the trajectory's own once the environment has scored one that was
--- taken after it: what was taken before, and is scored after, may have been begun before the environment broke.
+-- Blame: an attempt is charged if the environment raised, gave a bad answer, was late, or died with that trajectory alone. A trajectory
+-- that it did not begin, or that went back with its scorer, costs nothing. A failure is the trajectory's own once the environment has
+-- scored a trajectory that was taken after the failure. One that was taken before and scored after does not show this: it may have been
+-- begun before the environment broke.
 --
--- The breaker keeps a broken environment from using up what is generated. It opens when more than the failure share of the last WINDOW
--- trajectories failed (of fewer than FIRST only before one of them fails for good), when one would fail for good, others of another group fail
--- and none that was taken since is scored (a run that has few in flight), when it began nothing of NOTHING_BEGUN calls in a row, or when a group
--- was scored anew MOST_RESCORED times, because its builds take turns (score.lua): then it holds until a probe changes no build.
--- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
--- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
--- A probe that is scored closes it.
+-- The breaker keeps a broken environment from using up the generated trajectories. It opens
+-- - when more than the failure share of the last WINDOW trajectories failed (with fewer than FIRST results, only before one fails for good),
+-- - when one would fail for good while others of another group fail too and none that was taken since is scored (a run with few in flight),
+-- - when the environment began nothing of NOTHING_BEGUN calls in a row,
+-- - or when a group was rescored MOST_RESCORED times because builds take turns (score.lua): it then stays open until a probe changes no build.
+-- Opening gives the attempts back. While the breaker is open, one trajectory at a time goes out as a probe, and nothing is charged. The
+-- breaker is a lease: it holds until `probe_at`, and each failed probe renews it for longer. Without a scorer it expires, and the next
+-- scorer may probe at once. A probe that is scored closes it.
 --
--- An environment may fail only on some prompts, and be left with these alone: then each of them would be a failed probe for ever. So after
--- FAILED_PROBES in a row, and again each time that they have doubled, a new group is leased to be the probe, one at a time. If it is scored,
--- the failures of the others are their own. If another is, or one of it that had failed, the environment has been repaired, and they begin
--- anew.
+-- An environment may fail only on some prompts, and only those may be left. Then each of them would be a failed probe forever. So after
+-- FAILED_PROBES failed probes in a row, and again each time that number has doubled, a new group is leased to be the probe, one at a time.
+-- If it is scored, the failures of the others are their own. If another trajectory is scored, or one of the new group that had failed, the
+-- environment has been repaired, and their failures start over.
 -- uses: _args, _fields, _group, _run
 
 local WINDOW, FIRST = 32, 8
--- Calls in a row of which an environment began nothing before its breaker opens.
+-- the number of calls in a row of which an environment begins nothing before its breaker opens
 local NOTHING_BEGUN = 3
--- Probes that fail in a row before a new group is leased to be the next.
+-- the number of probes that fail in a row before a new group is leased to be the next
 local FAILED_PROBES = 3
--- Times that a group is scored anew because of another build.
+-- how often a group is rescored because of another build
 local MOST_RESCORED = 8
 local FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 500, 10000
 
@@ -50,13 +54,13 @@ local function environments_of(run)
   return redis.call('SMEMBERS', run.base .. 'environments')
 end
 
--- `failure_share` and `give_up_ms` of the environment, as the run is configured.
+-- The environment's `failure_share` and `give_up_ms` from the run's configuration.
 local function setting_of(run, env)
   local packed = redis.call('HGET', run.key, 'environments')
   return packed and cmsgpack.unpack(packed)[env] or {failure_share = 0.5}
 end
 
--- Back-off in ms before try `tries` + 1: doubled each time, less up to a half of it: jitter, drawn from the name.
+-- The backoff in ms before try `tries` + 1. It doubles each time, minus a jitter of up to half of it, which is derived from the name.
 local function pause_of(who, tries)
   local whole = math.min(FIRST_PAUSE_MS * 2 ^ (tries - 1), LONGEST_PAUSE_MS)
   local jitter = tonumber(string.sub(redis.sha1hex(who .. ' ' .. tries), 1, 4), 16) / 65536
@@ -67,7 +71,7 @@ local function is_broken(run, env)
   return redis.call('ZSCORE', run.base .. 'broken', env) ~= false
 end
 
--- Whether anything of the environment waits for a score, or is with a scorer.
+-- Whether any trajectory of the environment waits for a score or is with a scorer.
 local function awaits_score(run, env)
   return redis.call('EXISTS', place_of(run, 'unscored', env), place_of(run, 'alone', env), place_of(run, 'taken', env)) > 0
 end
@@ -78,7 +82,7 @@ local function taken_alone_from(run, env, member)
   return who == member and place or nil
 end
 
--- The trajectory waits in line again, for `delay` ms at least; without `place`, in the line that it came from.
+-- Put the trajectory back in line, for at least `delay` ms. Without `place`, it returns to the line that it came from.
 local function line_up(run, env, member, delay, place)
   place = place or taken_alone_from(run, env, member) or 'unscored'
   redis.call('ZREM', place_of(run, 'taken', env), member)
@@ -86,7 +90,7 @@ local function line_up(run, env, member, delay, place)
   wake(run, 'scoring')
 end
 
--- The scorer's token is void; the trajectory waits again, at no cost.
+-- Void the scorer's token. The trajectory waits again, and no attempt is charged.
 local function void_token(run, env, member, delay, place)
   local id, index = split_member(member)
   local key = group_key(run, id)
@@ -95,7 +99,7 @@ local function void_token(run, env, member, delay, place)
   line_up(run, env, member, delay or 0, place)
 end
 
--- The attempts of what is failing are given back: it was the environment.
+-- Give back the attempts of the failing trajectories, because the environment was at fault.
 local function forgive(run, env)
   for _, member in ipairs(redis.call('ZRANGE', place_of(run, 'failing', env), 0, -1)) do
     local id, index = split_member(member)
@@ -106,7 +110,8 @@ local function forgive(run, env)
   redis.call('UNLINK', place_of(run, 'failing', env))
 end
 
--- `kind`: FAILING, or NOT_STARTED where it began nothing. One that breaks again within WINDOW results has been broken since the first time.
+-- Open the breaker. `kind`: FAILING, or NOT_STARTED if the environment began nothing. If it breaks again within WINDOW results, it counts
+-- as broken since the first time.
 local function open_breaker(run, env, kind, entry)
   forgive(run, env)
   local key = environment_key(run, env)
@@ -127,21 +132,21 @@ local function close_breaker(run, env)
   for _, channel in ipairs({'work', 'ready', 'scoring'}) do wake(run, channel) end
 end
 
--- The probe did not bring a score: the breaker stays open, for longer.
+-- The probe was not scored: keep the breaker open, for longer.
 local function renew_breaker(run, env, entry)
   local key = environment_key(run, env)
   local probes = redis.call('HINCRBY', key, 'probes', 1)
   redis.call('HSET', key, 'probe_at', run.now + pause_of(env, probes + 1), 'message', words(entry.message),
     'traceback', words(entry.traceback or ''))
-  wake(run, 'work')  -- a new group may be the next
+  wake(run, 'work')  -- a new group may be the next probe
 end
 
--- Under which number take_scoring gave out what has this token.
+-- The number of the take_scoring call that made this token.
 local function taken_as(token)
   return tonumber(string.match(token, '%-(%d+)/') or 0)
 end
 
--- `members` of one environment were scored, the last taken of them as `newest`; nil if no scorer took them.
+-- `members` of one environment were scored. `newest`: the number under which the last of them was taken, or nil if no scorer took them.
 local function count_scored(run, env, members, newest)
   local key = environment_key(run, env)
   if is_broken(run, env) then
@@ -160,16 +165,16 @@ local function count_scored(run, env, members, newest)
   if newest and newest > tonumber(redis.call('HGET', key, 'works') or -1) then redis.call('HSET', key, 'works', newest) end
 end
 
--- The group is scored anew. Returns whether that has been too often for edits of the environment.
+-- The group is rescored. Returns whether this has happened too often to be explained by edits of the environment.
 local function rescored_too_often(run, group)
   return redis.call('HINCRBY', group.key, 'rescored', 1) > MOST_RESCORED
 end
 
--- `members` changed the build of their group once more, the last one as `builds` says.
+-- `members` changed the build of their group again, the last of them as `builds` says.
 local function builds_take_turns(run, env, members, builds)
   local entry = {
     message = 'groups are scored by several builds in turn, the last two ' .. show(builds[1]) .. ' and ' .. show(builds[2]) ..
-      ', and one build has to score a group; attach or serve one build, or set `build` to what tells two rewards apart',
+      ', but one build must score a group; attach or serve one build, or set `build` to a name that changes only when rewards do',
   }
   if not is_broken(run, env) then return open_breaker(run, env, 'BUILDS', entry) end
   for _, member in ipairs(members) do
@@ -177,8 +182,8 @@ local function builds_take_turns(run, env, members, builds)
   end
 end
 
--- Whether a trajectory of another group than `id` fails as well, and the environment has scored none that was taken since either began to: a
--- prompt that can't be scored explains itself alone.
+-- Whether a trajectory of a group other than `id` fails as well, and the environment has scored none that was taken since either began to
+-- fail. A prompt that can't be scored explains only its own failures.
 local function fails_with_others(run, env, id, index)
   local works = tonumber(redis.call('HGET', environment_key(run, env), 'works') or -1)
   local function silent_since(of, at)
@@ -193,8 +198,8 @@ local function fails_with_others(run, env, id, index)
   return false
 end
 
--- The result counts against the environment. Returns whether the breaker has to open for it: not for a trajectory's own failure (`own`).
--- `used_up`: else the trajectory fails for good.
+-- Count the result against the environment. Returns whether the breaker must open for it; a trajectory's own failure (`own`) does not open
+-- it. `used_up`: unless it opens, the trajectory fails for good.
 local function count_failed(run, env, member, own, used_up)
   local key, failing = environment_key(run, env), place_of(run, 'failing', env)
   local results = tonumber(redis.call('HGET', key, 'results') or 0)
@@ -206,9 +211,9 @@ local function count_failed(run, env, member, own, used_up)
   return (seen >= FIRST or used_up) and redis.call('ZCARD', failing) > setting_of(run, env).failure_share * seen
 end
 
--- The trajectory fails: returns whether that is its own fault, because the environment scored others that were taken after it first failed,
--- or in this call (taken as `beside`) what was taken with it or later. Else it may be the environment's. The first INVALID begins anew: what it
--- failed of before says nothing about an environment that refuses everything since.
+-- The trajectory fails. Returns whether that is its own fault, because the environment scored others that were taken after it first failed
+-- or, in this call (`beside`: their number), taken with it or later. Otherwise the environment may be at fault. The first INVALID starts
+-- over: earlier failures say nothing about an environment that has refused everything since.
 local function fails_by_itself(run, env, group, entry, beside)
   local field = 'f' .. entry.at
   local works, repaired = unpack(redis.call('HMGET', environment_key(run, env), 'works', 'repaired'))
@@ -222,14 +227,15 @@ local function fails_by_itself(run, env, group, entry, beside)
   return tonumber(works or -1) >= tonumber(string.match(first, '^%d+'))
 end
 
--- What may be the environment's failure gets twice the attempts, until the breaker has judged. Its `own` ends an INVALID one at once.
+-- A failure that may be the environment's gets twice the attempts, until the breaker has decided. An INVALID that is the trajectory's `own`
+-- ends it at once.
 local function is_used_up(run, entry, attempts, own)
   if not own then return attempts >= 2 * run.max_scoring_attempts end
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
--- A result that is no score, of a trajectory that the environment began. `beside`: of what it scored in this call, the highest number under
--- which one was taken.
+-- Handle a result that is not a score, for a trajectory that the environment began. `beside`: of the trajectories that it scored in this
+-- call, the highest number under which one was taken.
 local function fail_scoring(run, group, entry, beside)
   local env, member = environment_of(run, group), group.id .. ':' .. entry.at
   local alone = taken_alone_from(run, env, member)
@@ -253,7 +259,7 @@ local function fail_scoring(run, group, entry, beside)
   line_up(run, env, member, pause_of(member, attempts), place)
 end
 
--- The environment began none of these entries of a call: {member, entry} each. `begun`: it began others of the call.
+-- Handle entries of a call ({member, entry} each) that the environment did not begin. `begun`: it began others of the call.
 local function not_started(run, env, entries, begun)
   local key, tries = environment_key(run, env), 1
   local broken = is_broken(run, env)
@@ -267,8 +273,8 @@ local function not_started(run, env, entries, begun)
   end
 end
 
--- Of a broken environment, the newest group that was leased to be its probe: its state, whether a trajectory of it has failed, and one that
--- waits and has not (member and time).
+-- The newest group that was leased to be the probe of a broken environment: its state, whether a trajectory of it has failed, and a waiting
+-- trajectory that has not (member and time).
 local function probe_group(run, env)
   local id = redis.call('HGET', environment_key(run, env), 'group')
   local group = id and load_group(run, id, {'state', 'n', 'count'})
@@ -283,8 +289,8 @@ local function probe_group(run, env)
   return group.state, failed, untried
 end
 
--- Of `most` trajectories that a scorer has room for: from which place, and how many, may be taken now; whether to be sent alone; and if it is
--- not the first in line, which (member and time).
+-- What a scorer with room for `most` trajectories may take now: from which place, how many, whether to send it alone, and, if it is not the
+-- first in line, which one (member and time).
 local function allowance(run, env, most)
   local key, taken = environment_key(run, env), place_of(run, 'taken', env)
   local alone, probe_at = unpack(redis.call('HMGET', key, 'alone', 'probe_at'))
@@ -307,8 +313,8 @@ local function allowance(run, env, most)
   return suspected and 'alone' or 'unscored', 1, true
 end
 
--- Whether a group of the environment may be leased: of a broken one only to be its probe, when nothing else of it is there to be sent or
--- too many probes have failed, and no earlier one is being generated or still has to be tried.
+-- Whether a group of the environment may be leased. If the environment is broken, a group may only be leased to be its probe, and only if
+-- nothing else is left to send or too many probes have failed, and no earlier probe group is being generated or still has to be tried.
 local function may_generate(run, env)
   if not is_broken(run, env) then return true end
   local kind, probes, asked = unpack(redis.call('HMGET', environment_key(run, env), 'kind', 'probes', 'asked'))
@@ -318,21 +324,21 @@ local function may_generate(run, env)
   return state ~= 'open' and (state ~= 'scoring' or failed)
 end
 
--- The group is leased: if its environment is broken, to be the probe.
+-- The group is leased. If its environment is broken, it is the probe.
 local function begin_probe(run, env, id)
   if not is_broken(run, env) then return end
   local key = environment_key(run, env)
   redis.call('HSET', key, 'group', id, 'asked', redis.call('HGET', key, 'probes'))
 end
 
--- Trajectories that scorers hold.
+-- The number of trajectories that scorers hold.
 local function count_taken(run)
   local count = 0
   for _, env in ipairs(environments_of(run)) do count = count + redis.call('ZCARD', place_of(run, 'taken', env)) end
   return count
 end
 
--- Void the tokens of up to BATCH trajectories that scorers hold; returns how many are left.
+-- Void the tokens of up to BATCH trajectories that scorers hold. Returns how many are left.
 local function void_taken(run)
   local room = BATCH
   for _, env in ipairs(environments_of(run)) do

@@ -1,7 +1,7 @@
--- Steps: reserved batches, and what a rewind keeps of them.
+-- Steps: reserved batches, and the groups of them that a rewind keeps.
 --
--- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and from
--- there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
+-- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and
+-- from there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
 -- uses: _args, _fields, _group, _meter, _run
 
 local function step_ids(run, step)
@@ -22,7 +22,7 @@ local function push_ids(run, list, ids)
   end
 end
 
--- Steps < edge go, with their groups, a batch at a time (`empty_trash`).
+-- Delete steps < edge with their groups, a batch at a time (`empty_trash`).
 local function free_steps(run, edge)
   for step = run.freed, edge - 1 do
     push_ids(run, 'trash', step_ids(run, step))
@@ -31,8 +31,8 @@ local function free_steps(run, edge)
   if edge > run.freed then set(run, 'freed', edge) end
 end
 
--- Steps < version are trained (law 1): known by the watermark `committed` and the checkpoint's ledger. The newest `retain_steps` keep their
--- payloads, for people and for a rewind to an older checkpoint.
+-- Mark steps < version as trained (law 1): the watermark `committed` and the checkpoint's ledger record them. The newest `retain_steps`
+-- keep their payloads, for people and for a rewind to an older checkpoint.
 local function commit_steps(run, version)
   for step = math.max(run.committed, 0), version - 1 do
     local ids = step_ids(run, step)
@@ -46,10 +46,10 @@ local function commit_steps(run, version)
   end
 end
 
--- What meters and `erase` look at.
+-- the fields that meters and `erase` need
 local METERED, ERASED = {'state', 'lane', 'n', 'count', 'step'}, {'record', 'n', 'count', 'held'}
 
--- Meters up to BATCH groups, the first to be freed first; returns how many are left. A rewind may have taken some of them back.
+-- Meter up to BATCH groups, those to be freed first. Returns how many are left. A rewind may have taken some of them back.
 local function meter_tally(run)
   local tally = run.base .. 'tally'
   for _, id in ipairs(redis.call('LPOP', tally, BATCH) or {}) do
@@ -59,7 +59,7 @@ local function meter_tally(run)
   return redis.call('LLEN', tally)
 end
 
--- Frees up to BATCH groups; returns how many are left.
+-- Free up to BATCH groups. Returns how many are left.
 local function empty_trash(run)
   local trash = run.base .. 'trash'
   for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id, ERASED)) end
@@ -67,8 +67,8 @@ local function empty_trash(run)
   return redis.call('LLEN', trash)
 end
 
--- The batch of `step`, as `reserve` and `step` answer: step, payload_prefix (of keys), scored and filtered (groups since the batch before),
--- and of each group its id, attempt and, for its trajectories, indices, pushed (`p<i>`, see _group.lua) and rewards.
+-- The batch of `step`, as `reserve` and `step` return it: step, payload_prefix (of keys), scored and filtered (groups since the previous
+-- batch), and for each group its id, attempt and, for its trajectories, indices, pushed (`p<i>`, see _group.lua) and rewards.
 local function batch_of(run, step, ids)
   local groups = {}
   for i, id in ipairs(ids) do
@@ -92,7 +92,7 @@ local function batch_of(run, step, ids)
   }
 end
 
--- A group of a step stays `reserved` in its hash when the step is committed: nobody writes to it again.
+-- A group's hash still says `reserved` after its step is committed: nothing writes to it again.
 local function settled_state(run, state, step)
   return state == 'reserved' and step < run.committed and 'trained' or state
 end

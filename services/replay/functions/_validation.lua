@@ -1,4 +1,4 @@
--- Drop up to `most` groups of validations of versions < before, leased or not; returns how many may be left.
+-- Drop up to `most` groups of validations of versions < before, whether leased or not. Returns how many may be left.
 -- uses: _args, _group, _run
 local function drop_validation(run, most, before)
   local lane, ids = run.base .. 'lane', {}
@@ -12,7 +12,7 @@ local function drop_validation(run, most, before)
     discard(run, group)
     erase(run, group)
     redis.call('ZREM', run.base .. 'failed', id)
-    -- a group that had not ended is left over
+    -- a group that has not ended is left over
     if group.state ~= 'evaluated' and group.state ~= 'failed' then move(run, 'validation', group.state, 'unused') end
   end
   for first = 1, #ids, BATCH do

@@ -1,8 +1,8 @@
--- abandon: a replica can't generate one trajectory of its lease. Where others were started beyond n, the group does without it; else the
--- whole group goes back and an attempt is spent.
+-- abandon: a replica can't generate one trajectory of its lease. If others were started beyond n, the group does without it. Otherwise the
+-- whole group goes back, and an attempt is charged.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, group (its id), token, index, reason
--- Returns  1: the lease goes on without it; 0: the group is no longer the caller's
+-- Returns  1: the lease continues without it; 0: the group is no longer the caller's
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
 -- uses: _args, _group, _register, _run
 register('abandon', {

@@ -1,12 +1,13 @@
--- append: a call of an episode comes in, before the program gets its answer.
+-- append: store a call of an episode, before the program gets its answer.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, group (its id), token, index, tries (how often the episode was begun before), number (of the call, from 0
 --          in order), parent (number of the call that it continues; -1: a root), nonce, oldest and newest (weight versions); then its bytes
 -- Returns  1; the same call again changes nothing
--- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has begun anew, or the server has forgotten that it did, too), HR_SURPLUS (the episode has ended, or the group has its n without
---          it), HR_INVALID (also: out of order, its parent absent), HR_EPISODE_BYTES (more than max_episode_bytes)
+-- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has started over, or the server lost that write), HR_SURPLUS (the episode has ended, or
+--          the group has its n without it), HR_INVALID (also: out of order, or its parent is absent), HR_EPISODE_BYTES (more than
+--          max_episode_bytes)
 --
--- The calls of an episode are one list, each behind its nonce. Its bytes are those that the lease counts.
+-- The calls of an episode are one list, each preceded by its nonce. The lease already counts their bytes.
 -- uses: _args, _episode, _register
 
 -- The calls so far (key and number), their bytes, and their oldest and newest version.

@@ -1,7 +1,7 @@
--- append_event: something that a service has seen, for people.
+-- append_event: append an event that a service has observed, for people.
 -- KEYS     the run
--- ARGV     client, number (of this call of it, higher than that of any before), kind, fields (names and values in turn)
--- Returns  1. One that arrives again, or late, changes nothing
+-- ARGV     client, number (of this client's call, higher than any before), kind, fields (names and values in turn)
+-- Returns  1. A call that arrives again, or late, changes nothing
 -- Errors   HR_INVALID
 -- uses: _args, _register, _run
 register('append_event', {client = name, number = positive, kind = text, fields = list_of(text, BATCH)}, function(run, call)

@@ -1,8 +1,8 @@
--- begin_epoch: the members that acknowledged are final; the others are STALE.
+-- begin_epoch: start the transfer. The members that acknowledged are final; the others are STALE.
 -- KEYS     the run
--- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` compares with; then the
---          rendezvous (msgpack)
--- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
+-- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` uses; then the rendezvous
+--          (msgpack)
+-- Returns  the epoch, like open_epoch. A repeat returns the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register
 register('begin_epoch', {
@@ -10,7 +10,7 @@ register('begin_epoch', {
 }, function(run, call, args)
   local id = call.epoch
   local rendezvous = require_rendezvous(args)
-  if #call.logprobs == 0 then refuse('HR_INVALID', 'no log-probabilities: such a probe would prove nothing') end
+  if #call.logprobs == 0 then refuse('HR_INVALID', 'no log-probabilities; an empty probe proves nothing') end
   local epoch = require_epoch(run, id, {announced = true, transfer = true})
   if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
   epoch.rendezvous = rendezvous

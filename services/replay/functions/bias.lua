@@ -1,7 +1,7 @@
--- bias: the meters (see _meter.lua).
+-- bias: read the meters (see _meter.lua).
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: for each moment at which there was something, its name and its fields
+-- Returns  msgpack: for each moment that has any data, its name and its fields
 -- Errors   none
 -- uses: _args, _register
 register_reader('bias', nil, function(run)

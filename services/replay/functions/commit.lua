@@ -1,11 +1,11 @@
 -- commit: checkpoint `version` is published; every step < version is trained for good. Idempotent.
 -- KEYS     the run
--- ARGV     version, timeline, trained (digest of the batches since the commit before, as `digest_of` makes it; '': nobody compares them)
--- Returns  groups that are still to be metered, and whose payloads are still to be freed: call again until 0
--- Errors   HR_TIMELINE, HR_STEP (a step that was never reserved, or holds other groups than were trained), HR_INVALID
+-- ARGV     version, timeline, trained (digest of the batches since the previous commit, made by `digest_of`; '': don't compare)
+-- Returns  the number of groups still to be metered and of those whose payloads are still to be freed: repeat the call until 0
+-- Errors   HR_TIMELINE, HR_STEP (a step was never reserved, or holds other groups than were trained), HR_INVALID
 -- uses: _args, _register, _run, _steps
 
--- Of the steps that are not committed, each with its groups.
+-- The digest of the steps that are not committed, each with its groups.
 local function digest_of(run, version)
   local found = {}
   for step = math.max(run.committed, 0), version - 1 do
@@ -22,7 +22,7 @@ register('commit', {version = natural, timeline = text, trained = text}, functio
   if version > run.next_step then
     refuse('HR_STEP', 'commit of version ' .. version .. '; only steps below ' .. run.next_step .. ' were reserved')
   end
-  -- law 1: a server that lost a step may have taken it again with other groups, by a copy of `reserve` that came late
+  -- law 1: a server that lost a step may have reserved it again with other groups, for a copy of `reserve` that arrived late
   if call.trained ~= '' and version > run.committed and call.trained ~= digest_of(run, version) then
     refuse('HR_STEP', 'commit of version ' .. version .. ': the steps from ' .. math.max(run.committed, 0) .. ' on are not those that were trained')
   end

@@ -1,8 +1,8 @@
 -- deregister: a replica leaves the fleet.
 -- KEYS     the run
--- ARGV     replica, died (its engine died, or it ends for another error)
--- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt; if it died, as after a heartbeat
---          that was lost (`suspect` in _group.lua).
+-- ARGV     replica, died (its engine died, or it ends because of another error)
+-- Returns  the number of groups that it still holds: repeat the call until 0. Its groups are passed on without charging an attempt. If it
+--          died, they are treated as after a lost heartbeat (`suspect` in _group.lua).
 -- Errors   HR_INVALID
 -- uses: _args, _fleet, _member, _register
 register('deregister', {replica = name, died = flag}, function(run, call)

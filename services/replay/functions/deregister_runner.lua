@@ -1,8 +1,8 @@
 -- deregister_runner: a runner leaves.
 -- KEYS     the run
--- ARGV     runner, died (it ends for an error)
--- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt; if it died, as after a heartbeat
---          that was lost (`suspect` in _group.lua).
+-- ARGV     runner, died (it ends because of an error)
+-- Returns  the number of groups that it still holds: repeat the call until 0. Its groups are passed on without charging an attempt. If it
+--          died, they are treated as after a lost heartbeat (`suspect` in _group.lua).
 -- Errors   HR_INVALID
 -- uses: _args, _fleet, _member, _register
 register('deregister_runner', {runner = name, died = flag}, function(run, call)

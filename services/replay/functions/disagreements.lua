@@ -1,8 +1,8 @@
--- disagreements: how far the trainer found the log-probabilities of each replica from its own in a step, for people. The same step or an older
--- one again changes nothing.
+-- disagreements: record how far the log-probabilities of each replica differ from the trainer's in a step, for people. Repeating the step,
+-- or an older one, changes nothing.
 -- KEYS     the run
 -- ARGV     step, timeline, replicas, errors (one for each: the mean of exp(|rollout - old|) over its tokens)
--- Returns  1; replicas that are gone are passed over
+-- Returns  1; replicas that have left are skipped
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _fleet, _register, _run
 register('disagreements', {

@@ -1,7 +1,8 @@
--- drop_validation: forget every group of validations of versions < before, leased or not, with its payloads. No more of them come.
+-- drop_validation: delete every group of validations of versions < before, whether leased or not, with its payloads. None can be added
+-- afterwards.
 -- KEYS     the run
 -- ARGV     timeline, before
--- Returns  groups still to be dropped: call again until 0
+-- Returns  the number of groups still to be dropped: repeat the call until 0
 -- Errors   HR_TIMELINE
 -- uses: _args, _register, _run, _validation
 register('drop_validation', {timeline = text, before = natural}, function(run, call)

@@ -1,7 +1,7 @@
--- end_epoch: the transfer is over; members that did not verify stay STALE.
+-- end_epoch: end the transfer. Members that did not verify stay STALE.
 -- KEYS     the run
 -- ARGV     epoch, aborted
--- Returns  the epoch, as open_epoch. An epoch that is over stays as it ended.
+-- Returns  the epoch, like open_epoch. An epoch that is over stays as it ended.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (done without a transfer)
 -- uses: _args, _epoch, _register
 register('end_epoch', {epoch = name, aborted = flag}, function(run, call)

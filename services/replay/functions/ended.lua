@@ -1,8 +1,8 @@
--- ended: train groups that ended without being trained, for the trainer's checkpoint.
+-- ended: list the train groups that ended without being trained, for the trainer's checkpoint.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: failed, filtered (how many groups), retries (order -> how often its group was retried); then the bitmaps of the orders of
---          both and of those that failed (the most significant bit of the first byte is order 0)
+-- Returns  msgpack: failed, filtered (how many groups), retries (order -> how often its group was retried); then the bitmaps of the orders
+--          of both and of those that failed (the most significant bit of the first byte is order 0)
 -- Errors   HR_UNAVAILABLE: no such run
 -- uses: _args, _register
 register_reader('ended', nil, function(run)

@@ -1,13 +1,14 @@
--- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
+-- enqueue: add groups to the queue of their lane. Groups that were taken before change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (take orders at or below the watermark that the run wants), validation (version that the validation
---          groups evaluate), groups: of each id, lane, order, env, n, worst (bytes that n trajectories may grow to), nonce; then for each
---          its record (msgpack; kept at d:<nonce>)
--- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (with `refill`: or is wanted for a retry; any
---          order while the run wants a refill) and not in `ended`, and its id unknown; a validation group if its id is unknown and its
---          validation not dropped. It is of episodes if its environment is; so it stays, however the run is opened again.
--- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close, but
---          for those that are wanted; refill while steps are being freed)
+-- ARGV     timeline, incarnation, refill (take orders at or below the watermark that the run wants), validation (version that the
+--          validation groups evaluate), groups: of each id, lane, order, env, n, worst (bytes that n trajectories may grow to), nonce; then
+--          for each its record (msgpack; kept at d:<nonce>)
+-- Returns  how many were new. A train group is new if its order is beyond the watermark `enqueued` (with `refill`: or is wanted for a
+--          retry; any order while the run wants a refill) and not in `ended`, and its id is unknown. A validation group is new if its id is
+--          unknown and its validation was not dropped. A group has episodes if its environment does; that doesn't change when the run is
+--          opened again.
+-- Errors   HR_TIMELINE, HR_STEP (the train groups skip some after `enqueued`), HR_INVALID (malformed; new train groups after close, except
+--          those that are wanted; refill while steps are being freed)
 -- uses: _args, _group, _register, _run, _scoring
 
 local MOST_TRAJECTORIES = 1024
@@ -22,7 +23,7 @@ local function parse(run, given, validation, record)
     id = name(given.id, 'id'), lane = LANE(given.lane, 'lane'), order = natural(given.order, 'order'), env = name(given.env, 'env'),
     n = positive(given.n, 'n'), worst = natural(given.worst, 'worst'), nonce = name(given.nonce, 'nonce'), record = record,
   }
-  -- tokens and members are made of it
+  -- tokens and members are built from the id
   if #group.id > 200 then refuse('HR_INVALID', 'group id ' .. show(group.id) .. ' is longer than 200') end
   if group.n > MOST_TRAJECTORIES then
     refuse('HR_INVALID', 'n is ' .. group.n .. '; a group has at most ' .. MOST_TRAJECTORIES .. ' trajectories')
@@ -42,7 +43,7 @@ end
 
 local function check_new(run, group)
   if group.lane == 'train' and run.closed == 1 and not group.wanted then
-    refuse('HR_INVALID', 'group ' .. group.id .. ' comes after the queue was closed')
+    refuse('HR_INVALID', 'group ' .. group.id .. ' arrived after the queue was closed')
   end
 end
 
@@ -61,7 +62,7 @@ local function add(run, group)
   move(run, group.lane, nil, 'queued')
 end
 
--- Law 1: a feeder goes on where it has left off. If the run has not come that far, the server lost what came between.
+-- Law 1: a feeder continues where it left off. If the run has not reached that point, the server lost the groups in between.
 local function require_no_gap(run, groups)
   local first = math.huge
   for _, group in ipairs(groups) do
@@ -78,11 +79,11 @@ register('enqueue', {
   require_bytes(#call.groups, args)
   require_timeline(run, call.timeline)
   require_incarnation(run, call.incarnation)
-  -- one that arrives late, after `refilled`, brings nothing back: what it names may have been trained and freed since (law 1)
+  -- a refill that arrives late, after `refilled`, adds nothing: its groups may have been trained and freed since (law 1)
   local refill = call.refill and run.refill == 1
-  -- their groups are still known, and soon they are not
+  -- their groups are still known, but won't be soon
   if refill and redis.call('EXISTS', run.base .. 'trash') == 1 then
-    refuse('HR_INVALID', 'a refill while trained steps are still being freed; call commit until nothing is left')
+    refuse('HR_INVALID', 'refill while trained steps are still being freed; repeat commit until nothing is left')
   end
   local new, seen = {}, {}
   for i, given in ipairs(call.groups) do

@@ -1,8 +1,8 @@
--- environments: how each environment fares, for scorers and people.
+-- environments: read the state of each environment, for scorers and people.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: of each environment, by name: name, waiting (trajectories), alone (those of them that go out alone), taken, failing (of
---          the last results), broken; and if it is broken kind, message, traceback, broken_s (for how long), probes (failed in a row),
+-- Returns  msgpack: for each environment, by name: name, waiting (trajectories), alone (those of them that go out alone), taken, failing
+--          (of the last results), broken; and if it is broken: kind, message, traceback, broken_s (for how long), probes (failed in a row),
 --          probe_in_s
 -- uses: _group, _register, _scoring
 local FIELDS_OF_BROKEN = {'since', 'kind', 'message', 'traceback', 'probes', 'probe_at'}

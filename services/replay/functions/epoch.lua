@@ -1,7 +1,7 @@
--- epoch: the newest one.
+-- epoch: read the newest epoch.
 -- KEYS     the run
 -- ARGV     none
--- Returns  the epoch, as open_epoch; nil if there was none
+-- Returns  the epoch, like open_epoch; nil if there was none
 -- uses: _epoch, _register
 register_reader('epoch', nil, function(run)
   local epoch = load_epoch(run)

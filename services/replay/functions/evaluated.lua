@@ -1,8 +1,8 @@
--- evaluated: how validation groups fare.
+-- evaluated: read the state of validation groups.
 -- KEYS     the run
 -- ARGV     groups (their ids)
--- Returns  msgpack: for each group its state, reason, record (key) and keys of its payloads in index order (only if evaluated); its state is
---          `unknown` if the validation lane does not hold it (it was dropped, or the server lost writes)
+-- Returns  msgpack: for each group its state, reason, record (key) and keys of its payloads in index order (only if evaluated); its state
+--          is `unknown` if the validation lane does not hold it (it was dropped, or the server lost writes)
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register
 register('evaluated', {groups = list_of(name, BATCH)}, function(run, call)

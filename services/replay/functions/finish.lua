@@ -1,21 +1,22 @@
--- finish: an episode ends. With its trajectory and the reward it is push and score in one; with the trajectory alone, push: a grader scores it. A
--- failure ends this episode, and no other.
+-- finish: end an episode. With its trajectory and the reward it is push and score in one. With only the trajectory it is push, and a grader
+-- scores it. A failure ends only this episode.
 -- KEYS     the run
--- ARGV     timeline, incarnation, group (its id), order (of a train group; else -1), token, index, tries (how often the episode was begun before), nonce,
---          bytes (of the payload), length (in tokens; 0: there is no trajectory), oldest and newest (weight versions), scores (none, or one:
---          status, and if SCORED reward and build); then the payload ('' where it is staged, or there is none), and the record of the score
--- Returns  1: the episode is to begin anew; 0: it has ended, or its group is no longer the caller's. The same call again changes nothing, also
---          when the group is ready or was filtered since.
--- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has begun anew, or the server has forgotten that it did, too), HR_SURPLUS (the group has its n without it), HR_UNSTAGED,
---          HR_EPISODE_BYTES, HR_INVALID
+-- ARGV     timeline, incarnation, group (its id), order (of a train group; else -1), token, index, tries (how often the episode was begun
+--          before), nonce, bytes (of the payload), length (in tokens; 0: there is no trajectory), oldest and newest (weight versions),
+--          scores (none, or one: status, and if SCORED reward and build); then the payload ('' where it is staged, or there is none), and
+--          the record of the score
+-- Returns  1: the episode must start over; 0: it has ended, or its group is no longer the caller's. A repeat of the call changes nothing,
+--          even if the group has become ready or was filtered since.
+-- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has started over, or the server lost that write), HR_SURPLUS (the group has its n
+--          without it), HR_UNSTAGED, HR_EPISODE_BYTES, HR_INVALID
 --
--- What failed is charged to the episode: FAILED and TIMED_OUT cost one of its own `max_attempts`. With the last of them the group fails,
--- unless others were started beyond n. NOT_STARTED costs nothing. INTERRUPTED (its process died, or the connection to it was lost) costs nothing
--- `max_attempts` times, as the cause may be another episode of that process or a restart; further interruptions cost an attempt each, until the
--- episode ends by itself. INVALID fails the group at once.
+-- Failures are charged to the episode: FAILED and TIMED_OUT cost one of its own `max_attempts`. With the last of them the group fails,
+-- unless others were started beyond n. NOT_STARTED costs nothing. INTERRUPTED (its process died, or the connection to it was lost) costs
+-- nothing `max_attempts` times, because another episode of that process, or a restart, may be the cause. Each further interruption costs an
+-- attempt, until the episode ends in another way. INVALID fails the group at once.
 --
--- Law 3: an episode can't be scored again. If another build scores one of a group that has scores, the group is generated again; one to which
--- that happens more than MOST_RESCORED times has builds that take turns, and fails.
+-- Law 3: an episode can't be rescored. If another build scores an episode of a group that has scores, the group is generated again. If that
+-- happens more than MOST_RESCORED times, builds take turns, and the group fails.
 -- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
@@ -36,17 +37,17 @@ local function parse(run, call, args)
   if score then parse_score(run, entry, score, args[3]) end
   local brings = not score or entry.status == 'SCORED'
   if entry.status == 'UNSENDABLE' or brings ~= (call.length > 0) then
-    refuse('HR_INVALID', 'an episode that ends as ' .. (entry.status or 'handed in') .. ' with ' .. call.length .. ' tokens')
+    refuse('HR_INVALID', 'an episode cannot end as ' .. (entry.status or 'handed in') .. ' with ' .. call.length .. ' tokens')
   end
   return entry
 end
 
--- The episode, whose group has gone, was in one that was filtered: only its order is left.
+-- Whether the episode's group, which no longer exists, was filtered. Only its order is left.
 local function was_filtered(run, order)
   return order >= 0 and order <= run.enqueued and redis.call('GETBIT', run.base .. 'ended', order) == 1 and redis.call('GETBIT', run.base .. 'failures', order) == 0
 end
 
--- The episode has ended without a trajectory. Returns whether it begins anew.
+-- End the episode without a trajectory. Returns whether it starts over.
 local function free(run, group, entry)
   local interrupted = CHARGED[entry.status] and 0 or group.interrupted + (entry.status == 'INTERRUPTED' and 1 or 0)
   local charged = CHARGED[entry.status] or entry.status == 'INTERRUPTED' and interrupted > run.max_attempts
@@ -67,7 +68,7 @@ local function free(run, group, entry)
   return 1
 end
 
--- The number and name of the build that the group's scores are of; nil if it has none.
+-- The number and name of the build that gave the group's scores; nil if it has none.
 local function build_of(group)
   if group.scored == 0 then return -1 end
   local number, build = string.match(redis.call('HGET', group.key, 'build'), '^(%S+) (.*)$')
@@ -75,7 +76,7 @@ local function build_of(group)
 end
 
 local function generate_again(run, group, before, build)
-  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', and one build has to score a group'
+  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', but one build must score a group'
   if redis.call('HINCRBY', group.key, 'rebuilt', 1) > MOST_RESCORED then
     fail(run, group, reason)
   else
@@ -83,7 +84,7 @@ local function generate_again(run, group, before, build)
   end
 end
 
--- The trajectory comes in, with its score if it has one.
+-- Store the trajectory, with its score if it has one.
 local function take(run, group, entry)
   local env, member, fields = environment_of(run, group), entry.id .. ':' .. entry.at, {}
   fields[1], fields[2] = 'p' .. entry.at, take_in(run, group, entry)
@@ -106,7 +107,7 @@ local function take(run, group, entry)
   if entry.status then count_scored(run, env, {member}) end
 end
 
--- The answer, or nil, code and message.
+-- The reply; or nil, code and message.
 local function finish(run, call, entry)
   local group, code, message = episode_of(run, call, entry)
   if not group then

@@ -1,9 +1,9 @@
--- group: one group and its trajectories, for people.
+-- group: read one group and its trajectories, for people.
 -- KEYS     the run
 -- ARGV     group (its id)
 -- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), pushed
---          (`p<i>`) and reward once it is scored; of an open group of episodes also begun: of each with calls index, calls and bytes; or nil if the
---          buffer does not know the group
+--          (`p<i>`) and reward once it is scored; for an open group of episodes also begun: index, calls and bytes of each episode that has
+--          calls; or nil if the buffer does not know the group
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register, _steps
 register_reader('group', {group = name}, function(run, call)

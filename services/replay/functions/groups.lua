@@ -1,8 +1,8 @@
--- groups: what the buffer holds, a page at a time, for people. A group that moves meanwhile may be seen twice, or not at all.
+-- groups: list the groups in the buffer, a page at a time, for people. A group that moves meanwhile may appear twice, or not at all.
 -- KEYS     the run
 -- ARGV     place (queue, line: open, scoring or ready; steps: kept for, reserved for or retained of a step; failed; unused; lane: the
 --          validation lane), cursor (0 at first)
--- Returns  msgpack: cursor (the next; -1: that was all), groups (id and state of each)
+-- Returns  msgpack: cursor (the next one; -1: there is no more), groups (id and state of each)
 -- Errors   HR_INVALID
 --
 -- A page is BATCH groups, or one step.

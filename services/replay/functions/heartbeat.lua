@@ -1,12 +1,14 @@
--- heartbeat: a replica lives, and so do its leases.
+-- heartbeat: keep a replica and its leases alive.
 -- KEYS     the run
--- ARGV     replica, number (of this heartbeat, higher than that of any before), epoch that the caller knows (`<id> <state>`, or ''), tokens of its leases
--- Returns  msgpack: state, reason (of a quarantine), timeline, epoch_changed (the newest epoch is another than the caller knows), lost (tokens that are no longer
---          valid), complete (those of them whose groups are complete: what is still being generated under them is surplus)
+-- ARGV     replica, number (of this heartbeat, higher than any before), epoch that the caller knows (`<id> <state>`, or ''), tokens of its
+--          leases
+-- Returns  msgpack: state, reason (of a quarantine), timeline, epoch_changed (the newest epoch is not the one that the caller knows), lost
+--          (tokens that are no longer valid), complete (those of them whose groups are complete: what is still being generated under them
+--          is surplus)
 -- Errors   HR_INVALID
 --
--- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD, unknown and QUARANTINED replicas are told so. One that arrives
--- again, or late, renews nothing.
+-- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). The reply says if the replica is DEAD, unknown or
+-- QUARANTINED. A heartbeat that arrives again, or late, renews nothing.
 -- uses: _args, _fleet, _lease, _register
 
 register('heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)

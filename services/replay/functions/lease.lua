@@ -1,10 +1,10 @@
--- lease: a verified replica takes groups that it generates by itself, as _lease.lua says.
+-- lease: lease groups to a verified replica, which generates them itself. See _lease.lua.
 -- KEYS     the run
--- ARGV     replica, most (groups), number (of this call, higher than that of any before), nonce (tokens are made of it)
--- Returns  msgpack: timeline, incarnation, version, leases. Each of these has group (id), record (key), token, expires_in_s, attempt, ticket
---          (-1: validation), count (trajectories of the group); if it had a lease before, also missing (indices to generate) and
+-- ARGV     replica, most (groups), number (of this call, higher than any before), nonce (from which tokens are made)
+-- Returns  msgpack: timeline, incarnation, version, leases. Each of these has group (id), record (key), token, expires_in_s, attempt,
+--          ticket (-1: validation), count (trajectories of the group); if it had a lease before, also missing (indices to generate) and
 --          prefixes (of those that another replica has begun: index and payload key)
--- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_FENCED: it arrives late; HR_INVALID
+-- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_FENCED: the call arrives late; HR_INVALID
 -- uses: _args, _fleet, _lease, _register
 
 register('lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)

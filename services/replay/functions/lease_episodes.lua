@@ -1,13 +1,13 @@
--- lease_episodes: a runner takes groups of episodes, as _lease.lua says, each with all the episodes that it misses.
+-- lease_episodes: lease groups of episodes to a runner, each with all the episodes that it misses. See _lease.lua.
 -- KEYS     the run
--- ARGV     runner, slots, validation_slots (episodes that it can start, of training and of validation), number (of this call, higher than that of
---          any before), nonce (tokens are made of it)
--- Returns  msgpack: as `lease`; version is the lowest that a HEALTHY replica holds, and without one nothing is leased. A group that had a lease
---          before has tries too: of episodes that were begun before, index and how often
--- Errors   HR_FENCED: the runner is not there, or the call arrives late; HR_INVALID
+-- ARGV     runner, slots, validation_slots (training and validation episodes that it can start), number (of this call, higher than any
+--          before), nonce (from which tokens are made)
+-- Returns  msgpack: like `lease`; version is the lowest that a HEALTHY replica holds, and without one nothing is leased. A group that had a
+--          lease before also has tries: index and count of the episodes that were begun before
+-- Errors   HR_FENCED: the runner is not registered, or the call arrives late; HR_INVALID
 -- uses: _args, _fleet, _lease, _register
 
--- Of the weights that verified replicas hold on this timeline; nil if none does.
+-- The lowest version of the weights that verified replicas hold on this timeline; nil if there is none.
 local function lowest_version(run)
   local lowest
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
@@ -21,7 +21,7 @@ register('lease_episodes', {runner = name, slots = natural, validation_slots = n
   local holder = runner_name(call.runner)
   return answer_lease(run, call, holder, function()
     local state, cohort = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'cohort'))
-    if state ~= 'ALIVE' then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not there; it has to enter under a new name') end
+    if state ~= 'ALIVE' then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not registered; it must register under a new name') end
     local version = lowest_version(run)
     if not version then return {timeline = run.timeline, incarnation = run.incarnation, version = -1, leases = {}} end
     return lease_to(run, {

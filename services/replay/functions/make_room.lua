@@ -1,18 +1,18 @@
--- make_room: the server is, or was, at its limit of memory (see _memory.lua). The replay service calls it every second, and a client that was
--- refused reports it with it.
+-- make_room: handle a server that is, or was, at its memory limit (see _memory.lua). The replay service calls this every second, and a
+-- client that was refused reports it with this call.
 -- KEYS     the run
 -- ARGV     refused (bytes that the server refused, 0 if none), sheds (groups may be sent back)
 -- Returns  bytes that were refused and still don't fit; 0: the run is not full
 -- Errors   HR_INVALID
 --
--- Payloads of a trained step go first. If there are none, and the trainer waits for groups that can't come in, those of the highest tickets are
--- queued again, at no cost of an attempt. The lowest, which it waits for, stay.
+-- Payloads of a trained step are dropped first. If there are none, and the trainer waits for groups that can't be stored, the groups with
+-- the highest tickets are queued again, without charging an attempt. Those with the lowest tickets, which the trainer waits for, stay.
 -- uses: _args, _group, _memory, _register, _run, _steps
 
--- Groups that are sent back by one call at most.
+-- the most groups that one call sends back
 local SHED = 64
 
--- How many of the lowest tickets the next step still needs, and whether it waits for one of them.
+-- How many of the lowest tickets the next step still needs, and whether the trainer waits for one of them.
 local function needed(run)
   local need = run.prompts_per_step - #step_ids(run, run.next_step)
   if run.staleness_policy ~= 'ordered' then return need, redis.call('ZCARD', run.base .. 'ready') < need end
@@ -30,7 +30,7 @@ local function shed(run, bytes)
     local group = load_group(run, id)
     if group.actual > 0 or (group.saves or 0) > 0 then
       bytes = bytes - group.actual
-      requeue(run, group, 'memory', false, 'the server is at its maxmemory, and groups before this one could not come in')
+      requeue(run, group, 'memory', false, 'the server has reached its maxmemory, and groups before this one could not be stored')
     end
   end
 end
@@ -42,7 +42,7 @@ register('make_room', {refused = natural, sheds = flag}, function(run, call)
   if lacks <= 0 then refused = 0 end
   if refused ~= run.full then
     set(run, 'full', refused)
-    tick(run)  -- time stands still from here, or goes on from here
+    tick(run)  -- from here on, time stops or continues
     event(run, 'full', 'bytes', refused)
     wake(run, 'work')
   end

@@ -1,4 +1,5 @@
--- masked: how many tokens of a step's policy loss were over age, as the trainer has counted them. The same step or an older one again changes nothing.
+-- masked: record how many tokens of a step's policy loss were over age, by the trainer's count. Repeating the step, or an older one,
+-- changes nothing.
 -- KEYS     the run
 -- ARGV     step, timeline, tokens
 -- Returns  1

@@ -1,8 +1,9 @@
 -- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
--- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. Repeating it gives the same epoch.
--- Errors   HR_TIMELINE, HR_FENCED (it arrives late: another was opened since), HR_INVALID
+-- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. A repeat returns the same
+--          epoch.
+-- Errors   HR_TIMELINE, HR_FENCED (the call arrives late: another epoch was opened since), HR_INVALID
 -- uses: _args, _epoch, _fleet, _register, _run
 register('open_epoch', {epoch = name, version = natural, timeline = text}, function(run, call, args)
   local id, version, timeline = call.epoch, call.version, call.timeline
@@ -10,7 +11,7 @@ register('open_epoch', {epoch = name, version = natural, timeline = text}, funct
   require_timeline(run, timeline)
   local before = load_epoch(run)
   if before and before.id == id then return reply_epoch(run, before) end
-  if redis.call('SADD', run.base .. 'epochs', id) == 0 then refuse('HR_FENCED', 'epoch ' .. id .. ' is over; make a new nonce') end
+  if redis.call('SADD', run.base .. 'epochs', id) == 0 then refuse('HR_FENCED', 'epoch ' .. id .. ' is over; use a new nonce') end
   local epoch = {id = id, version = version, timeline = timeline, rendezvous = rendezvous}
   redis.call('HSET', run.base .. 'epoch', 'id', id, 'version', version, 'timeline', timeline, 'rendezvous', rendezvous)
   redis.call('UNLINK', run.base .. 'members')

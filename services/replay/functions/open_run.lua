@@ -1,12 +1,13 @@
--- open_run: make the run if it is not there, else give it these limits. Calls of other builds are refused from now on.
+-- open_run: create the run if it does not exist, else set its limits. Calls of other builds are refused from now on.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in _run.lua, environments
---          (of each name failure_share, episodes (runners lease its groups), and give_up_ms if the run does not wait for it for ever)
+-- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in
+--          _run.lua, environments (for each name: failure_share, episodes (runners lease its groups), and give_up_ms unless the run waits
+--          for it forever)
 -- Returns  the run's state, msgpack
--- Errors   HR_TIMELINE (it arrives late: another start of the replay service has set the limits since), HR_INVALID
+-- Errors   HR_TIMELINE (the call arrives late: another start of the replay service has set the limits since), HR_INVALID
 -- uses: _args, _filter, _group, _register, _run
 
--- What a group may have beyond n: its trajectories are arguments of one command.
+-- The most trajectories that a group may have beyond n. All of them are arguments of one command.
 local MOST_REDUNDANT = 1024
 
 local function redundant(value, what)
@@ -31,7 +32,7 @@ local function environments(value, what)
   return cmsgpack.pack(value)
 end
 
--- The limits, by the names that the run has them under (_run.lua).
+-- The limits, by their names in the run (_run.lua).
 local SPEC = {
   timeline = name, incarnation = name,
   prompts_per_step = positive, generations_per_prompt = positive, max_age = natural, max_attempts = positive,
@@ -41,7 +42,8 @@ local SPEC = {
   max_episode_bytes = positive,
 }
 
--- Under `drop` a group over age is generated again: an episode costs too much for that, and long ones would be lost more often than short ones.
+-- Under `drop`, a group over age is generated again. Episodes are too expensive for that, and long ones would be lost more often than short
+-- ones.
 local function require_no_episodes_dropped(limits)
   if limits.staleness_policy ~= 'drop' then return end
   for env, setting in pairs(cmsgpack.unpack(limits.environments)) do
@@ -51,7 +53,7 @@ local function require_no_episodes_dropped(limits)
   end
 end
 
--- Returns whether the call arrives again.
+-- Returns whether the call is a repeat.
 local function make_run(keys, args)
   local key = run_key(keys)
   local limits = parse_call(SPEC, false, args)
@@ -72,7 +74,7 @@ local function make_run(keys, args)
   return false
 end
 
--- An earlier build kept all that waited for scores in one line.
+-- Split the single line in which an earlier build kept all trajectories that waited for scores.
 local function split_line(run)
   for _, place in ipairs({'unscored', 'taken'}) do
     for _, member in ipairs(redis.call('ZRANGE', run.base .. place, 0, -1)) do

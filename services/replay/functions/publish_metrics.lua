@@ -1,11 +1,11 @@
--- publish_metrics: a step's metrics, for live views. The same step or an older one again changes nothing.
+-- publish_metrics: append a step's metrics, for live views. Repeating the step, or an older one, changes nothing.
 -- KEYS     the run
 -- ARGV     kind (train, validation), step, timeline; then the metrics (msgpack)
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _register, _run
 
--- Entries that the stream keeps, about.
+-- the approximate number of entries that the stream keeps
 local KEPT = 100000
 
 register('publish_metrics', {

@@ -1,13 +1,13 @@
--- push: finished trajectories come in, each under its group's lease (law 3). The last one that was started sends the group to scoring.
+-- push: store finished trajectories, each under its group's lease (law 3). The last one that was started sends the group to scoring.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
--- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
+-- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. A repeat of the same index under the same
 --          token is accepted and changes nothing.
--- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_UNSTAGED (its staged
---          payload is not there), HR_INVALID
+-- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_UNSTAGED (its
+--          staged payload is missing), HR_INVALID
 -- uses: _args, _group, _payload, _register, _run
 
--- The group with what these entries have to know of it: its lease, and which of their indices it has (`p<i>`) or has dropped (`x<i>`).
+-- The group with what these entries need: its lease, and which of their indices it has (`p<i>`) or has dropped (`x<i>`).
 local function load(run, entries_of_group)
   local fields = {
     'state', 'token', 'lane', 'env', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves', 'leased',
@@ -23,7 +23,7 @@ local function load(run, entries_of_group)
   return group
 end
 
--- Entries of one group: what is accepted is written once.
+-- Handle the entries of one group. The accepted ones are written together.
 local function push(run, entries_of_group, foreign, reply)
   local group = load(run, entries_of_group)
   local written, members, now = {}, {}, string.format('%d', run.now)

@@ -1,10 +1,10 @@
--- quarantine: nobody waits any more for a replica that stays apart from the trainer, or fails one refit after the other. It takes part in no
--- epoch and gets no lease; it comes back by registering under a new name. What it handed in was lawful, and stays. What it holds is passed
--- on, `LOST` groups at once; no heartbeat renews the others.
+-- quarantine: stop waiting for a replica that keeps disagreeing with the trainer, or keeps failing refits. It takes part in no epoch and
+-- gets no lease; it can come back by registering under a new name. The trajectories that it handed in were valid and stay. Its groups are
+-- passed on, `LOST` of them at once; no heartbeat renews the others.
 -- KEYS     the run
--- ARGV     client, number (of this call of it, higher than that of any before), replica, timeline, reason
--- Returns  1: it is QUARANTINED; 0: nothing has changed, because no other replica is HEALTHY, or this one is DEAD or gone. One that arrives
---          again, or late, changes nothing: what was refused stays refused
+-- ARGV     client, number (of this client's call, higher than any before), replica, timeline, reason
+-- Returns  1: it is QUARANTINED; 0: nothing has changed, because no other replica is HEALTHY, or this one is DEAD or has left. A call that
+--          arrives again, or late, changes nothing: a refused quarantine stays refused
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _due, _fleet, _register, _run
 local function another_is_healthy(run, id)

@@ -1,6 +1,6 @@
 -- refuse: the replica could not complete the epoch.
 -- KEYS     the run
--- ARGV     replica, epoch, reason, interrupted (the collective broke under the replica, which is not at fault)
+-- ARGV     replica, epoch, reason, interrupted (the collective failed through no fault of the replica)
 -- Returns  1; the replica is STALE
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register, _run

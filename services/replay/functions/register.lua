@@ -1,7 +1,7 @@
--- register: a replica enters the fleet as STALE; or as LOADING, while its engine is not up.
+-- register: add a replica to the fleet as STALE, or as LOADING while its engine is not up.
 -- KEYS     the run
--- ARGV     replica (a nonce, never used again once it has left or died), incarnation, info (what people see of it: names, each with a text, a
---          number or a flag), loading
+-- ARGV     replica (a nonce, never used again once it has left or died), incarnation, info (what people see of it: names, each with a text,
+--          a number or a flag), loading
 -- Returns  1; a replica that is in the fleet stays as it is
 -- Errors   HR_FENCED (it has left or died), HR_TIMELINE, HR_INVALID
 -- uses: _args, _member, _register, _run

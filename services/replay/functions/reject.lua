@@ -1,13 +1,13 @@
--- reject: what the trainer read of the newest step's batch can't be trained on. The step, which nothing was trained on yet, is reopened as by a
--- rewind to it: its other groups keep it, and the named ones are generated again, each at the cost of an attempt.
+-- reject: give back the newest step's batch, because parts of it can't be trained on. The step, on which nothing was trained yet, is
+-- reopened as by a rewind to it: its other groups keep it, and the named ones are generated again, each at the cost of an attempt.
 -- KEYS     the run
 -- ARGV     step, timeline, nonce (of this rejection), reason, groups (of the step, each with id and attempt, at least one)
 -- Returns  1
--- Errors   HR_TIMELINE; HR_STEP: the step is not the newest reserved one, or is trained, or gave its payloads up, or does not hold such a group in
---          such an attempt; HR_INVALID
+-- Errors   HR_TIMELINE; HR_STEP: the step is not the newest reserved one, or is trained, or its payloads were dropped, or it does not hold
+--          one of the groups in that attempt; HR_INVALID
 --
--- A repeat under the newest nonce is a no-op; an older one, however late it comes, names attempts that are over, and is refused. Leases,
--- and the groups of later steps, stay as they are.
+-- A repeat under the newest nonce is a no-op. An older one, however late, names attempts that are over, and is refused. Leases and the
+-- groups of later steps stay as they are.
 -- uses: _args, _group, _register, _run, _steps
 
 local function named_groups(run, step, entries)
@@ -29,9 +29,9 @@ register('reject', {
 }, function(run, call)
   local step, rejected = call.step, run.base .. 'rejected'
   require_timeline(run, call.timeline)
-  if #call.groups == 0 then refuse('HR_INVALID', 'a rejection of step ' .. step .. ' that names no group') end
+  if #call.groups == 0 then refuse('HR_INVALID', 'the rejection of step ' .. step .. ' names no group') end
   if redis.call('GET', rejected) == call.nonce then return 1 end
-  local oldest = math.max(run.committed, run.evicted, 0)  -- one below `evicted` was trained, and the payloads of its other groups are gone
+  local oldest = math.max(run.committed, run.evicted, 0)  -- a step below `evicted` was trained, and the payloads of its other groups are gone
   if step ~= run.next_step - 1 or step < oldest then
     refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. oldest .. ' to ' .. run.next_step - 1 .. ' are reserved')
   end

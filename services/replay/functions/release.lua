@@ -1,5 +1,5 @@
--- release: a replica gives a group back. `failed` costs an attempt, and the next one starts over. `returned` (shutdown, drain) does not:
--- another replica goes on with it. `rejected` says that the group can never succeed: it ends as failed at once.
+-- release: give a group back. `failed` charges an attempt, and the next one starts over. `returned` (shutdown, drain) does not: another
+-- replica continues the group. `rejected` means that the group can never succeed: it ends as failed at once.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, group (its id), token, how (failed, returned, rejected), reason
 -- Returns  1

@@ -1,10 +1,10 @@
--- release_scoring: a scorer starts; what an earlier one had taken waits again at once, without costing an attempt.
+-- release_scoring: a scorer starts. Trajectories that an earlier one had taken wait again at once, without charging an attempt.
 -- KEYS     the run
--- ARGV     client (the scorer), number (of this call of it, higher than that of any before)
--- Returns  trajectories still to be released: call again until 0
+-- ARGV     client (the scorer), number (of this client's call, higher than any before)
+-- Returns  the number of trajectories still to be released: repeat the call until 0
 -- Errors   HR_INVALID
 --
--- What the scorer has asked for before comes to nothing if it arrives now. One that arrives again, or late, releases nothing.
+-- Earlier calls of the scorer have no effect if they arrive after this one. A call that arrives again, or late, releases nothing.
 -- uses: _args, _register, _run, _scoring
 register('release_scoring', {client = name, number = positive}, function(run, call)
   if made_before(run, 'release', call) then return count_taken(run) end

@@ -1,10 +1,11 @@
--- renew_scoring: a scorer still works on what it holds: its deadline starts over.
+-- renew_scoring: restart the deadline of trajectories on which a scorer still works.
 -- KEYS     the run
--- ARGV     client (the scorer), number (of this call of it, higher than that of any before), columns with an entry for each trajectory, up to BATCH: groups (ids), indices, tokens
--- Returns  the places in these columns, from 0, of those that are no longer with this scorer
+-- ARGV     client (the scorer), number (of this client's call, higher than any before), and columns with an entry for each trajectory, up
+--          to BATCH: groups (ids), indices, tokens
+-- Returns  the places in these columns, from 0, of trajectories that are no longer with this scorer
 -- Errors   HR_INVALID
 --
--- One that arrives again, or late, renews nothing.
+-- A call that arrives again, or late, renews nothing.
 -- uses: _args, _group, _register, _run
 
 register('renew_scoring', {
@@ -17,7 +18,7 @@ register('renew_scoring', {
     local index = string.format('%d', call.indices[i])
     local group = load_group(run, id, {'state', 'env'})
     local token = group and string.match(redis.call('HGET', group.key, 'w' .. index) or '', '^%d+ (.+)$')
-    -- XX: one that is scored has its token still
+    -- XX, because a trajectory that has been scored still has its token
     local taken = token == call.tokens[i] and place_of(run, 'taken', environment_of(run, group))
     local ends = taken and tonumber(redis.call('ZSCORE', taken, id .. ':' .. index) or nil)
     if not (ends and ends > run.now) then

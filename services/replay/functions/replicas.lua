@@ -1,4 +1,4 @@
--- replicas: the fleet.
+-- replicas: list the fleet.
 -- KEYS     the run
 -- ARGV     none
 -- Returns  for each replica: msgpack of id, state, version, timeline, leases, seen_s_ago, reason (of a quarantine) and, once a step has

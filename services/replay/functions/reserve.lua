@@ -1,21 +1,20 @@
--- reserve: the trainer takes the batch of the next step, or waits: what a rewind kept for it, then under `ordered` the lowest tickets, all
--- of them ready; under `drop` and `mask` the lowest tickets among those that are ready.
+-- reserve: give the trainer the batch of the next step, or let it wait. The batch has the groups that a rewind kept for the step. Under
+-- `ordered` the lowest tickets follow, all of which must be ready; under `drop` and `mask`, the lowest tickets among those that are ready.
 -- KEYS     the run
--- ARGV     client (the trainer), number (of this call of it, higher than that of any before), step, timeline
+-- ARGV     client (the trainer), number (of this client's call, higher than any before), step, timeline
 -- Returns  msgpack, by its `reply`: `batch` (see batch_of in _steps.lua); `waiting` with ready and needed; `end` with unused
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_BROKEN (it would wait for an environment that has been broken for longer than its
 --          `give_up_after`), HR_INVALID
 --
--- No step is taken while the run wants a refill: one that is delivered twice would bring back what was trained in between (law 1).
+-- No step is taken while the run wants a refill: a refill that is delivered twice would bring back what was trained in between (law 1).
 --
--- Repeating the last reserve gives the same batch, for a trainer that lost the reply. A call that arrives again, or late, takes none: it
--- waits. Whatever the admission policy did, law 2 (age)
--- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
--- The end of the run waits for what a broken environment is still to score.
+-- Repeating the last reserve returns the same batch, for a trainer that lost the reply. A call that arrives again, or late, takes none: it
+-- waits. Whatever the admission policy did, law 2 (age) and law 3 (completeness) are enforced here: a group that breaks one is requeued,
+-- never handed out. The end of the run waits for what a broken environment still has to score.
 -- uses: _args, _group, _register, _run, _scoring, _steps
 
--- Law 2: a group is as old as its oldest token. Under `mask` tokens over age leave the policy loss one by one (the trainer sees to it),
--- and the group stays as long as it has one that counts.
+-- Law 2: a group is as old as its oldest token. Under `mask`, the trainer leaves single tokens over age out of the policy loss, and the
+-- group stays as long as it has a token that counts.
 local function age_of(run, group, step)
   return step - (run.staleness_policy == 'mask' and group.newest or group.oldest)
 end
@@ -31,7 +30,7 @@ local function objection(run, group, step)
   if #keys ~= 2 * group.n or redis.call('EXISTS', unpack(keys)) ~= #keys then return 'payload_missing' end
 end
 
--- Survivors of a rewind that wait for this step; one that breaks a law leaves (the batch then has one more hole).
+-- Survivors of a rewind that wait for this step. One that breaks a law leaves, so that the batch has one more hole.
 local function pinned_groups(run, step)
   local kept, ids = {}, {}
   for _, id in ipairs(step_ids(run, step)) do
@@ -47,7 +46,7 @@ local function pinned_groups(run, step)
   return kept, ids
 end
 
--- When the queue is closed and what is left in line can't fill the holes, survivors of the last steps give up their step.
+-- If the queue is closed and the groups left in line can't fill the holes, survivors of the last steps give up their step.
 local function unpin_last_step(run, step)
   for last = run.top - 1, step + 1, -1 do
     local ids = step_ids(run, last)
@@ -88,7 +87,7 @@ local function end_run(run, left)
   return {reply = 'end', unused = redis.call('SCARD', base .. 'unused')}
 end
 
--- Append those of `ids` that may be trained at `step` to `groups`; the others are requeued.
+-- Append the groups in `ids` that may be trained at `step` to `groups`. Requeue the others.
 local function take_lawful(run, step, ids, groups)
   for _, id in ipairs(ids) do
     local group = load_group(run, id, JUDGED)
@@ -101,8 +100,8 @@ local function take_lawful(run, step, ids, groups)
   end
 end
 
--- Ready groups, lowest tickets first, until `need` are found; nil and how many there are if they don't suffice. A group over age leaves the
--- line here; admission bounds how many there can be.
+-- Ready groups, lowest tickets first, until `need` are found. If there are too few: nil, and how many there are. A group over age leaves
+-- the line here; admission bounds how many of them there can be.
 local function any_ready(run, step, need)
   local groups = {}
   while #groups < need do
@@ -113,7 +112,7 @@ local function any_ready(run, step, need)
   return groups, need
 end
 
--- The `need` lowest tickets if all are ready and lawful, else nil and how many are ready.
+-- The groups with the `need` lowest tickets if all are ready and break no law, else nil and how many are ready.
 local function lowest(run, step, need)
   if need == 0 then return {}, 0 end
   local line = redis.call('ZRANGE', run.base .. 'line', 0, need - 1, 'WITHSCORES')
@@ -151,8 +150,8 @@ local function hand_out(run, step, groups)
   return batch_of(run, step, ids)
 end
 
--- Dynamic sampling has its limit: what got its scores since the last batch is more than `max_scored`, and still there are not `need`
--- groups that may be trained. Groups that are ready, and only wait for their turn, don't count against it.
+-- Refuse if dynamic sampling has reached its limit: more than `max_scored` groups got their scores since the last batch, and there are
+-- still fewer than `need` groups that may be trained. Ready groups that only wait for their turn don't count towards the limit.
 local function require_signal(run, need)
   if run.max_scored == 0 or redis.call('ZCARD', run.base .. 'ready') >= need then return end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'scored', 'filtered'))
@@ -162,7 +161,7 @@ local function require_signal(run, need)
   end
 end
 
--- Whether something waits for an environment that is broken; refuses if one has been so for too long.
+-- Whether something waits for a broken environment. Refuses the call if one has been broken for too long.
 local function waits_for_environment(run)
   local broken, waits = redis.call('ZRANGE', run.base .. 'broken', 0, -1, 'WITHSCORES'), false
   for i = 1, #broken, 2 do
@@ -179,7 +178,7 @@ end
 
 local function reserve(run, call)
   local step = call.step
-  -- one that was trained, and gave its payloads up for room, is the newest again once the step after it was rejected
+  -- a trained step whose payloads were dropped for room is the newest again once the step after it was rejected
   if step == run.next_step - 1 and step >= math.max(run.committed, run.evicted) then
     local ids = step_ids(run, step)
     if #ids > 0 then return batch_of(run, step, ids) end

@@ -1,14 +1,15 @@
--- restore: the store lost writes. A new incarnation knows of nothing but checkpoint `version`, the prompts taken so far, and those that ended
--- failed or filtered; the caller enqueues again (refill) the others that its ledger does not hold. Everything of the old incarnation is out of reach at once: it lies
--- under another prefix, which the client sweeps. A repeat under the same incarnation is a no-op.
+-- restore: start a new incarnation, because the server lost writes. It knows only checkpoint `version`, the prompts taken so far, and those
+-- that ended as failed or filtered. The caller enqueues again (refill) the others that its ledger does not hold. Everything of the old
+-- incarnation becomes unreachable at once: it is under another prefix, which the client sweeps. A repeat under the same incarnation is a
+-- no-op.
 -- KEYS     the run
--- ARGV     version, timeline, incarnation (new nonces), enqueued (highest order taken; -1: none), failed, filtered (how many groups); then the
---          bitmaps of both, and of those that failed
+-- ARGV     version, timeline, incarnation (new nonces), enqueued (highest order taken; -1: none), failed, filtered (how many groups); then
+--          the bitmaps of both, and of those that failed
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE: this timeline or incarnation has ended; HR_INVALID
 -- uses: _args, _register, _run
 
--- The groups that ended, as the checkpoint knows them.
+-- The groups that ended, as recorded in the checkpoint.
 local function take_over_ended(run, failed, filtered, bitmap, failures)
   if #bitmap > 0 then redis.call('SET', run.base .. 'ended', bitmap) end
   if #failures > 0 then redis.call('SET', run.base .. 'failures', failures) end

@@ -1,11 +1,12 @@
--- retry: failed train groups are to be generated again, for the operator.
+-- retry: generate failed train groups again, for the operator.
 -- KEYS     the run
 -- ARGV     incarnation, orders (of the groups), retries (how often each was retried before)
 -- Returns  how many of them had failed
 -- Errors   HR_TIMELINE: a restore installed another incarnation; HR_INVALID
 --
--- Law 1: failed is final until a retry, and each retry is of one failure: one that arrives again, however late, names a number that is past, and
--- changes nothing. Count, bits and dead letter of the group go together. Its prompt is `wanted`: the trainer supplies it again, as in a refill.
+-- Law 1: a failure is final until a retry, and each retry belongs to one failure. A call that arrives again, however late, names an old
+-- number and changes nothing. The group's count, bits and dead letter are removed together. Its prompt is `wanted`: the trainer supplies it
+-- again, as in a refill.
 -- uses: _args, _group, _register, _run
 
 local function forget_dead_letter(run, order)

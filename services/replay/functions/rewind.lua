@@ -1,22 +1,24 @@
--- rewind: the trainer goes on from checkpoint `version` on a new timeline. Atomic; a repeat under the same timeline is a no-op.
+-- rewind: let the trainer continue from checkpoint `version` on a new timeline. Atomic; a repeat under the same timeline is a no-op.
 -- KEYS     the run
 -- ARGV     version, timeline (a new nonce)
 -- Returns  the run's state, msgpack
--- Errors   HR_STEP: the buffer lost what led to the checkpoint; HR_TIMELINE: this timeline has ended; HR_INVALID
+-- Errors   HR_STEP: the buffer lost the steps that led to the checkpoint; HR_TIMELINE: this timeline has ended; HR_INVALID
 --
--- Commits reserved steps < version; or, for a checkpoint older than the newest, takes back what was committed from it on: `committed` is
--- `version` again, and the run wants a `refill` of the groups it no longer holds. Reopens steps >= version: groups without a token newer than `version` keep their step, the
--- others are requeued (law 2: the new weights do not descend from what wrote them). Voids all leases and scoring tokens, drops the
--- validation lane, brings leftovers back to the queue and opens it. Replicas are STALE by themselves: HEALTHY is a state of a timeline.
+-- Commits reserved steps < version. For a checkpoint older than the newest, it instead takes back what was committed since: `committed`
+-- becomes `version` again, and the run wants a `refill` of the groups that it no longer holds. Reopens steps >= version: groups without a
+-- token newer than `version` keep their step, and the others are requeued (law 2: the new weights do not descend from those that wrote
+-- them). Voids all leases and scoring tokens, drops the validation lane, returns leftovers to the queue and opens it. Replicas become STALE
+-- automatically, because HEALTHY belongs to a timeline.
 --
--- Its work is bounded by what admission lets be in flight, the steps since the last commit or retained, and one validation.
+-- Its work is bounded by what admission allows in flight, the steps since the last commit or retained, and one validation.
 -- uses: _args, _group, _register, _run, _scoring, _steps, _validation
 
 local function survives(group, version)
   return group.state ~= 'open' and group.newest <= version and not group.lost
 end
 
--- Steps >= version that were trained are so no longer. Those still held are reserved, to be reopened; the others are to be refilled.
+-- Trained steps >= version no longer count as trained. Those that are still held become reserved, to be reopened. The others must be
+-- refilled.
 local function take_back_steps(run, version)
   local held = 0
   for step = math.max(version, run.freed), run.committed - 1 do held = held + #step_ids(run, step) end
@@ -51,7 +53,7 @@ local function reopen_steps(run, version)
   set(run, 'freed', math.min(run.freed, version))
 end
 
--- What was passed over waits with the others again, in their order.
+-- Put groups that were passed over back into the queue, in their order.
 local function lose_place(run, group)
   leave(run, group)
   hold(run, group, 0)
@@ -77,7 +79,7 @@ end
 
 local function reopen_leftovers(run)
   for _, id in ipairs(redis.call('SMEMBERS', run.base .. 'unused')) do
-    requeue(run, load_group(run, id), 'rewind', false, 'the run goes on')
+    requeue(run, load_group(run, id), 'rewind', false, 'the run continues')
   end
   redis.call('UNLINK', run.base .. 'unused')
 end

@@ -1,12 +1,12 @@
--- runner_heartbeat: a runner lives, and so do its leases.
+-- runner_heartbeat: keep a runner and its leases alive.
 -- KEYS     the run
--- ARGV     runner, number (of this heartbeat, higher than that of any before), tokens of its leases (MOST_SLOTS in headrace/config/agents.py)
--- Returns  msgpack: alive, timeline, lost (tokens that are no longer valid), complete (those of them whose groups are complete), surplus (of
---          these, token and index of each episode that has not ended)
+-- ARGV     runner, number (of this heartbeat, higher than any before), tokens of its leases (MOST_SLOTS in headrace/config/agents.py)
+-- Returns  msgpack: alive, timeline, lost (tokens that are no longer valid), complete (those of them whose groups are complete), surplus
+--          (of these, token and index of each episode that has not ended)
 -- Errors   HR_INVALID
 --
--- Renews the runner, and its leases up to their groups' absolute deadlines (law 6). One that is DEAD or unknown is told so. A heartbeat that
--- arrives again, or late, renews nothing.
+-- Renews the runner, and its leases up to their groups' absolute deadlines (law 6). The reply says if the runner is DEAD or unknown. A
+-- heartbeat that arrives again, or late, renews nothing.
 -- uses: _args, _fields, _fleet, _group, _lease, _register
 
 -- Episodes of a complete group that have not ended.

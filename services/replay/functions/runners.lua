@@ -1,4 +1,4 @@
--- runners: who leases episodes.
+-- runners: list the runners, which lease episodes.
 -- KEYS     the run
 -- ARGV     none
 -- Returns  for each runner: msgpack of id, alive, leases, seen_s_ago; and its info (msgpack)

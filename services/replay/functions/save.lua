@@ -1,11 +1,11 @@
--- save: unfinished trajectories come in, so that another replica can go on from there should the lease be lost.
+-- save: store unfinished trajectories, so that another replica can continue them if the lease is lost.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
--- Returns  for each '' or `<code> <message>`; a refused one leaves nothing behind. One that is not longer than what is saved already, or whose
---          trajectory is in, changes nothing.
+-- Returns  for each '' or `<code> <message>`; a refused one leaves nothing behind. A save that is not longer than what is already saved, or
+--          whose trajectory has been pushed, changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_UNSTAGED, HR_INVALID
 --
--- Its bytes are those that the lease counts for the finished trajectory.
+-- The lease already counts its bytes, as part of the finished trajectory.
 -- uses: _group, _payload, _register
 
 local function save(run, entry)

@@ -1,29 +1,30 @@
--- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
+-- score: store the results of the environment. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
--- ARGV     scores: of each group (its id), index, token, status, and if SCORED reward and build (of the environment); then for each its record
---          (msgpack), with a message unless SCORED, and the traceback among its metadata
+-- ARGV     scores: for each, group (its id), index, token, status, and if SCORED reward and build (of the environment); then for each its
+--          record (msgpack), with a message unless SCORED, and the traceback among its metadata
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
--- Law 3: the first n that are scored are the group. It is ready with them: the lease ends, what is still generated or waits for a score is
--- surplus and goes, and its scores are refused.
+-- Law 3: the first n that are scored are the group, which is then ready. The lease ends. Trajectories that are still being generated or
+-- wait for a score are surplus and are deleted, and their scores are refused.
 --
--- Law 3 too: one build scores a group, so that no advantage compares the rewards of two. Where two have scored of it, the one whose trajectory
--- was taken later has: what the other brought is void, at no cost of an attempt, and waits to be scored again. So an edit costs a group one
--- change, and what comes late from the former build changes nothing. Builds that take turns for ever open the breaker (_scoring.lua).
+-- Law 3 too: one build scores a group, so that no advantage compares rewards of two builds. If two builds have scored parts of it, the
+-- build whose trajectory was taken later counts. The other build's scores are void, without charging an attempt, and their trajectories
+-- wait to be scored again. So an edit costs a group one change, and late scores of the former build change nothing. Builds that keep taking
+-- turns open the breaker (_scoring.lua).
 --
--- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until
--- the attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE,
--- which no environment has seen. The group fails with the message
--- of the one that leaves it fewer than n. NOT_STARTED, and INTERRUPTED among others, cost nothing.
+-- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are retried until
+-- the attempts are used up or the environment's breaker opens (_scoring.lua). Then the trajectory is dropped. UNSENDABLE, which no
+-- environment has seen, is dropped at once. The group fails with the message of the trajectory that leaves it with fewer than n.
+-- NOT_STARTED costs nothing, and neither does INTERRUPTED if the trajectory was not alone.
 --
--- The scores of a call count before its failures: they tell a broken environment from a trajectory that it can't score.
+-- The scores of a call count before its failures: they distinguish a broken environment from a trajectory that it can't score.
 --
--- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories were all worth the same is filtered here, on
+-- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories all have the same reward is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
 -- uses: _args, _fields, _group, _register, _score, _scoring
 
--- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
+-- The group with the holders (`w<i>`), rewards (`r<i>`) and payloads (`p<i>`) of these entries, under those names.
 local function load(run, entries_of_group)
   local fields = {'state', 'lane', 'env', 'n', 'count', 'scored', 'ticket', 'build'}
   local at = #fields
@@ -40,11 +41,11 @@ local function refusal(run, group, entry, token)
     return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
   if run.backlog and tonumber(redis.call('ZSCORE', place_of(run, 'taken', environment_of(run, group)), member)) <= run.now then
-    return refuse_entry(run, 'HR_LEASE_LOST', 'the time to score trajectory ' .. member .. ' is over')
+    return refuse_entry(run, 'HR_LEASE_LOST', 'the deadline to score trajectory ' .. member .. ' has passed')
   end
 end
 
--- Sort entries into those that bring a score (returned) and those that failed (returned second); the rest have their answer.
+-- Sort entries into those with a score (returned first) and those that failed (returned second). The rest already have their answer.
 local function sift(run, group, entries_of_group, reply)
   local scored, failed = {}, {}
   for _, entry in ipairs(entries_of_group) do
@@ -60,7 +61,7 @@ local function sift(run, group, entries_of_group, reply)
   return scored, failed
 end
 
--- What was scored before is void, and waits again.
+-- Void the earlier scores. Their trajectories wait again.
 local function score_again(run, group)
   local records, fields = {}, {}
   local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
@@ -75,8 +76,8 @@ local function score_again(run, group)
   group.scored = 0
 end
 
--- Law 3: those of `scored` that are of the build that scores the group; the others wait again. Returned second: if another build did before,
--- which two.
+-- Law 3: the entries of `scored` from the build that scores the group; the others wait again. Returned second: if another build scored it
+-- before, the names of the two.
 local function of_one_build(run, group, scored, reply)
   local newest, before = string.match(group.scored > 0 and (group.build or '-1 ') or '', '^(%S+) (.*)$')
   local build = before
@@ -121,14 +122,14 @@ local function write(run, group, scored, reply)
   return members
 end
 
--- Those of one environment in this call, by its name: `scored` members, the last taken of them as `newest`; members that changed the build of
--- their group too often (`turns`); `failed` and `idle` (not begun) entries.
+-- The entries of each environment in this call, by its name: `scored` members, with the number of the last taken (`newest`); members that
+-- changed the build of their group too often (`turns`); `failed` and `idle` (not begun) entries.
 local function of_environment(environments, env)
   environments[env] = environments[env] or {scored = {}, turns = {}, failed = {}, idle = {}}
   return environments[env]
 end
 
--- The entry's group, if what this call brought before has not ended it.
+-- The entry's group, unless an earlier part of this call has ended it.
 local function still_held(run, entry, reply)
   local group = load_group(run, entry.id)
   local taken, reward = unpack(group and redis.call('HMGET', group.key, 'w' .. entry.at, 'r' .. entry.at) or {})

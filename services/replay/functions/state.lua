@@ -1,4 +1,4 @@
--- state: where the run stands.
+-- state: read the state of the run.
 -- KEYS     the run
 -- ARGV     none
 -- Returns  the run's state, msgpack

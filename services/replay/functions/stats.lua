@@ -1,9 +1,9 @@
--- stats: what people look at.
+-- stats: read the statistics of the run, for people.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: the run's state, opened (the start of the replay service that set its limits), refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring
---          line, leases, suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready
---          out of the next P in line
+-- Returns  msgpack: the run's state, opened (the start of the replay service that set its limits), refusals by code, requeues by cause,
+--          bytes, full (see _memory.lua), ages of the last batch, the scoring line, leases, suspects (groups that wait to be leased apart
+--          because their replica died), the newest dead letters, and how many of the next P groups in line are ready
 -- uses: _args, _group, _register, _scoring
 local function scoring_line(run)
   local line, oldest = {waiting = 0, taken = 0}, run.now

@@ -1,13 +1,13 @@
--- step: the batch of a step that was handed out and whose payloads are held, for people: `replay.retain_steps` of those that a checkpoint
--- holds, and all since.
+-- step: read the batch of a reserved step whose payloads are still held, for people: the newest `replay.retain_steps` of those in a
+-- checkpoint, and all since.
 -- KEYS     the run
 -- ARGV     step
--- Returns  msgpack: held (the steps there are, in order), and as `reserve` the batch if this step is one of them
+-- Returns  msgpack: held (the steps that are held, in order), and if this step is one of them its batch, like `reserve`
 -- Errors   HR_INVALID
 -- uses: _args, _register, _steps
 register_reader('step', {step = natural}, function(run, call)
   local step, held, found = call.step, {}, nil
-  -- below `evicted` payloads went under memory pressure
+  -- below `evicted`, payloads were dropped under memory pressure
   for candidate = math.max(run.freed, run.evicted, 0), run.next_step - 1 do
     if redis.call('HEXISTS', run.base .. 'steps', candidate) == 1 then
       held[#held + 1] = candidate

@@ -1,18 +1,19 @@
--- take_scoring: trajectories that wait for a score go to a scorer until its deadline, which it renews (renew_scoring). The newest call is
--- answered again as it was; an earlier one takes nothing.
+-- take_scoring: give waiting trajectories to a scorer until its deadline, which it renews (renew_scoring). A repeat of the newest call gets
+-- the same answer; an earlier call takes nothing.
 -- KEYS     the run
--- ARGV     client (the scorer), number (of this call of it, higher than that of any before), environments (names), most (trajectories of each of these that may be sent now), nonce (the token is made of it)
--- Returns  msgpack: token (of all that are taken), payload_prefix (of keys), groups. Each has group (id), record (key), and of its
---          trajectories indices, nonces (the payloads' keys end with them), scoring_attempts, and waited_ms: for how long they could
---          have been taken
--- Errors   HR_FENCED (it arrives late: the scorer has called again since), HR_INVALID
+-- ARGV     client (the scorer), number (of this client's call, higher than any before), environments (names), most (for each, how many
+--          trajectories may be sent now), nonce (from which the token is made)
+-- Returns  msgpack: token (of all that are taken), payload_prefix (of keys), groups. Each has group (id), record (key), and for its
+--          trajectories indices, nonces (the payloads' keys end with them), scoring_attempts, and waited_ms: for how long they could have
+--          been taken
+-- Errors   HR_FENCED (the call arrives late: the scorer has called again since), HR_INVALID
 --
--- Of each environment those first that may be taken the longest, up to BATCH in all. A suspect, and the probe of a broken environment, go
--- alone (_scoring.lua).
+-- For each environment, the trajectories that could be taken for the longest come first, up to BATCH in all. A suspect and the probe of a
+-- broken environment go alone (_scoring.lua).
 -- uses: _args, _group, _register, _run, _scoring
 
--- Neighbours in line are mostly of one group: {id, indices, waited_ms} for each run of them. `members` are followed by the time since which
--- each waits.
+-- Neighbours in line mostly belong to one group: {id, indices, waited_ms} for each run of them. Each of `members` is followed by the time
+-- since which it waits.
 local function by_group(run, members)
   local groups = {}
   for i = 1, #members, 2 do
@@ -49,7 +50,7 @@ local function take(run, group, token)
   }
 end
 
--- Members of one environment are the scorer's until `deadline`; each with the time since which it waited.
+-- Give members of one environment, each with the time since which it waited, to the scorer until `deadline`.
 local function take_members(run, env, most, deadline)
   local place, count, alone, chosen = allowance(run, env, most)
   local members = count == 0 and {} or chosen or

@@ -1,9 +1,9 @@
--- verify: the replica's log-probabilities of the probe under the epoch's weights, which are compared with the trainer's (begin_epoch): the
--- only way to HEALTHY.
+-- verify: compare a replica's log-probabilities of the probe under the epoch's weights with the trainer's (begin_epoch). The only way to
+-- HEALTHY.
 -- KEYS     the run
 -- ARGV     replica, epoch, logprobs (nats, one for each of the trainer's)
--- Returns  msgpack: verified, difference (the largest) and mean, in nats. Verified: HEALTHY at the epoch's version; else STALE, one of them
---          is not within the epoch's tolerance
+-- Returns  msgpack: verified, difference (the largest) and mean, in nats. If verified, the replica is HEALTHY at the epoch's version.
+--          Otherwise it is STALE, because one of the two exceeds the epoch's tolerance
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (not finite, or another number of them)
 -- uses: _args, _epoch, _fleet, _register, _run
 local function differences(ours, theirs)

@@ -1,4 +1,4 @@
--- wanted: prompts that the trainer is to supply again, because their groups failed and are retried.
+-- wanted: list prompts that the trainer must supply again, because their groups failed and are retried.
 -- KEYS     the run
 -- ARGV     none
 -- Returns  their orders, the lowest BATCH of them

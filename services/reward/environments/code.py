@@ -1,4 +1,4 @@
-"""`code`: does the completion's program pass its tests? It runs apart from what it is judged by: see `code_worker`."""
+"""`code`: does the completion's program pass its tests? The program runs separately from the code that judges it: see `code_worker`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame
 
-# Reads what to call, and with what, from standard input; writes what that returns to standard output, which the program's own prints
-# don't reach.
+# Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
+# don't reach that output.
 _CALL = """\
 import json, os, sys
 call = json.load(sys.stdin)
@@ -39,7 +39,7 @@ _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class Tests(msgspec.Struct):
-    """The tests of a problem: the input of each, text or the arguments of `fn_name`, and the output that is expected."""
+    """The tests of a problem: the input of each (text, or the arguments of `fn_name`) and its expected output."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -47,12 +47,14 @@ class Tests(msgspec.Struct):
 
 
 class Code(BuiltInEnvironment):
-    """Runs the tests of a problem on the program in a completion. `extra_env_info` is `{"inputs": […], "outputs": […]}`: what a program
-    reads from standard input and is to write to standard output; with `"fn_name"` the arguments of a Python function and what it is to
-    return. 1 if all tests pass, else 0; with `partial_credit` the share of those that do.
+    """Runs the tests of a problem on the program in a completion.
 
-    A program that fails, or runs out of time or memory, fails that test: it is its own fault. The runner never sees `outputs`, so that
-    there is nothing for a program to find.
+    `extra_env_info` is `{"inputs": […], "outputs": […]}`: each test's standard input and expected standard output. With `"fn_name"` they
+    are the arguments of a Python function and its expected result. The reward is 1 if all tests pass, else 0; with `partial_credit` it is
+    the share of tests that pass.
+
+    A program that fails, or runs out of time or memory, fails that test: the fault is its own. The runner never sees `outputs`, so there is
+    nothing for a program to find.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
@@ -63,7 +65,7 @@ class Code(BuiltInEnvironment):
         self._outcomes: list[ProgramResult] = []
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
-        """Start the runner. Raises `ServiceError` if it denies to run programs, with the remedy."""
+        """Start the runner. Raises `ServiceError`, with the remedy, if it can't run programs."""
         self._runner = subprocess.Popen(
             [sys.executable, "-P", "-m", "headrace_services.reward.code_worker"],
             stdin=subprocess.PIPE,
@@ -75,12 +77,12 @@ class Code(BuiltInEnvironment):
             raise ServiceError(refusal(self.name, (denied or b"the code worker ended").decode()))
         if self.env.runs_with is not None and (problem := self._run("", b"").problem):
             raise ServiceError(
-                f"env.{self.name}.runs_with can't be started ({problem}); of the system, programs see /usr, /bin and /lib alone: install "
+                f"env.{self.name}.runs_with can't be started ({problem}); programs see only /usr, /bin and /lib of the system, so install "
                 "it there"
             )
 
     def observe(self, sample: Sample, deadline: float) -> Score | None:
-        """Run the program on each test's input, until it fails if that decides the reward."""
+        """Run the program on each test's input. Stop at the first failure if that decides the reward."""
         self._outcomes = []
         problem = _problem(sample.extra_env_info, self.env)
         if problem is not None:
@@ -97,7 +99,7 @@ class Code(BuiltInEnvironment):
                 raise ServiceError(f"a program could not be run: {outcome.problem}")
             self._outcomes.append(outcome)
             if outcome.failure and not self.env.partial_credit:
-                break  # what it wrote is for the child to read
+                break  # the child reads the output
         return None
 
     def judge(self, sample: Sample) -> float | Score:
@@ -119,14 +121,14 @@ class Code(BuiltInEnvironment):
         return Score("SCORED", reward=share if self.env.partial_credit else float(share == 1), metadata=metadata)
 
     def _out_of_time(self, tests: Tests) -> Score | None:
-        """What comes of tests for which no time is left: if one ran out of its own, that is the program's fault, and they are failed.
-        Otherwise the program is not to blame."""
+        """Handle tests for which no time is left. If an earlier test ran out of its own time, the program is at fault and the rest count as
+        failed. Otherwise the program is not to blame, and the result is TIMED_OUT."""
         if any(outcome.late for outcome in self._outcomes):
             return None
         return Score(
             "TIMED_OUT",
-            message=f"{len(self._outcomes)} of {len(tests.inputs)} tests took all of env.{self.name}.timeout_s {self.env.timeout_s:g} but "
-            f"the wall_s {self.env.wall_s:g} of one more, though none ran out of its time; raise timeout_s, or give fewer tests",
+            message=f"{len(self._outcomes)} of {len(tests.inputs)} tests left less of env.{self.name}.timeout_s {self.env.timeout_s:g} "
+            f"than the wall_s {self.env.wall_s:g} of one more, though no test ran out of time; raise timeout_s, or give fewer tests",
         )
 
     def _run(self, program: str, given: bytes, function: str | None = None) -> ProgramResult:
@@ -140,22 +142,22 @@ class Code(BuiltInEnvironment):
         with contextlib.suppress(BrokenPipeError):
             write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
             answer = read_frame(self._runner.stdout)
-        if answer is None:  # the worker ends as well, to be started anew with another
+        if answer is None:  # this worker ends too, and is restarted with a new code worker
             raise SystemExit(f"env.{self.name}: the code worker ended")
         return msgspec.msgpack.decode(answer, type=ProgramResult)
 
 
 def refusal(name: str, denied: str) -> str:
     return (
-        f"env.{name} runs programs that the policy writes, which takes a sandbox of level A, and the machine grants none ({denied}); allow "
+        f"env.{name} runs programs that the policy writes, which needs a sandbox of level A, but the machine grants none ({denied}); allow "
         "unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in "
-        "Docker, a seccomp profile for this container that allows unshare, clone and mount), or score it with an environment of your own "
-        f"in a container without network (env.{name}.target)"
+        "Docker, a seccomp profile for this container that allows unshare, clone and mount), or score with your own environment in a "
+        f"container without network (env.{name}.target)"
     )
 
 
 def program_of(completion: str, env: EnvConfig) -> str | None:
-    """What `extract` takes of the completion; of that the last fenced block, or all if there is none."""
+    """Return the program: the last fenced block of what `extract` takes from the completion, or all of it if there is no fenced block."""
     said = extract_answer(completion, env.extract)
     if said is None:
         return None
@@ -164,7 +166,8 @@ def program_of(completion: str, env: EnvConfig) -> str | None:
 
 
 def passes(outcome: ProgramResult, expected: Any, function: str | None) -> bool:
-    """Whether a test's program ended well, with the expected output: text but for blanks at the ends of lines, or an equal JSON value."""
+    """Return whether a test's program ended normally with the expected output: equal text, ignoring blanks at the ends of lines, or an
+    equal JSON value."""
     if outcome.failure:
         return False
     said = outcome.output.decode(errors="replace")
@@ -172,7 +175,7 @@ def passes(outcome: ProgramResult, expected: Any, function: str | None) -> bool:
         return _lines(said) == _lines(expected)
     try:
         return _equal(json.loads(said), expected)
-    except (ValueError, RecursionError):  # it wrote to the answer by itself
+    except (ValueError, RecursionError):  # the program itself wrote to the answer
         return False
 
 
@@ -181,7 +184,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(found: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal: numbers to within rounding, and true is no 1."""
+    """Return whether two JSON values are equal. Numbers are equal to within rounding, and true is not 1."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, int | float) and isinstance(expected, int | float):
@@ -199,17 +202,17 @@ def _input(function: str | None, given: Any) -> bytes:
 
 
 def _problem(info: dict[str, Any], env: EnvConfig) -> str | None:
-    """Why a problem has no tests that can be run, or None."""
+    """Return why the tests of a problem can't be run, or None if they can."""
     try:
         tests = msgspec.convert(info, Tests)
     except msgspec.ValidationError as error:
         return f"extra_env_info holds no tests ({error}); code needs the lists inputs and outputs, and fn_name for a function"
     if not tests.inputs or len(tests.inputs) != len(tests.outputs):
-        return f"extra_env_info has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs; give one or more, as many of each"
+        return f"extra_env_info has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs; give at least one, and as many of each"
     if tests.fn_name is None and not all(isinstance(text, str) for text in (*tests.inputs, *tests.outputs)):
-        return "extra_env_info has inputs or outputs that are no text; give text, or fn_name, the function that takes and returns values"
+        return "extra_env_info has inputs or outputs that are not text; give text, or fn_name, the function that takes and returns values"
     if tests.fn_name is not None and not all(isinstance(arguments, list) for arguments in tests.inputs):
-        return f"extra_env_info has inputs that are no lists; give the arguments of {tests.fn_name!r:.80} for each test"
+        return f"extra_env_info has inputs that are not lists; give a list of the arguments of {tests.fn_name!r:.80} for each test"
     if tests.fn_name is not None and env.runs_with is not None:
-        return f"extra_env_info.fn_name is {tests.fn_name!r:.80}, and runs_with {env.runs_with} runs whole programs; give text to read"
+        return f"extra_env_info.fn_name is {tests.fn_name!r:.80}, but runs_with {env.runs_with} runs whole programs; give text to read"
     return None

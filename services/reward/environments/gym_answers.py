@@ -1,9 +1,9 @@
-"""Which answers the rules of reasoning-gym may see, after going through those of all its tasks (0.1.25).
+"""Decides which answers the rules of reasoning-gym may see, after a review of the rules of all its tasks (0.1.25).
 
-A rule that hands the answer to `eval` or sympy's `parse_expr` runs what the policy wrote in the process that judges it, and no
-sandbox makes such a judge honest. So these answers, and the fields of a problem that are evaluated with them, must be words of
-a small language first, and one that isn't counts as no answer. Likewise for rules that a short answer keeps busy for hours, or
-that pay for what is no answer. The other rules compare text or read numbers and JSON, and see every answer.
+A rule that hands the answer to `eval` or sympy's `parse_expr` runs the policy's code in the process that judges it, and no sandbox makes
+such a judge honest. So for these rules the answer, and the fields of the problem that are evaluated with it, must first be in a small
+language. An answer that isn't counts as no answer. The same applies to rules that a short answer keeps busy for hours, or that pay for
+something that is not an answer. The other rules compare text or read numbers and JSON, and see every answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Entry = Mapping[str, Any]
 Accepts = Callable[[str, Entry], bool]
 
 _LONGEST = 20_000  # characters of an answer: a matrix of a hundred rows
-# Of an arithmetic expression: its characters, its degree, as `_degree` counts it, the size of an exponent, and digits of a number.
+# limits of an arithmetic expression: its characters, its degree (see `_degree`), the size of an exponent, and the digits of a number
 _LONGEST_EXPRESSION = 4000
 _LARGEST_DEGREE, _LARGEST_EXPONENT, _DIGITS = 5000, 100, 40
 _LARGEST_SHIFT = 64
@@ -51,12 +51,12 @@ def _matches(pattern: str) -> Accepts:
 
 
 def _whole_numbers(answer: str, _: Entry) -> bool:
-    """Sums, products and quotients of whole numbers: no other spelling of a number, which the rule would not count as used."""
+    """Accept sums, products and quotients of whole numbers, in their plain spelling: the rule would not count another spelling as used."""
     return _arithmetic(answer, _INTEGERS)
 
 
 def _antiderivative(answer: str, entry: Entry) -> bool:
-    """No `Integral`: its derivative is the question."""
+    """Accept an expression without `Integral`, whose derivative is the question itself."""
     return _arithmetic(answer, _NUMBERS_AND_NAMES, {entry["metadata"]["variable"], "C", "E", "pi"}, _FUNCTIONS)
 
 
@@ -65,13 +65,13 @@ def _polynomial(answer: str, entry: Entry) -> bool:
 
 
 def _logic(answer: str, entry: Entry) -> bool:
-    """The rule tries every assignment of what it takes for variables."""
+    """Accept formulas of the problem's own variables, because the rule tries every assignment of the variables that it finds."""
     variables = entry["metadata"]["variables"]
     return _LOGIC.fullmatch(answer) is not None and all(word in variables for word in re.findall("[A-Z]+", answer))
 
 
 def _as_expected(answer: str, entry: Entry) -> bool:
-    """The rule takes any text for True, the word False too."""
+    """Accept only the expected answer, because the rule treats any text as True, even the word False."""
     return answer == str(entry["answer"])
 
 
@@ -92,7 +92,7 @@ ACCEPTS: dict[str, Accepts] = {
     "propositional_logic": _logic,
     "rubiks_cube": _matches(r"(?:\d{0,2}[^\d\s]{1,9}\d?(?:\s++|$))*+"),
     "rush_hour": _matches(r"(?:[^+-]|[+-](?!\d{3}))*+"),
-    # paid for what is no answer: not a number, any text
+    # rules that pay for something that is not an answer: not a number, any text
     "complex_arithmetic": _matches(r"[-+\d.eEijIJ() ]*+"),
     "game_of_life_halting": _as_expected,
 }
@@ -128,7 +128,7 @@ def _sorted_numbers(entry: Entry) -> bool:
     return isinstance(entry["answer"], str) and re.fullmatch(_list_of(_NUMBER), entry["answer"]) is not None
 
 
-# The problems whose own fields are evaluated.
+# checks of the problems whose own fields are evaluated
 SOUND: dict[str, Callable[[Entry], bool]] = {
     "bitwise_arithmetic": _bitwise_problem,
     "intermediate_integration": _integrand,
@@ -152,30 +152,30 @@ _COMPARING = frozenset(
     tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
     """.split()  # noqa: SIM905
 )
-# Not `composite`, whose problems are those of other tasks by name.
+# without `composite`, whose problems are those of other tasks, by name
 TASKS = _COMPARING | ACCEPTS.keys() | SOUND.keys()
 
 
 def acceptable(task: str, answer: str, entry: Entry) -> bool:
-    """Whether the task's rule may see this answer to a problem that is sound."""
+    """Return whether the task's rule may see this answer to a sound problem."""
     accepts = ACCEPTS.get(task)
     return accepts is None or (len(answer) <= _LONGEST and accepts(answer, entry))
 
 
 def sound(task: str, entry: Entry) -> bool:
-    """Whether what the task's rule evaluates of a problem is what the task writes there."""
+    """Return whether the fields of a problem that the task's rule evaluates look as the task writes them."""
     check = SOUND.get(task)
     try:
         return check is None or check(entry)
-    except (KeyError, TypeError):  # a field is missing, or no mapping
+    except (KeyError, TypeError):  # a field is missing or not a mapping
         return False
 
 
 def _arithmetic(
     text: str, tokens: re.Pattern[str], names: Collection[str] = (), functions: Collection[str] = ()
 ) -> bool:
-    """Whether `text` consists of such tokens and is one expression of +, -, *, / and, if names occur in it, powers that are not
-    too large; of these names, and of these functions of one argument."""
+    """Return whether `text` consists of such tokens and is one expression of +, -, *, /, of these names, and of these functions of one
+    argument. If `names` is given, it may also contain powers that are not too large."""
 
     def small(tree: ast.expr) -> bool:
         return _degree(tree, names, functions) <= _LARGEST_DEGREE
@@ -184,15 +184,20 @@ def _arithmetic(
 
 
 def _accepts(text: str, check: Callable[[ast.expr], bool]) -> bool:
-    """Whether `text` is a Python expression that passes `check`. Nothing is evaluated."""
+    """Return whether `text` is a Python expression that passes `check`. Nothing is evaluated."""
     try:
         return check(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # nested too deep, too, for those who'd evaluate it
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # nesting too deep here is too deep for an evaluation as well
         return False
 
 
 def _degree(tree: ast.expr, names: Collection[str], functions: Collection[str]) -> float:
-    """A bound on how large the expression becomes if it is expanded. Raises `ValueError` for anything not in the language."""
+    """Return a bound on how large the expression becomes when expanded. Raises `ValueError` for anything outside the language."""
 
     def degree(tree: ast.expr) -> float:
         match tree:
@@ -220,7 +225,7 @@ def _degree(tree: ast.expr, names: Collection[str], functions: Collection[str]) 
 
 
 def _exponent(tree: ast.expr) -> float:
-    """The size of an exponent, at least 1. Raises `ValueError` unless it is a number or a fraction of two, and small."""
+    """Return the size of an exponent, at least 1. Raises `ValueError` unless it is a small number, or a small fraction of two numbers."""
     match tree:
         case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
             return _exponent(operand)

@@ -14,7 +14,7 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
 from headrace_services.reward.build import version_of
-from headrace_services.reward.environments import BuiltInEnvironment, choice, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
@@ -22,11 +22,13 @@ _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
 class Math(BuiltInEnvironment):
-    """Compares a number or a formula. `extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression
-    in the completion (a boxed one first, else the last; with `extract` in what that takes from it), else 0. With `tolerance` a number
-    near the expected one earns 1 too. With `extract: choice` the answer is a letter, and the same letter earns 1.
+    """Compares a number or a formula. `extra_env_info` is `{"answer": …}`, a number or LaTeX.
 
-    math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
+    The reward is 1 if math-verify finds an equal expression in the completion (a boxed one first, else the last), else 0. With `extract` it
+    searches only what that takes from the completion. With `tolerance`, a number near the expected one also earns 1. With `extract: choice`
+    the answer is a letter, and the same letter earns 1.
+
+    math-verify's own deadlines are off, because they would turn a hang into "not equal". The hub's deadline ends a hang as TIMED_OUT.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
@@ -37,9 +39,9 @@ class Math(BuiltInEnvironment):
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         _equal(_parse("\\boxed{\\frac{1}{2}}", _EXPECTED), _parse("1/2", _ANSWER))  # grammars, and sympy's own modules
 
-    def at_sight(self, sample: Sample) -> Score | None:
+    def quick_score(self, sample: Sample) -> Score | None:
         expected, said = str(sample.extra_env_info.get("answer")), sample.completion
-        if (found := super().at_sight(sample)) is not None:
+        if (found := super().quick_score(sample)) is not None:
             return found
         plain = self.env.extract == "none" and self.env.tolerance is None
         if plain and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):
@@ -68,7 +70,7 @@ class Math(BuiltInEnvironment):
         equal = _equal(expected, found) or (
             self.env.tolerance is not None and _near(expected, found, self.env.tolerance)
         )
-        # `found` ends with the text as it was written, where it could be told
+        # `found` ends with the text as it was written, if that is known
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
         return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": shown(written)})
 
@@ -84,7 +86,7 @@ def _chosen(completion: str, expected: str) -> Score:
 
 
 def _near(expected: Sequence[Any], found: Sequence[Any], tolerance: float) -> bool:
-    """Whether the first that is found is a number that differs from the expected one by at most this share of it."""
+    """Return whether the first expression found is a number that differs from the expected one by at most this share of it."""
     wanted, said = _number(expected), _number(found)
     if wanted is None or said is None:
         return False
@@ -94,14 +96,19 @@ def _near(expected: Sequence[Any], found: Sequence[Any], tolerance: float) -> bo
 def _number(parsed: Sequence[Any]) -> float | None:
     try:
         number = float(parsed[0])
-    except (IndexError, TypeError, ValueError, OverflowError):  # no number: text, a set, an equation, a symbol in it
+    except (
+        IndexError,
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # not a number: text, a set, an equation, or it contains a symbol
         return None
     return number if math.isfinite(number) else None
 
 
 def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:
-    """What math-verify finds in `text`. Nothing of it is evaluated as Python: LaTeX goes through a grammar (ANTLR), and what
-    sympy's `parse_expr` gets consists of digits and operators alone."""
+    """Return what math-verify finds in `text`. Nothing in it is evaluated as Python: LaTeX goes through a grammar (ANTLR), and sympy's
+    `parse_expr` gets only digits and operators."""
     return list(parse(text, extraction_config=extraction, parsing_timeout=None))
 
 
@@ -110,5 +117,5 @@ def _equal(expected: list[Any], found: list[Any]) -> bool:
         return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
     except MemoryError:  # law 7: not "not equal"
         raise
-    except Exception:  # noqa: BLE001  # a comparison that can't be made must not hide another that can
+    except Exception:  # noqa: BLE001  # a comparison that fails must not hide another that succeeds
         return bool(verify(expected, found, timeout_seconds=None))

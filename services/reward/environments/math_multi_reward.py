@@ -1,4 +1,4 @@
-"""`math_multi_reward`: is the answer right, is it a whole number, is the completion written as asked? One reward component each."""
+"""`math_multi_reward`: one reward component each for a correct answer, a whole number, and the requested format."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import re
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, shown
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
 class MathMultiReward(BuiltInEnvironment):
-    """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or
-    1, by the rules of NeMo RL's environment of this name; the reward is their sum.
+    """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. The components are each
+    0 or 1, by the rules of NeMo RL's environment of this name. The reward is their sum.
 
-    correctness: what stands in the last `<answer>…</answer>`, or the whole completion without such a tag, is the expected answer,
-    letter by letter. integer: it is nothing but digits. format: the completion is `<think>…</think>`, a new line, and the one
-    `<answer>…</answer>`.
+    - correctness: the content of the last `<answer>…</answer>`, or without such a tag the whole completion, equals the expected answer,
+      character by character.
+    - integer: that content consists only of digits.
+    - format: the completion is `<think>…</think>`, a new line, and a single `<answer>…</answer>`.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.description = "correctness, integer and format of an answer, as components"
 
-    def at_sight(self, sample: Sample) -> Score | None:
-        cut_off = super().at_sight(sample)
+    def quick_score(self, sample: Sample) -> Score | None:
+        cut_off = super().quick_score(sample)
         return cut_off and Score("SCORED", reward=0.0, components=_NONE, metadata=cut_off.metadata)
 
     def judge(self, sample: Sample) -> float | Score:

@@ -1,4 +1,4 @@
-"""`reasoning_gym`: any procedural task of reasoning-gym, scored by the task's own rule."""
+"""`reasoning_gym`: the procedural tasks of reasoning-gym, each scored by its own rule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
 from headrace_services.reward.build import version_of
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 
 class ReasoningGym(BuiltInEnvironment):
-    """Scores the tasks of reasoning-gym. `extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, the entry as
-    `tagged_json.to_json` writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
+    """Scores the tasks of reasoning-gym.
 
-    The reward is the task's `score_answer` of what `extract` takes from the completion: 0 to 1. With `threshold` it is 1
-    at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all; so is one whose
-    answer the task's rule may not see (`gym_answers`) or can't read.
+    `extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, with the entry as `tagged_json.to_json` writes it. If
+    the entry was generated with a `"task_config": {…}`, that is included too, because some tasks score by their arguments.
+
+    The reward is the task's `score_answer` for what `extract` takes from the completion: 0 to 1. With `threshold` it is 1 at or above the
+    threshold, else 0. A completion without such an answer gets the task's score for no answer. So does one whose answer the task's rule may
+    not see (`gym_answers`) or can't read.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
@@ -40,14 +42,14 @@ class ReasoningGym(BuiltInEnvironment):
                 continue
             if source.task is None or source.task not in TASKS:
                 raise ConfigError(
-                    f"env.{self.name} can't score the task {source.task!r} of reasoning_gym: what its rule does with an answer is not "
-                    f"known to be safe. These work: {', '.join(sorted(TASKS))}"
+                    f"env.{self.name} can't score the task {source.task!r} of reasoning_gym: its rule is not known to read answers safely; "
+                    f"use one of {', '.join(sorted(TASKS))}"
                 )
             try:
                 self._task(source.task, json.dumps(source.task_config, sort_keys=True))
             except (TypeError, ValueError, AssertionError) as error:
                 raise ConfigError(
-                    f"env.{self.name}: task_config {source.task_config} of {source.task} is refused by {self._package}: {error}"
+                    f"env.{self.name}: {self._package} refuses task_config {source.task_config} of {source.task}: {error}"
                 ) from error
 
     def judge(self, sample: Sample) -> float | Score:
@@ -64,11 +66,11 @@ class ReasoningGym(BuiltInEnvironment):
         if not isinstance(config, dict) or "data_file" in config:  # one task reads a file of that name
             return Score("INVALID", message=f"extra_env_info.task_config is {config!r:.80}, not arguments of the task")
         if not sound(task, from_json(entry)):
-            return Score("INVALID", message=f"extra_env_info.entry is not a problem as {task} writes it")
+            return Score("INVALID", message=f"extra_env_info.entry is not a problem that {task} would write")
         try:
             dataset = self._task(task, json.dumps(config, sort_keys=True))
         except (TypeError, ValueError, AssertionError) as error:
-            return Score("INVALID", message=f"extra_env_info.task_config {config!r:.80} is refused by {task}: {error}")
+            return Score("INVALID", message=f"{task} refuses extra_env_info.task_config {config!r:.80}: {error}")
         said = extract_answer(sample.completion, self.env.extract)
         answer = said if said is not None and acceptable(task, said, from_json(entry)) else None
         metadata: dict[str, Any] = {"answer": shown(said)}
@@ -78,10 +80,10 @@ class ReasoningGym(BuiltInEnvironment):
             score = float(dataset.score_answer(answer, from_json(entry)))
         except MemoryError:
             raise
-        except Exception as error:  # what rules raise on text they can't read is of every kind
+        except Exception as error:  # rules raise any kind of error for text that they can't read
             if answer is None:
                 raise
-            # law 7: if this raises as well, it is the problem that is wrong
+            # law 7: if this raises too, the problem is at fault
             dataset.score_answer(from_json(entry)["answer"], from_json(entry))
             score = float(dataset.score_answer(None, from_json(entry)))
             metadata["rule"] = f"{task} can't read the answer: {error!r:.200}"

@@ -1,4 +1,4 @@
-"""`regex`, `format`, `length`, `repetition`: how a completion is written. Parts of a reward rather than one: see `combine`."""
+"""`regex`, `format`, `length`, `repetition`: score how a completion is written. They are meant as parts of a reward: see `combine`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 
 
 class Regex(BuiltInEnvironment):
-    """1 if `pattern` is found in what `extract` takes of the completion, else 0."""
+    """Rewards 1 if `pattern` is found in what `extract` takes from the completion, else 0."""
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
@@ -26,8 +26,8 @@ class Regex(BuiltInEnvironment):
 
 
 class Format(BuiltInEnvironment):
-    """1 if the completion consists of `tags`, each opened and closed once and in this order, with nothing but blanks between and around
-    them; else 0."""
+    """Rewards 1 if the completion consists of `tags`, each opened and closed once and in this order, with only blanks between and around
+    them, else 0."""
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
@@ -47,15 +47,16 @@ class Format(BuiltInEnvironment):
 
 
 class Length(BuiltInEnvironment):
-    """1 if the completion has `min_tokens` to `max_tokens` tokens; below and above it falls to 0 within `fade_tokens`."""
+    """Rewards 1 if the completion has `min_tokens` to `max_tokens` tokens. Outside that range the reward falls to 0 within
+    `fade_tokens`."""
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         most = "" if env.max_tokens is None else env.max_tokens
         self.description = f"tokens, {env.min_tokens} to {most}"
 
-    def at_sight(self, sample: Sample) -> Score | None:
-        return super().at_sight(sample) or self.judge(sample)
+    def quick_score(self, sample: Sample) -> Score | None:
+        return super().quick_score(sample) or self.judge(sample)
 
     def judge(self, sample: Sample) -> Score:
         tokens, env = len(sample.completion_token_ids), self.env
@@ -66,8 +67,8 @@ class Length(BuiltInEnvironment):
 
 
 class Repetition(BuiltInEnvironment):
-    """The share of distinct runs of `ngram` tokens: 1 if none occurs twice, near 0 if the completion goes round in a circle. A completion
-    that is shorter repeats nothing."""
+    """Rewards the share of distinct runs of `ngram` tokens: 1 if no run occurs twice, near 0 if the completion goes round in circles. A
+    completion shorter than `ngram` repeats nothing."""
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)

@@ -1,22 +1,22 @@
-"""Checkpoints on disk (a folder `step_{version}` exists completely or not at all), each with its ledger of trained prompts.
+"""Checkpoints on disk, each with its ledger of trained prompts. A folder `step_{version}` exists completely or not at all.
 
-A checkpoint is written under a name that no reader looks at, flushed to disk file by file, and renamed. Whatever stops the
-writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints intact; the next trainer removes the remains. Which checkpoints
-are the run's, if another trainer of it wakes up late, is a matter of the chain beside them (`headrace.checkpoints`). Layout:
+A checkpoint is written under a name that readers ignore, flushed to disk file by file, and renamed. Whatever stops the writer (SIGKILL, a
+full disk, a power cut) leaves the earlier checkpoints intact. The next trainer removes the remains. If another trainer of the run wakes up
+late, the chain beside the checkpoints decides which of them are the run's (`headrace.checkpoints`). Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
-    step_12/policy/adapter/  with `policy.lora_cfg`: the adapter in PEFT's format, which the weights beside it are merged with
-    step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
-    step_12/training/     counters, and of each trained model its optimizer and schedule (`learning.training_state`)
+    step_12/policy/adapter/  with `policy.lora_cfg`: the adapter in PEFT's format; the weights beside it are merged with it
+    step_12/value/        with ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
+    step_12/training/     counters, and each trained model's optimizer and schedule (`learning.optimizer`)
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
     step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
-    step_12/failures.bitmap  `order` of those that failed
+    step_12/failures.bitmap  `order` of every group that failed
     step_12/state.json    `CheckpointState`; the last file to be written
-    step_12/metrics-{timeline}.json  metrics that became known later, to the trainer on that timeline (`add_metrics`)
+    step_12/metrics-{timeline}.json  metrics that the trainer on that timeline added later (`add_metrics`)
 
-As long as the buffer keeps its data, it knows what the ledger knows. If it loses writes (an empty volume, a power cut, a failover), or is
-rewound to an older checkpoint, that checkpoint's ledger says which prompts its weights have seen: every other prompt is enqueued again,
+As long as the buffer keeps its data, it has the ledger's information too. If it loses writes (an empty volume, a power cut, a failover), or
+is rewound to an older checkpoint, that checkpoint's ledger shows which prompts its weights have seen. Every other prompt is enqueued again,
 and none is trained twice.
 """
 
@@ -52,8 +52,11 @@ FAILURES = "failures.bitmap"
 
 
 class Ledger:
-    """The prompts that the weights were trained on: the `order` of each so far (`trained`), and, step by step, the groups since the newest
-    checkpoint (`steps`). A roaring bitmap takes at most about two bytes per prompt, and much less where they are dense."""
+    """The prompts that the weights were trained on.
+
+    `trained` has the `order` of each. A roaring bitmap takes at most about two bytes per prompt, and much less for dense ones. `steps` has
+    the groups of each step since the newest checkpoint.
+    """
 
     def __init__(self, trained: Iterable[int] = ()) -> None:
         self.trained = BitMap(trained)
@@ -61,7 +64,7 @@ class Ledger:
 
     @classmethod
     def decode(cls, trained: bytes) -> Ledger:
-        """The ledger that `encode` was called on, without its steps. Raises `ServiceError` for anything else."""
+        """Return the ledger that `encode` was called on, without its steps. Raises `ServiceError` for anything else."""
         try:
             return cls(BitMap.deserialize(trained))
         except (ValueError, IndexError) as error:
@@ -75,7 +78,7 @@ class Ledger:
 
     def record(self, step: int, groups: Sequence[str], orders: Sequence[int]) -> None:
         """Record that `step` was trained on these groups, whose prompts have these orders. Raises `ServiceError` for a prompt that is
-        already recorded: none is trained twice in the history of the weights (law 1)."""
+        already recorded: the weights must never be trained on a prompt twice (law 1)."""
         for order in orders:
             if order < 0 or order in self.trained:
                 raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
@@ -83,7 +86,7 @@ class Ledger:
         self.steps[step] = list(groups)
 
     def cut(self) -> dict[int, list[str]]:
-        """The `steps`, for a new checkpoint; those of the next one begin here."""
+        """Return `steps` for a new checkpoint, and start the steps of the next one."""
         steps, self.steps = self.steps, {}
         return steps
 
@@ -93,17 +96,17 @@ class Ledger:
         return int(self.trained.max()) if self.trained else -1
 
     def missing(self, last: int, ended: BitMap) -> Iterator[int]:
-        """Every `order` up to `last` that was neither trained nor `ended`, ascending."""
+        """Return every `order` up to `last` that was neither trained nor `ended`, ascending."""
         return iter(BitMap(range(last + 1)) - self.trained - ended)
 
 
 def ended_orders(ended: Ended) -> BitMap:
-    """The `order` of every group that ended without being trained, from the bits of `ended.bitmap`, most significant first. Raises
+    """Return the `order` of every group that ended untrained, from the bits of `ended.bitmap`, most significant first. Raises
     `ServiceError` if their number differs from the counts."""
     orders = np.flatnonzero(np.unpackbits(np.frombuffer(ended.bitmap, dtype=np.uint8)))
     if len(orders) != ended.failed + ended.filtered:
         raise ServiceError(
-            f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but holds the places of {len(orders)}"
+            f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but has the places of {len(orders)}"
         )
     return BitMap(array("I", orders.astype(np.uint32).tobytes()))
 
@@ -111,12 +114,11 @@ def ended_orders(ended: Ended) -> BitMap:
 class CheckpointState(BaseModel):
     """The state of the run when the weights of `version` were published.
 
-    `ancestors` are the timelines that the weights descend from, oldest first, without `timeline` itself; `incarnation` is the buffer's;
-    `cursor` is one more than the highest `order` trained; `failed` and `filtered` count the groups that ended without being trained;
-    `retries` counts the retries of failed groups that the journal had by then (None: written by a build that knew of none);
-    `consumed_samples` and `total_valid_tokens` count the trajectories that the weights were trained on, and their tokens that counted;
-    `prompts` is the digest of the run's prompts (None: written by a build that took none); `metrics` are named as
-    `checkpointing.metric_name` names them (`val:accuracy`).
+    `ancestors` are the timelines that the weights descend from, oldest first, without `timeline` itself. `incarnation` is the buffer's.
+    `cursor` is one more than the highest `order` trained. `failed` and `filtered` count the groups that ended untrained. `retries` counts
+    the retries of failed groups that the journal had by then (None: written by a build without retries). `consumed_samples` and
+    `total_valid_tokens` count the trajectories that the weights were trained on, and the tokens that counted. `prompts` is the digest of
+    the run's prompts (None: written by a build without digests). `metrics` have names as in `checkpointing.metric_name` (`val:accuracy`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -140,7 +142,7 @@ class CheckpointState(BaseModel):
     def _of_this_build(cls, fields: Any) -> Any:
         if isinstance(fields, dict) and "trained" in fields:
             raise ValueError(
-                "an older build wrote it, whose ledger this one doesn't read: finish the run with that build"
+                "an older build wrote it, with a ledger that this build can't read; finish the run with that build"
             )
         return fields
 
@@ -150,43 +152,46 @@ _METRICS = TypeAdapter(dict[str, float], config=ConfigDict(allow_inf_nan=False))
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder that the trainer's ranks share. Only rank 0 calls the methods that write, each with its
-    timeline: that of a trainer whose successor has started is refused, and nothing of the successor is touched."""
+    """The checkpoints of a run, in one folder that the trainer's ranks share.
+
+    Only rank 0 calls the methods that write, each with its timeline. A trainer whose successor has started is refused, and the successor's
+    files are not touched.
+    """
 
     def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
         self._folder = folder
         self._settings = settings
 
     def lock(self) -> FolderLock:
-        """Take the folder's lock for as long as this process lives. If another holds it, or there are no locks, warn and go on. Raises
-        `ServiceError` for a folder that can't be written."""
+        """Take the folder's lock for as long as this process lives. If another process holds it, or the file system has no locks, warn and
+        continue. Raises `ServiceError` if the folder can't be written."""
         with _disk_errors(self._folder):
             lock = FolderLock(self._folder)
         try:
             holder = lock.take()
         except OSError as error:
             log.warning(
-                "%s can't be locked (%s): nothing tells if two trainers of this run are at work", self._folder, error
+                "%s can't be locked (%s), so two trainers of this run at work would go unnoticed", self._folder, error
             )
             return lock
         if holder is not None:
             log.warning(
-                "%s is in use (%s): another trainer of this run is still there, perhaps frozen. This one takes over; what the other "
-                "publishes from now on is set aside. Stop it",
+                "%s is in use (%s): another trainer of this run still exists, perhaps frozen. This one takes over; what the other "
+                "publishes from now on is set aside. Stop the other",
                 self._folder, holder,
             )  # fmt: skip
         return lock
 
     def start(self, timeline: str, version: int) -> None:
-        """A trainer has gone on from `version` on `timeline`: what others left unfinished is removed, so that nothing that they still do
-        finds a place (`_retain`), and what they made beyond that version is set aside. Survives a power cut once this has returned.
+        """Record that a trainer continues from `version` on `timeline`. Remove what others left unfinished, so that they can't complete it
+        any more (`_retain`). Set aside what they made beyond that version. All of this survives a power cut once it has returned.
 
-        Raises `ServiceError`; a `Restartable` one, and changes nothing, if another trainer has removed or abandoned that checkpoint.
+        Raises `ServiceError`. If another trainer has removed or abandoned that checkpoint, it raises `Restartable` and changes nothing.
         """
         if version and version not in self.published():
             raise Restartable(
-                f"{self.path(version)}, which this trainer was to go on from, is gone or abandoned: another trainer of the run is at work. "
-                "Stop it, and start this one again: it resumes from the newest checkpoint"
+                f"{self.path(version)}, which this trainer should continue from, is gone or abandoned: another trainer of the run is "
+                "at work. Stop it, and start this one again: it resumes from the newest checkpoint"
             )
         with _disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
@@ -195,7 +200,7 @@ class Checkpoints:
                 self._set_aside(off, timeline)
 
     def published(self) -> list[int]:
-        """Versions that a trainer may go on from, oldest first."""
+        """Return the versions that a trainer may continue from, oldest first."""
         return folders.published(self._folder)
 
     def newest(self) -> int | None:
@@ -205,8 +210,8 @@ class Checkpoints:
         return folders.path_of(self._folder, version)
 
     def state(self, version: int) -> CheckpointState:
-        """The state, with the metrics that became known later; of those that several trainers know, the newest trainer's. Raises
-        `ServiceError` if it is not what `publish` writes."""
+        """Return the state, with the metrics that were added later. If several trainers added a metric, the newest trainer's value counts.
+        Raises `ServiceError` if it is not what `publish` writes."""
         state = self._read(version, STATE, CheckpointState.model_validate_json)
         metrics = dict(state.metrics)
         for name in folders.later_metrics(self._folder, version):
@@ -214,11 +219,11 @@ class Checkpoints:
         return state.model_copy(update={"metrics": metrics})
 
     def ledger(self, version: int) -> dict[int, list[str]]:
-        """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
+        """Return the group ids of each step trained since the previous checkpoint. Raises `ServiceError` as `state` does."""
         return self._read(version, "ledger.json", _GROUPS_BY_STEP.validate_json)
 
     def file(self, version: int, name: str) -> bytes:
-        """The content of one of the `files` that it was published with. Raises `ServiceError` as `state` does."""
+        """Return the content of one of the `files` that it was published with. Raises `ServiceError` as `state` does."""
         return self._read(version, name, bytes)
 
     def begin(self, version: int, timeline: str) -> Path:
@@ -235,7 +240,7 @@ class Checkpoints:
         return unfinished
 
     def unfinished(self, version: int, timeline: str) -> Path:
-        """The folder that `begin(version, timeline)` makes, into which every rank saves."""
+        """Return the folder that `begin(version, timeline)` makes, into which every rank saves."""
         return self._folder / folders.unfinished_name(version, timeline)
 
     def publish(
@@ -245,11 +250,10 @@ class Checkpoints:
         keep: Collection[int] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Turn the folder from `begin`, now complete, into a checkpoint; then remove those that retention no longer keeps.
+        """Turn the folder from `begin`, now complete, into a checkpoint. Then remove the checkpoints that retention no longer keeps.
 
-        `files` (contents by name) become part of it. Versions in `keep` stay: their metrics are still to come.
-        Once this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk, and if another trainer has taken
-        over.
+        `files` (contents by name) become part of it. Versions in `keep` stay, because their metrics are still to come. Once this returns,
+        the checkpoint survives a power cut. Raises `ServiceError` if the disk is full, or if another trainer has taken over.
         """
         unfinished, final = self.unfinished(state.version, state.timeline), self.path(state.version)
         self.require_newest(state.timeline)
@@ -270,11 +274,11 @@ class Checkpoints:
         return final
 
     def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
-        """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint. Raises
+        """Add metrics that became known after `publish`. Retention uses them from now on. A no-op without such a checkpoint. Raises
         `ServiceError` as `publish` does.
 
-        A trainer may be frozen anywhere in here and wake up after its successor has begun. So they go into a file of its own, and into the
-        folder that was the checkpoint's while this trainer was the newest: a successor renames that one before it makes another.
+        A trainer may freeze anywhere in here and wake up after its successor has begun. So the metrics go into this trainer's own file, in
+        the folder that was the checkpoint's while this trainer was the newest: a successor renames that folder before it makes another.
         """
         with contextlib.ExitStack() as stack, _disk_errors(self._folder):
             folder: int | None = None
@@ -295,14 +299,14 @@ class Checkpoints:
         except (OSError, ValidationError) as error:
             reason = str(error).replace("\n", " ")
             raise ServiceError(
-                f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
+                f"{path} can't be read ({reason}); remove {path.parent} to continue from an earlier checkpoint"
             ) from error
 
     def _retain(self, timeline: str, keep: Collection[int] = ()) -> None:
-        """Remove checkpoints by `superseded`; the newest always stays.
+        """Remove the `superseded` checkpoints. The newest always stays.
 
-        A trainer may be frozen anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished
-        folder that it made while it was the newest: a successor removes that one as it starts, and nothing can be moved there any more.
+        A trainer may freeze anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished folder
+        that it made while it was the newest. A successor removes that folder as it starts, and then nothing can be moved into it any more.
         """
         with self._while_newest(timeline):
             metrics = {version: self.state(version).metrics for version in self.published()}
@@ -310,36 +314,36 @@ class Checkpoints:
                 removed = self.unfinished(version, timeline)
                 removed.mkdir()
                 self.require_newest(timeline)
-                self.path(version).rename(removed / "checkpoint")  # half of it must never be found under its name
+                self.path(version).rename(removed / "checkpoint")  # no reader must find half of it under its name
                 shutil.rmtree(removed)
 
     def require_newest(self, timeline: str) -> None:
-        """Raises `ServiceError` unless the newest start in the chain is this timeline's."""
+        """Raise `ServiceError` unless the newest start in the chain is this timeline's."""
         starts = folders.read_chain(self._folder)
         if not starts or starts[-1].timeline != timeline:
             newest = (
-                f"timeline {starts[-1].timeline} went on from version {starts[-1].version}"
+                f"timeline {starts[-1].timeline} continued from version {starts[-1].version}"
                 if starts
-                else "there is none"
+                else "the chain is empty"
             )
             raise ServiceError(
                 f"{self._folder}: this trainer's timeline {timeline} is not the newest of the chain ({newest}): another trainer has taken "
-                "over the run, or `headrace rewind` has set it back. Stop the other, or start this one again: it resumes from the newest "
+                "over the run, or `headrace rewind` has rewound it. Stop the other, or start this one again: it resumes from the newest "
                 "checkpoint"
             )
 
     def _make_way(self, version: int, timeline: str) -> None:
-        """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it isn't."""
+        """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it is on the chain."""
         if version in folders.abandoned(self._folder):
             self._set_aside(version, timeline)
         if self.path(version).exists():
             raise ServiceError(
                 f"checkpoint {self.path(version)} exists already; remove it, or set checkpointing.checkpoint_dir to a "
-                "folder of this run's own"
+                "folder that only this run uses"
             )
 
     def _set_aside(self, version: int, timeline: str) -> None:
-        """No trainer chooses it under its new name. It goes there by an unfinished folder, for the reason that `_retain` gives."""
+        """Give the checkpoint a name that no trainer chooses. It goes there by way of an unfinished folder, for `_retain`'s reason."""
         with self._while_newest(timeline):
             abandoned = self.state(version).timeline
             aside = self._folder / f"abandoned-step_{version}-{abandoned}"
@@ -358,7 +362,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _while_newest(self, timeline: str) -> Iterator[None]:
-        """Where a file or folder is missing, a successor that has removed it is the reason, if there is one."""
+        """If something fails in the context and a successor has started, raise the error of `require_newest` instead: the successor has
+        removed the file."""
         try:
             yield
         except (FileNotFoundError, ServiceError):
@@ -372,7 +377,7 @@ class Checkpoints:
 
 
 def _add_metrics(folder: int, name: str, metrics: Mapping[str, float]) -> None:
-    """Add to the file `name` in a folder that is open, whatever it is called by now; the file is whole at any time."""
+    """Add to the file `name` in the folder with this descriptor, whatever its name is by now. The file is complete at any time."""
 
     def opened(path: str, flags: int) -> int:
         return os.open(path, flags, 0o666, dir_fd=folder)
@@ -389,7 +394,7 @@ def _add_metrics(folder: int, name: str, metrics: Mapping[str, float]) -> None:
 
 
 def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
-    """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`."""
+    """Return the versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`."""
     if settings.keep_top_k is None:
         return []
     ranked = folders.best_first(metrics, settings.metric_name, higher_is_better=settings.higher_is_better)

@@ -1,9 +1,9 @@
 """Writes checkpoints while training goes on.
 
-The loop waits for a snapshot, and before it for the checkpoint before, if that is still being written: there is one snapshot in memory at a
-time, and one order of all that is done to the checkpoints' folder. A thread of each rank writes its part; rank 0 then publishes the whole,
-commits it to the buffer, and adds the metrics that validations have found meanwhile. In this order nothing is lost, whatever dies in
-between. What fails ends the run when the loop next looks.
+Before a snapshot the loop waits until the previous checkpoint is written. So there is one snapshot in memory at a time, and all work on the
+checkpoints' folder is done in order. A thread of each rank writes its part. Rank 0 then publishes the whole, commits it to the buffer, and
+adds the metrics of validations that ended meanwhile. In this order nothing is lost, whatever dies in between. A failure ends the run when
+the loop next looks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ POLL_S = 0.1
 
 
 class CheckpointWriter:
-    """What the trainer on `timeline` does to its checkpoints after their snapshots."""
+    """Writes the checkpoints of the trainer on `timeline` after their snapshots."""
 
     def __init__(self, context: TrainerContext, timeline: str) -> None:
         self._context = context
         self._timeline = timeline
-        self._work: asyncio.Task[None] | None = None  # the last thing to be done; it waits for those before
-        self._all_written = asyncio.Event()  # with several ranks: each has written its part
+        self._work: asyncio.Task[None] | None = None  # the last task; it waits for those before
+        self._all_written = asyncio.Event()  # with several ranks: every rank has written its part
         self._all_written.set()
         self._metrics: dict[str, float] = {}
 
@@ -42,8 +42,8 @@ class CheckpointWriter:
         keep: Collection[int],
         files: Mapping[str, bytes],
     ) -> None:
-        """Take a snapshot of the weights of `state.version`, and begin to write it; the rest is for `Checkpoints.publish`. Nothing else is
-        being written (`finish`). Raises as `Checkpoints.begin` does."""
+        """Take a snapshot of the weights of `state.version`, and begin to write it. The other arguments are those of `Checkpoints.publish`.
+        Nothing else may be being written (call `finish`). Raises as `Checkpoints.begin` does."""
         assert self._work is None
         context = self._context
 
@@ -57,12 +57,12 @@ class CheckpointWriter:
         self._then(lambda: self._publish(state, steps, keep, files, began))
 
     def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the checkpoint of `version`, once it is published; none, if there is no such checkpoint."""
+        """Add metrics to the checkpoint of `version` once it is published. A no-op without such a checkpoint."""
         checkpoints = self._context.checkpoints
         self._then(lambda: asyncio.to_thread(checkpoints.add_metrics, version, self._timeline, metrics))
 
     async def look(self) -> None:
-        """Raise the error of what has failed. With several ranks this is a collective while they write: no other may be under way."""
+        """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
         if self._work is None:
             return
         if not self._all_written.is_set() and await self._written(self._context.torch(self._context.lead.saved)):
@@ -72,14 +72,13 @@ class CheckpointWriter:
             work.result()
 
     async def finish(self) -> None:
-        """Wait until nothing is left to be done; raises as `look` does."""
+        """Wait until all work is done; raises as `look` does."""
         while self._work is not None:
             await asyncio.wait((self._work,), timeout=POLL_S)
             await self.look()
 
     async def close(self) -> None:
-        """After an error, which ends the run: what this rank can complete alone is completed. Other ranks may be gone, or in the midst of
-        something."""
+        """Called after an error that ends the run. Complete what this rank can complete alone: other ranks may be gone or busy."""
         if self._work is None:
             return
         if not self._all_written.is_set():
@@ -91,7 +90,7 @@ class CheckpointWriter:
             log.error("%s", error)
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the checkpoint that was published since the last call, if one was."""
+        """Return the metrics of the checkpoint that was published since the last call, if any."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -139,6 +138,6 @@ class CheckpointWriter:
         try:
             return await parts
         except ServiceError:
-            # a successor that removed the folder is the reason, rather than the disk
+            # raises instead if a successor removed the folder: then the disk is not the reason
             await asyncio.to_thread(self._context.checkpoints.require_newest, self._timeline)
             raise

@@ -1,4 +1,4 @@
-"""The objects that the loop on rank 0 works with, and factories for those that tests replace."""
+"""The objects that the loop on rank 0 works with, and factories of those that tests replace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Dependencies:
 
 @dataclasses.dataclass
 class Readiness:
-    """The answer of `/readyz`: None when the trainer is at work, else why it isn't. `failures`: what the page says of failed prompts."""
+    """The answer of `/readyz`: None when the trainer is at work, else why it isn't. `failures` is the page's text about failed prompts."""
 
     problem: str | None = "starting"
     failures: str = ""
@@ -55,8 +55,8 @@ class Readiness:
 class TrainerContext:
     """The collaborators of one trainer.
 
-    `stop` is set to end the run. `clock` is in seconds; its value was `began` when the trainer started. All work with torch runs in
-    the one thread of `torch_thread`, so that the event loop stays free for health pages and the buffer.
+    `stop` is set to end the run. `clock` is in seconds; its value was `began` when the trainer started. All work with torch runs in the one
+    thread of `torch_thread`, so that the event loop stays free for health pages and the buffer.
     """
 
     replay: ReplayClient

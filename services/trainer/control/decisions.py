@@ -1,8 +1,12 @@
-"""Decides what the trainer does next: a pure function of `LoopState`, so that every turn of the loop can be tested without running it.
+"""Decides what the trainer does next. `decide` is a pure function of `LoopState`, so every turn of the loop can be tested without running
+it.
 
-The order of actions matters. The snapshot for a checkpoint is taken before the fleet gets its weights, and is written meanwhile. The fleet
-gets a version before that version is validated or trained on. A validation of older weights ends before they are replaced. While `reserve`
-has nothing, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
+The order of actions matters:
+
+- The snapshot for a checkpoint is taken before the fleet gets its weights, and is written meanwhile.
+- The fleet gets a version before that version is validated or trained on.
+- A validation of older weights ends before they are replaced.
+- While `reserve` has no batch, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from headrace.replay import End, Replica, Reservation, Waiting
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
-# Prompts that must have ended before `run.max_failed_share` is looked at.
+# Prompts that must have ended before `run.max_failed_share` is checked.
 JUDGED = 100
 
 
@@ -34,7 +38,7 @@ class Action(enum.Enum):
     WAIT = "wait"
     FINISH = "finish"
     FAIL = "fail"
-    CONDEMN = "condemn"  # as FAIL, for what became of the groups: the reasons are theirs
+    CONDEMN = "condemn"  # FAIL because of failed groups, whose reasons are added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +73,13 @@ class Plan:
             val_at_start=config.algorithm.val_at_start,
             val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
-            # nothing waits for the evaluation of a run that trains nothing
+            # a run that only evaluates has nothing else to wait for
             validation_deadline_s=config.trainer.validation_deadline_s if config.max_num_steps else math.inf,
             max_failed_share=config.run.max_failed_share,
         )
 
     def validates(self, version: int, *, final: bool) -> bool:
-        """Whether the weights of `version` are evaluated on the held-out prompts."""
+        """Return whether the weights of `version` are evaluated on the held-out prompts."""
         if self.val_period is None:
             return False
         if final and self.val_at_end:
@@ -85,11 +89,11 @@ class Plan:
         return self.val_period > 0 and version % self.val_period == 0 and version >= self.val_start_at
 
     def saves(self, version: int, *, final: bool) -> bool:
-        """Whether a checkpoint of `version` is published. Version 0 is the initial model and needs none."""
+        """Return whether a checkpoint of `version` is published. Version 0 is the initial model and needs none."""
         return self.save_period is not None and version > 0 and (final or version % self.save_period == 0)
 
     def must_save_now(self, elapsed_s: float, step_s: float) -> bool:
-        """Whether another step, if it takes as long as the last one, would end after `must_save_by_s`."""
+        """Return whether another step that takes as long as the last one would end after `must_save_by_s`."""
         return self.must_save_by_s is not None and elapsed_s + step_s >= self.must_save_by_s
 
 
@@ -97,16 +101,23 @@ class Plan:
 class LoopState:
     """The input of a decision. Times are seconds of one monotonic clock.
 
-    `saved`: a checkpoint of this version is published or being written. `refitted`: a refit to this version has been carried out,
-    successful or not. `validated`: a validation of this version has begun. `validating`: the version under validation while results are
-    missing; `awaited_since`: when the loop began to wait for it, if it has.
-    `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those of them that hold verified weights;
-    `healthy_at` is when one was last seen, or one that loads (or the wait for one began). `refit_due`: some replica that is not at this
-    version may be tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached
-    `stop_at_validation_threshold`. `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved
-    for it yet.
-    `counts`: the run's training groups by state. `episodes`: groups that wait for a runner; `runners` are alive, and `runner_at` is when
-    one was last seen, or none was needed.
+    The weights:
+    - `saved`: a checkpoint of this version is published or being written.
+    - `refitted`: a refit to this version has been carried out, successful or not.
+    - `validated`: a validation of this version has begun.
+    - `validating`: the version under validation while results are missing. `awaited_since`: when the loop began to wait for it, if it has.
+    - `target_reached`: a validation reached `stop_at_validation_threshold`.
+    - `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for that yet.
+
+    The fleet:
+    - `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those among them with verified weights.
+    - `healthy_at`: when a healthy or loading replica was last seen, or the wait for one began.
+    - `refit_due`: some replica that is not at this version may be refitted now.
+
+    The buffer:
+    - `reply`: the last answer of `reserve`; None if it must be called again.
+    - `counts`: the run's training groups by state.
+    - `episodes`: groups that wait for a runner. `runners` counts live runners. `runner_at`: when one was last seen, or none was needed.
     """
 
     now: float
@@ -132,9 +143,9 @@ class LoopState:
 
 
 def decide(plan: Plan, state: LoopState) -> Decision:
-    """The next action of the loop."""
+    """Return the next action of the loop."""
     if state.stop:
-        # what was trained since the last checkpoint is not trained again
+        # so that nothing has to be trained again
         unsaved = plan.saves(state.version, final=True) and not state.saved
         return Decision(Action.CHECKPOINT if unsaved else Action.STOP)
     if reason := too_many_failed(plan, state.counts):
@@ -159,30 +170,33 @@ def decide(plan: Plan, state: LoopState) -> Decision:
 
 
 def too_many_failed(plan: Plan, counts: Mapping[str, int]) -> str | None:
-    """Why the run ends as an error, if more than `max_failed_share` of its prompts failed, once `JUDGED` of them have ended."""
+    """Return why the run fails if more than `max_failed_share` of its prompts failed, once `JUDGED` have ended; else None."""
     failed = counts.get("failed", 0)
     ended = failed + sum(counts.get(state, 0) for state in ("filtered", "reserved", "trained"))
     if ended < JUDGED or failed <= plan.max_failed_share * ended:
         return None
     return (
-        f"{failed} of the {ended} prompts that ended have failed, more than run.max_failed_share {plan.max_failed_share:g}: mend the "
+        f"{failed} of the {ended} prompts that ended have failed, more than run.max_failed_share {plan.max_failed_share:g}: fix the "
         "cause, and start again after `headrace groups retry --all --run RUN`, or raise it"
     )
 
 
 def share_in_scoring(counts: Mapping[str, int]) -> float:
-    """The share of a wait for the batch that is for scores and not for generation: that of the groups in scoring among those in flight
-    that aren't ready. Where scoring is slow they pile up there, and admission lets no more be generated."""
+    """Return the share of a wait for the batch that is for scores and not for generation.
+
+    It is the share of groups in scoring among the groups in flight that aren't ready. Slow scoring makes groups pile up there, and
+    admission then stops generation.
+    """
     scoring, generating = counts.get("scoring", 0), counts.get("open", 0)
     return scoring / (scoring + generating) if scoring else 0.0
 
 
 def _finish(plan: Plan, state: LoopState) -> Decision:
-    """A run whose whole history trained nothing has not succeeded, unless it was only to evaluate, or a validation at its start reached its
-    target."""
+    """End the run. It has failed if nothing was trained in its whole history, unless it only evaluates or a validation at its start reached
+    the target."""
     if state.version or state.target_reached or not plan.last_version:
         return Decision(Action.FINISH)
-    what = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "there were none"
+    what = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none"
     return Decision(Action.CONDEMN, f"the run has ended and nothing was trained; its prompts: {what}")
 
 
@@ -200,7 +214,7 @@ def _await_fleet(plan: Plan, state: LoopState) -> Decision:
 
 
 def _miss_runners(plan: Plan, state: LoopState) -> Decision | None:
-    """The end of a run that waits for episodes which nobody runs; None if it doesn't, or not for long enough."""
+    """Fail a run that has waited too long for a runner of its episodes; else return None."""
     if state.runners or not state.episodes or state.now - state.runner_at < plan.fleet_deadline_s:
         return None
     return Decision(
@@ -211,13 +225,13 @@ def _miss_runners(plan: Plan, state: LoopState) -> Decision | None:
 
 
 def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
-    """The action that a running validation needs before the fleet may get other weights or the run may end; None if it needs none."""
+    """Return the action that a running validation needs before the fleet gets other weights or the run ends; None if it needs none."""
     if state.validating is None:
         return None
     if not state.healthy:
         if state.validating == state.version:
             return _await_fleet(plan, state)
-        return Decision(Action.ABANDON_VALIDATION, "no verified replica is left that holds its weights")
+        return Decision(Action.ABANDON_VALIDATION, "no verified replica holds its weights any more")
     if state.awaited_since is not None and state.now - state.awaited_since >= plan.validation_deadline_s:
         return Decision(
             Action.ABANDON_VALIDATION,
@@ -228,7 +242,7 @@ def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """A replica that was sent the weights `tries` times without becoming verified; it is not tried again before `until`."""
+    """The pause of a replica that was sent the weights `tries` times without becoming verified. It is not tried again before `until`."""
 
     tries: int
     until: float
@@ -243,17 +257,17 @@ def count_verified(fleet: Iterable[Replica], version: int, timeline: str) -> int
 
 
 def alive(fleet: Iterable[Replica]) -> list[Replica]:
-    """The replicas that the trainer still waits for."""
+    """Return the replicas that the trainer waits for."""
     return [replica for replica in fleet if replica.takes_part]
 
 
 def is_loading(fleet: Iterable[Replica]) -> bool:
-    """Whether some replica is known to come: it loads its engine."""
+    """Return whether some replica is still loading its engine."""
     return any(replica.state == "LOADING" for replica in fleet)
 
 
 def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:
-    """Ids of the living replicas that do not hold these weights verified."""
+    """Return the ids of the live replicas without these weights verified."""
     return [replica.id for replica in alive(fleet) if not is_verified(replica, version, timeline)]
 
 
@@ -262,8 +276,11 @@ def refit_due(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: f
 
 
 def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> dict[str, Backoff]:
-    """Backoffs after a refit, by replica id. They double from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that a replica that always refuses
-    does not pause the others again and again. A replica that became verified, or is gone, is dropped."""
+    """Return the backoffs after a refit, by replica id.
+
+    They double from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that a replica that always refuses does not keep pausing the others. A
+    replica that became verified, or is gone, is dropped.
+    """
     renewed = {}
     for id_ in behind_ids:
         tries = backoffs[id_].tries + 1 if id_ in backoffs else 1
@@ -272,6 +289,6 @@ def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], no
 
 
 def next_streaks(streaks: Mapping[str, int], well: Iterable[str], ill: Iterable[str]) -> dict[str, int]:
-    """How often in a row each replica did badly, after one more look at those that did `well` or `ill`."""
+    """Return how many times in a row each replica failed, after one more look at those that did `well` or `ill`."""
     others = {id_: times for id_, times in streaks.items() if id_ not in set(well)}
     return others | {id_: streaks.get(id_, 0) + 1 for id_ in ill}

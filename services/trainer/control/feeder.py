@@ -1,8 +1,7 @@
-"""Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed
-groups that are retried.
+"""Keeps the queue of training prompts filled ahead of the fleet, closes it after the last prompt, and supplies the prompts of failed groups
+that are retried.
 
-The buffer's server may lose writes without anybody noticing: each look compares where the run stands with what was done, and does
-again what is missing.
+The buffer's server may lose writes unnoticed. So each look compares the run's state with what was done, and repeats what is missing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ BATCH = 256
 
 
 def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tuple[range, bool]:
-    """The prompts to enqueue now, by their `order`, and whether to close the queue after them.
+    """Return the prompts to enqueue now, by their `order`, and whether to close the queue after them.
 
-    `ahead` groups are kept queued ahead of the fleet; there are `total` prompts in all epochs; the run trains `to_train` groups. A
-    group that failed or was filtered trains nothing, so another prompt takes its place: the run needs `to_train` prompts, plus one
-    for each of those. The queue is closed only after the last prompt of the last epoch; until then a late failure can be replaced.
+    `ahead` groups are kept queued ahead of the fleet. All epochs together have `total` prompts. The run trains `to_train` groups. A group
+    that failed or was filtered trains nothing, so the run needs another prompt for each of those. The queue is closed only after the last
+    prompt of the last epoch: until then a late failure can be replaced.
     """
     lost = state.counts.get("failed", 0) + state.counts.get("filtered", 0)
     start = state.enqueued + 1
@@ -40,9 +39,9 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 
 
 class Feeder:
-    """Enqueues prompts in one task, without end: enqueue, wait for a second or for `wake`, look again.
+    """Enqueues prompts in one endless task: enqueue, wait for a second or for `wake`, look again.
 
-    Groups are made in another thread, because that tokenizes. `retries` counts the lines of retries in the journal.
+    Groups are made in another thread, because tokenizing takes time. `retries` counts the lines of retries in the journal.
     """
 
     def __init__(
@@ -66,18 +65,18 @@ class Feeder:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Look at once, because groups have left the queue."""
+        """Look again now, because groups have left the queue."""
         self._wake.set()
 
     async def refill(self, orders: Iterable[int]) -> int:
-        """Enqueue again the prompts that a rewind or restore left missing; returns how many were new to the buffer.
+        """Enqueue again the prompts that a rewind or restore left missing. Returns how many were new to the buffer.
 
-        The buffer counts them when it is told that all are in. It asks for the refill until then, so a trainer killed in the
-        middle repeats it.
+        `refilled` has the buffer count them. It asks for the refill until that call succeeds, so a trainer that was killed meanwhile
+        repeats it.
         """
         orders, total = list(orders), 0
         while True:
-            # what earlier commits have left to free: until it is, the buffer knows it
+            # finish what earlier commits left to free: until then the buffer still knows those groups
             state = await self._retry(self._replay.state)
             await self._retry(partial(self._replay.commit, state.committed, self._timeline))
             new = 0
@@ -94,7 +93,7 @@ class Feeder:
                 return total
 
     async def run(self, missing: Callable[[], Iterable[int]]) -> None:
-        """Feed until cancelled. `missing`: the prompts of a refill, should the buffer ask for it again."""
+        """Feed until cancelled. `missing` returns the prompts of a refill, in case the buffer asks for it again."""
         closed = False
         while True:
             self._wake.clear()
@@ -112,7 +111,7 @@ class Feeder:
                     await self._enqueue(orders[at : at + BATCH], refill=False)
             except WrongStep as error:
                 log.warning("the buffer's server lost writes: %s", error)
-                continue  # from where it stands now
+                continue  # from its current state
             if close and not state.closed:
                 await self._retry(lambda: self._replay.close(self._timeline))
                 log.info("the queue is closed%s: all %d prompts are in", " again" if closed else "", total)
@@ -122,7 +121,7 @@ class Feeder:
                     await self._wake.wait()
 
     async def _supply(self, step: int) -> None:
-        """Enqueue again the prompts of failed groups that are retried. The journal knows it first, should the buffer lose them."""
+        """Enqueue again the prompts of failed groups that are retried. They are journaled first, in case the buffer loses them."""
         while orders := await self._retry(self._replay.wanted):
             self._journal.append("retry", step, self._timeline, {}, orders)
             self.retries += 1

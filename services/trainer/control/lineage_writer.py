@@ -17,10 +17,10 @@ from headrace.trajectory import Group
 
 
 class LineageWriter:
-    """The one writer of a run's lineage files.
+    """The only writer of a run's lineage files.
 
-    A file exists completely or not at all. It survives a power cut once `fsync` has returned, which is called before the checkpoint that
-    its step led to is published. The files of steps that no checkpoint contains don't have to survive.
+    A file exists completely or not at all. It survives a power cut once `fsync` has returned. That is called before a checkpoint that
+    contains its step is published. The files of steps that no checkpoint contains need not survive.
     """
 
     def __init__(self, folder: Path, timeline: str) -> None:
@@ -30,7 +30,7 @@ class LineageWriter:
         self._changes: list[tuple[int, str]] = []
 
     def supersede(self, version: int) -> None:
-        """Move the files of steps >= version aside, because the run resumes from `version` (idempotent)."""
+        """Move the files of steps >= `version` aside, because the run resumes from it (idempotent)."""
         files = LineageFiles(self._folder)
         with self._disk_errors():
             for step, _, path in files.written():
@@ -40,8 +40,8 @@ class LineageWriter:
         self._changes = files.timelines()
 
     def write(self, step: int, groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> None:
-        """Write the file of `step`, which trained on `groups`. `origins`: those of their trajectories, by group id. Raises `ServiceError`
-        for a full disk."""
+        """Write the file of `step`, which trained on `groups`. `origins` are those of their trajectories, by group id. Raises
+        `ServiceError` if the disk is full."""
         records = [
             GroupLineage(
                 group=group.id,
@@ -70,7 +70,7 @@ class LineageWriter:
             self._changes.append((step, self._timeline))
 
     def fsync(self) -> None:
-        """Flush to disk: everything written so far survives a power cut once this has returned. Another thread may write meanwhile."""
+        """Flush everything written so far to disk, so that it survives a power cut. Another thread may write meanwhile."""
         unsynced = list(self._unsynced)
         if not unsynced:
             return

@@ -1,7 +1,7 @@
-"""The trainer's loop on rank 0: look, decide, act, and look again.
+"""The trainer's loop on rank 0: look, decide, act, repeat.
 
-`decisions.decide` decides what to do next; this module does it. All calls of the buffer are made from the event loop, and all work with
-torch in one thread beside it. A step whose batch a restart dropped is taken again under the same number.
+`decisions.decide` decides what to do next; this module does it. All buffer calls are made from the event loop. All work with torch runs in
+one thread beside it. A step whose batch a restart dropped is taken again under the same number.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from headrace_services.trainer.telemetry.metrics import (
     score_metrics,
 )
 from headrace_services.trainer.telemetry.plots import CURVES
-from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
+from headrace_services.trainer.telemetry.throughput import StepTimes
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-# Batches in a row that may be rejected.
+# Rejected batches in a row that end the run.
 MAX_REJECTIONS = 3
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Loop:
         self._ledger = resumed.ledger
         self._writer = CheckpointWriter(context, resumed.timeline)
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
-        # the weights: their version, and the progress made with it
+        # the version of the weights, and what has been done with it
         self._version = resumed.version
         # the newest checkpoint, published or being written
         self._saved = resumed.version if resumed.version > 0 else None
@@ -87,39 +87,41 @@ class Loop:
         self._refitted = False
         self._backoffs: dict[str, Backoff] = {}
         self._probe: tuple[Int32, Float32] | None = None
-        # training prompts that have failed: at the last look (-1: there was none), and when the metrics of the newest step were taken
+        # training prompts that have failed: at the last look (-1 before the first), and when the newest step's metrics were taken
         self._failed, self._failed_before = -1, 0
         self._alive: frozenset[str] = frozenset()  # replicas that took part at the last look
-        # by replica, in a row: refits that it failed, and steps in which its log-probabilities were apart from the trainer's
+        # by replica, in a row: refits that it failed, and steps in which its log-probabilities stood apart
         self._failed_refits: dict[str, int] = {}
-        self._apart: dict[str, int] = {}
-        # the running validation, if any; when it began, and when the loop began to wait for it
+        self._outliers: dict[str, int] = {}
+        # the running validation, when it began, and when the loop began to wait for it
         self._validation: Validation | None = None
         self._validating_since = 0.0
         self._awaited_since: float | None = None
         lines = surviving(context.journal.read())
-        self._builds = {name: builds for line in lines for name, builds in line.builds.items()}  # that scored last
+        self._builds = {
+            name: builds for line in lines for name, builds in line.builds.items()
+        }  # the builds that scored last
         validations = [line for line in lines if line.kind == "validation"]
         self._validated = {line.step for line in validations}
         self._target_reached = any(self._reaches_target(line.metrics) for line in validations)
-        # clocks, set when the first turn begins
+        # times, set when the first turn begins
         self._began = self._step_began = self._healthy_at = self._runner_at = context.began
-        self._init_metrics: dict[str, float] = {}  # until the first step's metrics have them
+        self._init_metrics: dict[str, float] = {}  # kept for the first step's metrics
         self._step_s = 0.0  # how long the last step took
         self._seconds: dict[Action, float] = defaultdict(float)  # spent in this step
-        self._awaiting_scores = 0.0  # of them, for scores
+        self._awaiting_scores = 0.0  # the part of it spent waiting for scores
 
     async def run(self) -> bool:
-        """Train until the last step or the last prompt (True), or until a stop (False).
+        """Train until the last step or the last prompt (returns True), or until a stop (returns False).
 
-        Raises `ServiceError` when the run can't go on, and `ReplayUnavailable` if the buffer's server lost writes: a restart restores the
-        buffer.
+        Raises `ServiceError` when the run can't continue, and `ReplayUnavailable` if the buffer's server lost writes: a restart restores
+        the buffer.
         """
         feeding: asyncio.Task[None] | None = None
         try:
             if self._resumed.refill:
                 again = await self._context.feeder.refill(self._resumed.missing())
-                log.info("%d prompts that nothing was trained on are queued again", again)
+                log.info("%d prompts that were not trained on are queued again", again)
             self._failed_before = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._began = self._step_began = self._healthy_at = self._runner_at = self._clock()
@@ -134,7 +136,7 @@ class Loop:
                     "restores the buffer"
                 ) from error
             if not isinstance(error, Fenced) and state.timeline != self._timeline:
-                # met before a call that names the timeline: what it was to read is gone
+                # a read failed, because its data is gone, before any call that names the timeline
                 raise WrongTimeline(f"timeline {state.timeline} has ended this trainer's: {error}") from error
             raise
         finally:
@@ -146,7 +148,7 @@ class Loop:
     async def _take_turns(self, feeding: asyncio.Task[None]) -> bool:
         while True:
             if feeding.done():
-                feeding.result()  # if it failed, so does the run
+                feeding.result()  # its error ends the run
             await self._writer.look()
             fleet = await self._call(self._replay.replicas)
             if self._validation is not None and await self._validation.poll():
@@ -184,7 +186,7 @@ class Loop:
                 case Action.ABANDON_VALIDATION:
                     assert self._validation is not None
                     log.warning(
-                        "the validation of version %d is given up: %s", self._validation.version, decision.reason
+                        "the validation of version %d is abandoned: %s", self._validation.version, decision.reason
                     )
                     await self._validation.abandon()
                     await self._report_validation(self._validation)
@@ -201,7 +203,7 @@ class Loop:
                     await self._wait()
                     self._reply = None
             took = self._clock() - began
-            if decision.action is Action.TRAIN:  # a step ends where its metrics are taken, in `_train`
+            if decision.action is Action.TRAIN:  # `_train` ends the step when it takes its metrics
                 self._healthy_at = self._runner_at = self._clock()
             else:
                 self._seconds[decision.action] += took
@@ -211,7 +213,7 @@ class Loop:
     def _look(self, fleet: Sequence[Replica], run: RunState) -> LoopState:
         now, running = self._clock(), self._validation
         self._alive = frozenset(replica.id for replica in decisions.alive(fleet))
-        # while older weights are being evaluated, the replicas that hold those weights count
+        # during a validation of older weights, the replicas that hold those weights count
         held = self._version if self._refitted or running is None else running.version
         healthy = decisions.count_verified(fleet, held, self._timeline)
         if healthy or decisions.is_loading(fleet):
@@ -245,24 +247,24 @@ class Loop:
         )
 
     async def _reasons_of_failures(self) -> str:
-        """The most frequent reasons of the newest training groups that failed, as the end of a sentence."""
+        """Return the most frequent reasons of the newest training groups that failed, as the end of a sentence."""
         reasons = await self._call(self._replay.failures)
         return f". Of the newest {len(reasons)} failures: {'; '.join(frequent(reasons))}" if reasons else ""
 
     async def _note_failures(self, failed: int) -> None:
-        """So many training prompts have failed by now: the page says why."""
+        """Record the number of training prompts that have failed, and show the reasons on the page."""
         if failed != self._failed:
             why = await self._reasons_of_failures()
             self._context.readiness.failures = f"{failed} prompts failed{why}" if failed else ""
         self._failed = failed
 
     def _failures_of_step(self) -> dict[str, float]:
-        """Metrics of the prompts that failed since the step before."""
-        new = max(0, self._failed - self._failed_before)  # fewer, if some were retried
+        """Return the metrics of the prompts that failed since the step before."""
+        new = max(0, self._failed - self._failed_before)  # retries lower the count
         self._failed_before = self._failed
         if new:
             log.warning(
-                "step %d: %d prompts failed since the step before; of all, %s",
+                "step %d: %d prompts failed since the step before; in total, %s",
                 self._version, new, self._context.readiness.failures,
             )  # fmt: skip
         return {"failed_prompts": float(new), "failed_prompts_total": float(self._failed)}
@@ -274,18 +276,18 @@ class Loop:
             return await self._call(lambda: self._replay.reserve(self._version, self._timeline))
         except EnvironmentBroken as error:
             raise ServiceError(
-                f"step {self._version}: {error}; repair the environment, and start the run again: it goes on where it stopped"
+                f"step {self._version}: {error}; fix the environment, and start the run again: it continues where it stopped"
             ) from error
         except SamplingStarved as error:
             algorithm = self._config.algorithm
             key = f"{algorithm.name}.dynamic_sampling_max_gen_batches"
             raise ServiceError(
                 f"step {self._version}: {error}; raise {key} {algorithm.dynamic_sampling_max_gen_batches}, or use prompts and "
-                "rewards that tell a prompt's completions apart"
+                "rewards with which a prompt's completions score differently"
             ) from error
 
     async def _train(self, reservation: Reservation) -> None:
-        """Train step t on its batch: the weights of version t become version t + 1."""
+        """Train step t on its batch. The weights of version t become version t + 1."""
         config, context, lead, step = self._config, self._context, self._context.lead, self._version
         began = self._clock()
         groups = await self._call(lambda: self._replay.read_groups(reservation.groups))
@@ -293,23 +295,21 @@ class Loop:
         shares = shard_batch(reservation, config, lead.ranks.size)
         multipliers = [group.loss_multiplier for group in groups]
         try:
-            learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
+            trained = await context.torch(lambda: lead.step(reservation, multipliers, shares))
         except BatchRejected as rejected:
             await self._reject(reservation, rejected)
             return
         self._rejections = 0
-        origins = await context.torch(lead.origins)
-        if masked := int(learnt["masked_tokens"]):
+        origins, extents = trained.origins, [trajectory.extent for trajectory in trained.trajectories]
+        if masked := int(trained.metrics["masked_tokens"]):
             await self._call(lambda: self._replay.masked(step, self._timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
-        await self._compare_replicas(step, await context.torch(lead.error_by_replica))
-        truncated = learnt.pop("truncated")
-        extents = await context.torch(lead.extents)
-        metrics = {**learnt, **batch_metrics(reservation, groups, extents, truncated)}
+        await self._compare_replicas(step, trained.errors)
+        metrics = {**trained.metrics, **batch_metrics(reservation, groups, extents, trained.truncated)}
         environment_of = {group.id: group.env_name for group in groups}
         environments = [environment_of[trajectory.group_id] for trajectory in reservation.trajectories]
-        metrics |= score_metrics(environments, await context.torch(lead.scored))
+        metrics |= score_metrics(environments, trained.trajectories)
         episodes = {name for name, env in config.env.items() if env.episodes}
         metrics |= episode_metrics(environments, extents, episodes)
         if config.algorithm.use_dynamic_sampling:
@@ -334,28 +334,29 @@ class Loop:
         await self._publish("train", step, metrics, builds)
 
     async def _reject(self, reservation: Reservation, rejected: BatchRejected) -> None:
-        """Give the batch back: the groups that can't be trained on are generated again, and the step is reserved anew.
+        """Give the batch back. The groups that can't be trained on are generated again, and the step is reserved again.
 
-        Raises `ServiceError` after `MAX_REJECTIONS` in a row, which no data explains."""
+        Raises `ServiceError` after `MAX_REJECTIONS` in a row: bad data alone does not explain that.
+        """
         self._rejections += 1
         if self._rejections == MAX_REJECTIONS:
             raise ServiceError(
                 f"{MAX_REJECTIONS} batches in a row could not be trained on: {rejected}. Look at these groups with `headrace groups show`: "
-                "a replica or the buffer's server may be at fault, or the check itself; then report it"
+                "a replica, the buffer's server or the check itself may be at fault; then report it"
             ) from rejected
         log.error(
-            "step %d is rejected: %s. Of its %d groups %d are generated again",
+            "step %d is rejected: %s. Of its %d groups, %d are generated again",
             reservation.step, rejected, len(reservation.groups), len(rejected.groups),
         )  # fmt: skip
         nonce, attempts = secrets.token_hex(8), dict(zip(reservation.groups, reservation.attempts, strict=True))
-        # the rest, if there are more, is found again
+        # any others are found again in the next batch
         named = {group: attempts[group] for group in list(rejected.groups)[:BATCH]}
         reason = rejected.groups[next(iter(named))]
         await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
         self._reply = None
 
     def _end_step(self, began: float, extents: Sequence[Extent]) -> dict[str, float]:
-        """End the step whose training began at `began`, and begin the next: metrics of where the time since the last step went."""
+        """End the step whose training began at `began`, and begin the next. Return the metrics of the time since the last step."""
         now, lead = self._clock(), self._context.lead
         times = step_times(
             self._seconds, now - self._step_began, now - began, lead.learner.seconds, self._awaiting_scores
@@ -365,12 +366,17 @@ class Loop:
         self._awaiting_scores = 0.0
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
-        devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
         metrics = init_metrics | self._writer.take_metrics()
-        return metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
+        return metrics | self._context.meter.metrics(
+            times,
+            [extent.paths for extent in extents],
+            lead.learner.work,
+            training_devices=lead.ranks.size,
+            generating_devices=generating,
+        )
 
     async def _checkpoint(self) -> None:
-        """Take a snapshot for a checkpoint, once the one before it is published."""
+        """Take a snapshot for a checkpoint, once the previous checkpoint is published."""
         await self._writer.finish()
         context, retries = self._context, self._context.feeder.retries
         ended = await self._call(self._replay.ended)
@@ -424,25 +430,25 @@ class Loop:
             log.warning("replica %s did not take version %d: %s", replica, self._version, reason)
 
     async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:
-        """Tell the buffer how far the log-probabilities of each replica that takes part are from the trainer's, and quarantine those that
-        stay apart."""
+        """Report to the buffer how far the log-probabilities of each replica that takes part are from the trainer's. Quarantine replicas
+        that stand apart repeatedly."""
         errors = {replica: error for replica, error in errors.items() if replica in self._alive}
         means = {replica: of.error for replica, of in errors.items()}
         await self._call(lambda: self._replay.disagreements(step, self._timeline, means))
-        apart = alarm.apart(errors, self._config.logger.train_inference_alarm.token_mult_prob_error)
+        outliers = alarm.outliers(errors, self._config.logger.train_inference_alarm.token_mult_prob_error)
         what = {
             replica: f"its log-probabilities stand apart: in step {step} token_mult_prob_error is {errors[replica].error:.4g} on its "
             f"tokens, at a mean age of {errors[replica].age:.1f}"
-            for replica in apart
+            for replica in outliers
         }
-        for replica in apart - self._apart.keys():
+        for replica in outliers - self._outliers.keys():
             log.warning("replica %s: %s", replica, what[replica])
-        well = errors.keys() - apart if len(errors) > 1 else ()  # one alone can't stand out
-        self._apart = await self._judge(self._apart, well, what)
+        well = errors.keys() - outliers if len(errors) > 1 else ()  # a single replica has no others to stand apart from
+        self._outliers = await self._judge(self._outliers, well, what)
 
     async def _judge(self, streaks: Mapping[str, int], well: Iterable[str], ill: Mapping[str, str]) -> dict[str, int]:
-        """Count how often in a row each replica did badly, and quarantine those that did `rollout.quarantine_after` times. `ill` says what
-        each that did badly now did. Returns the counts of those that still take part."""
+        """Count how many times in a row each replica failed, and quarantine those that failed `rollout.quarantine_after` times. `ill` says
+        what went wrong now, by replica; the replicas in `well` were fine. Returns the counts of the replicas that still take part."""
         most, counts = self._config.rollout.quarantine_after, decisions.next_streaks(streaks, well, ill)
         quarantined = set()
         for replica, what in ill.items():
@@ -451,7 +457,7 @@ class Loop:
                 continue
             if await self._call(partial(self._replay.quarantine, replica, self._timeline, reason)):
                 quarantined.add(replica)
-                log.error("replica %s is quarantined: %s. Mend the cause, and restart the replica", replica, reason)
+                log.error("replica %s is quarantined: %s. Fix the cause, and restart the replica", replica, reason)
         return {id_: times for id_, times in counts.items() if id_ in self._alive - quarantined}
 
     # -- validation ------------------------------------------------------------------------------------------------------
@@ -516,7 +522,7 @@ class Loop:
 
 
 def builds_of(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:
-    """The builds that scored a batch, by environment, in its order; "" is one without a name."""
+    """Return the builds that scored a batch, by environment, in the batch's order. A build without a name is ""."""
     found: dict[str, dict[str, None]] = {}
     for group in groups:
         found.setdefault(group.env_name, {}).update({origin.build or "": None for origin in origins[group.id]})
@@ -526,8 +532,8 @@ def builds_of(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) 
 def step_times(
     spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float], awaiting_scores: float
 ) -> StepTimes:
-    """Split the `total` seconds of a step: `training` of them were training, whose parts `learner` gives; `spent` gives those of each
-    other action of the loop, `awaiting_scores` the part of its waiting that was for scores."""
+    """Split the `total` seconds of a step. `training` of them were training, and `learner` has the parts of that. `spent` has the seconds
+    of the loop's other actions. `awaiting_scores` is the part of its waiting that was for scores."""
 
     def over(*actions: Action) -> float:
         return sum(spent.get(action, 0.0) for action in actions)

@@ -1,17 +1,21 @@
-"""The work of each trainer rank: load, step, probe, gather weights, save. A thread of each writes what is saved; it enters no collective.
+"""The work of each trainer rank: load, step, probe, gather weights, save.
 
-Rank 0's `LeadRank` sends each command to the others before it acts itself, so that all ranks enter the same collective. Each rank reads
-its own trajectories from the buffer.
+These are the commands of rank 0. Its `LeadRank` sends each command to the other ranks before it acts itself, so that all ranks enter the
+same collective (`follow`). Each rank reads its own trajectories from the buffer. A thread of each rank writes what is saved, and enters no
+collective.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,20 +32,64 @@ from headrace_services.trainer.learning.batch import Batch, BatchRejected, check
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merged
-from headrace_services.trainer.telemetry.metrics import Extent, Scored
+from headrace_services.trainer.telemetry.metrics import Extent, TrajectoryReport
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Read = Callable[[Sequence[str]], list[tuple[AnyTrajectory, Score] | CodecError]]
 
 
+_DISMISS = "dismiss"
+_COMMANDS: dict[str, Callable[..., Any]] = {}
+
+
+def command(method: Callable[Concatenate[TrainerRank, P], T]) -> Callable[Concatenate[TrainerRank, P], T]:
+    """Make a method of `TrainerRank` a command: rank 0 sends its name and its positional arguments to the other ranks, and each of them
+    makes the same call. msgpack must be able to carry the arguments."""
+    name = method.__name__
+    _COMMANDS[name] = method
+
+    @functools.wraps(method)
+    def announced(self: TrainerRank, *arguments: P.args, **named: P.kwargs) -> T:
+        assert not named
+        self._announce(name, arguments)
+        return method(self, *arguments, **named)
+
+    return announced
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedStep:
+    """The outcome of a step: `metrics` of the whole batch, and the number of completions in it that were `truncated` at the length limit.
+
+    `trajectories` and `errors` (by replica, `alarm.error_by_replica`) are on rank 0 those of the whole batch, in its order, and elsewhere
+    those of the rank's own part.
+    """
+
+    metrics: dict[str, float]
+    truncated: int
+    trajectories: list[TrajectoryReport]
+    errors: dict[str, ReplicaDisagreement]
+
+    @property
+    def origins(self) -> dict[str, list[Origin]]:
+        """The origins of the trajectories, by group id."""
+        by_group: dict[str, list[Origin]] = {}
+        for trajectory in self.trajectories:
+            by_group.setdefault(trajectory.group_id, []).append(trajectory.origin)
+        return by_group
+
+
 class TrainerRank:
-    """One rank. `read` fetches payloads from the buffer; every other method is a collective of all ranks."""
+    """One rank. `read` fetches payloads from the buffer. Every command is a collective of all ranks."""
 
     def __init__(self, config: Config, ranks: Ranks, read: Read) -> None:
         self.ranks = ranks
         self._config = config
         self._read = read
         self._learner: Learner | None = None
-        self._batch: Batch | None = None  # of the newest step
+        self._batch: Batch | None = None  # the newest step's
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._part: Future[None] | None = None
 
@@ -57,17 +105,18 @@ class TrainerRank:
         assert self._batch is not None
         return self._batch
 
+    @command
     def load(self, checkpoint: str | None) -> None:
         self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None, self.ranks)
 
+    @command
     def step(
         self, reservation: Reservation, multipliers: Sequence[float], shares: Sequence[Sequence[int]]
-    ) -> dict[str, float]:
+    ) -> TrainedStep:
         """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
 
-        Returns the metrics of `train_step`, plus `truncated`, the number of completions cut off at the length limit, and
-        `masked_tokens`, the number of policy tokens over age. Raises `BatchRejected` on every rank if what any rank read
-        can't be trained on.
+        The metrics are those of `train_step`, and `masked_tokens`, the number of policy tokens over age. Raises `BatchRejected` on every
+        rank if what any rank read can't be trained on.
         """
         algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
         reserved = [reservation.trajectories[place] for place in places]
@@ -112,58 +161,41 @@ class TrainerRank:
         )
         metrics = train_step(self.learner, batch)
         truncated, masked = self.ranks.sum([float(batch.truncated.sum()), float((~batch.mask).sum())])
-        return {**metrics, "truncated": truncated, "masked_tokens": masked}
+        return TrainedStep(
+            metrics={**metrics, "masked_tokens": masked},
+            truncated=int(truncated),
+            trajectories=self._reports(batch),
+            errors=merged(self.ranks.gather(error_by_replica(batch), dict[str, ReplicaDisagreement])),
+        )
 
-    def origins(self) -> dict[str, list[Origin]]:
-        """The origins of the newest step's trajectories, by group id: on rank 0 those of all ranks, elsewhere the rank's own.
-
-        The advantage of a trajectory is the mean over its tokens.
-        """
-        batch = self.batch
+    def _reports(self, batch: Batch) -> list[TrajectoryReport]:
+        """A collective: on rank 0 the reports of the whole batch, in its order, elsewhere those of the rank's own part."""
         own = [
-            (trajectory.group_id, dataclasses.replace(origin_of(trajectory, score), advantage=advantage))
-            for trajectory, score, advantage in zip(
-                batch.trajectories, batch.scores, batch.mean_advantages(), strict=True
+            TrajectoryReport(
+                place=int(batch.places[i]),
+                group_id=trajectory.group_id,
+                origin=origin_of(trajectory, score, advantage),
+                components=score.components,
+                timings=score.timings,
+                extent=Extent.of(trajectory, [batch.paths[path] for path in batch.paths_of([i])]),
+            )
+            for i, (trajectory, score, advantage) in enumerate(
+                zip(batch.trajectories, batch.scores, batch.mean_advantages(), strict=True)
             )
         ]
-        by_group: dict[str, list[Origin]] = {}
-        for group_id, origin in (pair for share in self.ranks.gather(own, list[tuple[str, Origin]]) for pair in share):
-            by_group.setdefault(group_id, []).append(origin)
-        return by_group
+        shares = self.ranks.gather(own, list[TrajectoryReport])
+        return sorted((report for share in shares for report in share), key=lambda report: report.place)
 
-    def scored(self) -> list[Scored]:
-        """What the environments said of the newest step's trajectories: on rank 0 of all of them, in the batch's order, elsewhere of the
-        rank's own."""
-        batch = self.batch
-        own = [(int(p), s.components, s.timings) for p, s in zip(batch.places, batch.scores, strict=True)]
-        shares = self.ranks.gather(own, list[tuple[int, dict[str, float], dict[str, float]]])
-        everyone = sorted((one for share in shares for one in share), key=lambda one: one[0])
-        return [Scored(components, timings) for _, components, timings in everyone]
-
-    def extents(self) -> list[Extent]:
-        """How much of a model the newest step's trajectories take: on rank 0 of all of them, in the batch's order, elsewhere of the rank's
-        own."""
-        batch = self.batch
-        own = [
-            (int(place), Extent.of(trajectory, [batch.paths[path] for path in batch.paths_of([i])]))
-            for i, (place, trajectory) in enumerate(zip(batch.places, batch.trajectories, strict=True))
-        ]
-        shares = self.ranks.gather(own, list[tuple[int, Extent]])
-        return [extent for _, extent in sorted(one for share in shares for one in share)]
-
-    def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
-        """How far the log-probabilities of each replica are from the trainer's, in the newest step: on rank 0 of the whole batch, elsewhere
-        of the rank's own."""
-        own = error_by_replica(self.batch)
-        return merged(self.ranks.gather(own, dict[str, ReplicaDisagreement]))
-
+    @command
     def gather_batch(self) -> Batch:
-        """On rank 0 the whole batch of the newest step with all its columns, elsewhere the rank's own."""
+        """Return the newest step's whole batch with all its columns on rank 0, and the rank's own part elsewhere."""
         return gather(self.batch, self.ranks)
 
+    @command
     def probe(self, token_ids: Sequence[int]) -> Float32:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
+    @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
         gathered_in = getattr(torch, rollout_dtype(self._config))
         for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):
@@ -172,16 +204,18 @@ class TrainerRank:
 
     @property
     def part(self) -> Future[None]:
-        """This rank's part of the checkpoint that was saved last; done once it is written."""
+        """This rank's part of the checkpoint that was saved last. It is done once it is written."""
         assert self._part is not None
         return self._part
 
+    @command
     def save(self, folder: str) -> None:
-        """Take a snapshot, and begin to write it to `folder`. The one before has been written (`saved`)."""
-        self._part = self._writer.submit(self.learner.snapshot().write, Path(folder))
+        """Take a snapshot, and begin to write it to `folder`. The previous snapshot must have been written (`saved`)."""
+        self._part = self._writer.submit(self.learner.snapshot(), Path(folder))
 
+    @command
     def saved(self) -> bool:
-        """Whether every rank has written its part. Raises `ServiceError` on every rank if any can't."""
+        """Return whether every rank has written its part. Raises `ServiceError` on every rank if any rank fails to."""
         done = self.part.done()
         failed = self.part.exception() if done else None
         if failed is not None and not isinstance(failed, ServiceError):
@@ -189,64 +223,22 @@ class TrainerRank:
         self.ranks.raise_any([] if failed is None else [str(failed)])
         return all(self.ranks.all_gather(done, bool))
 
+    def _announce(self, name: str, arguments: Sequence[Any]) -> None:
+        """Called before each command. Only the lead rank does anything here."""
+
 
 class LeadRank(TrainerRank):
-    """Rank 0: each method first makes the other ranks do the same. It blocks; call it from one thread at a time."""
-
-    def load(self, checkpoint: str | None) -> None:
-        self._send("load", checkpoint)
-        super().load(checkpoint)
-
-    def step(
-        self, reservation: Reservation, multipliers: Sequence[float], shares: Sequence[Sequence[int]]
-    ) -> dict[str, float]:
-        self._send("step", msgspec.to_builtins(reservation), list(multipliers), shares)
-        return super().step(reservation, multipliers, shares)
-
-    def origins(self) -> dict[str, list[Origin]]:
-        self._send("origins")
-        return super().origins()
-
-    def scored(self) -> list[Scored]:
-        self._send("scored")
-        return super().scored()
-
-    def extents(self) -> list[Extent]:
-        self._send("extents")
-        return super().extents()
-
-    def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
-        self._send("error_by_replica")
-        return super().error_by_replica()
-
-    def gather_batch(self) -> Batch:
-        self._send("gather_batch")
-        return super().gather_batch()
-
-    def probe(self, token_ids: Sequence[int]) -> Float32:
-        self._send("probe", list(map(int, token_ids)))
-        return super().probe(token_ids)
-
-    def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        self._send("weights", adapter_alone)
-        yield from super().weights(adapter_alone)
-
-    def save(self, folder: str) -> None:
-        self._send("save", folder)
-        super().save(folder)
+    """Rank 0: each command goes to the other ranks first. It blocks; call it from one thread at a time."""
 
     def saved(self) -> bool:
-        if not self.part.done():
-            return False
-        self._send("saved")
-        return super().saved()
+        return self.part.done() and super().saved()
 
-    def _send(self, do: str, *arguments: Any) -> None:
-        self.ranks.send(msgspec.msgpack.encode([do, *arguments]))
+    def _announce(self, name: str, arguments: Sequence[Any]) -> None:
+        self.ranks.send(msgspec.msgpack.encode([name, *arguments]))
 
 
 class Weights:
-    """The policy's weights, or its adapter alone, as a source for the weight channel. Each iteration is a collective and must run to its
+    """The policy's weights, or only its adapter, as a source for the weight channel. Each iteration is a collective and must run to its
     end."""
 
     def __init__(self, lead: LeadRank, *, adapter_alone: bool = False) -> None:
@@ -263,39 +255,29 @@ class Weights:
 
 def dismiss(ranks: Ranks) -> None:
     """Rank 0: end the work of the other ranks."""
-    ranks.send(msgspec.msgpack.encode(["dismiss"]))
+    ranks.send(msgspec.msgpack.encode([_DISMISS]))
 
 
 def follow(rank: TrainerRank) -> None:
     """Ranks above 0: carry out rank 0's commands until it dismisses them."""
     while True:
-        match msgspec.msgpack.decode(rank.ranks.receive()):
-            case ["load", checkpoint]:  # as long as it takes: a model may have to be downloaded
-                rank.load(checkpoint)
-            case ["dismiss"]:
-                return
-            case command:
-                with rank.ranks.progress.working():
-                    _obey(rank, command)
+        name, *arguments = msgspec.msgpack.decode(rank.ranks.receive())
+        if name == _DISMISS:
+            return
+        if name not in _COMMANDS:
+            raise ServiceError(f"rank 0 sent the unknown command {name!r}; start all ranks from one build")
+        # loading takes as long as it takes: a model may have to be downloaded
+        with contextlib.nullcontext() if name == "load" else rank.ranks.progress.working():
+            _obey(rank, name, arguments)
 
 
-def _obey(rank: TrainerRank, command: list[Any]) -> None:
-    match command:
-        case ["step", reservation, multipliers, shares]:
-            with contextlib.suppress(BatchRejected):  # rank 0 gives the batch back
-                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
-        case ["weights", adapter_alone]:
-            for _ in rank.weights(adapter_alone):
-                continue
-        case [
-            ("origins" | "scored" | "extents" | "error_by_replica" | "gather_batch" | "probe" | "save" | "saved") as do,
-            *arguments,
-        ]:
-            getattr(rank, do)(*arguments)
-        case unknown:
-            raise ServiceError(
-                f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
-            )
+def _obey(rank: TrainerRank, name: str, arguments: Sequence[Any]) -> None:
+    _, *parameters = inspect.signature(_COMMANDS[name], eval_str=True).parameters.values()
+    typed = [msgspec.convert(value, p.annotation) for value, p in zip(arguments, parameters, strict=True)]
+    with contextlib.suppress(BatchRejected):  # rank 0 gives the batch back
+        result = getattr(rank, name)(*typed)
+        if isinstance(result, Iterator):
+            collections.deque(result, maxlen=0)  # run it to its end
 
 
 def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
@@ -314,10 +296,10 @@ def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts
 
 
 def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
-    """The places in the batch that each rank gets: in every optimizer step, about equally many tokens that the policy wrote. (What else the
-    episodes hold, the ranks know once they have read them.)
+    """Return the places in the batch that each rank gets, with about equally many policy tokens in every optimizer step. (How long an
+    episode's other tokens are is known only once it has been read.)
 
-    With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share their prompt.
+    With `policy.share_prompts` a group's trajectories in an optimizer step go to one rank, so that they can share their prompt.
     """
     batch, size = reservation.trajectories, config.policy_batch
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -334,7 +316,7 @@ def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[li
 
 
 def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> list[list[int]]:
-    """Indices for each rank, with each of the `groups` on one rank: the longest group first, each to the rank with the fewest tokens."""
+    """Return the indices for each rank. Each group goes to one rank: the longest group first, to the rank with the fewest tokens so far."""
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -348,7 +330,7 @@ def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> l
 
 
 def split_evenly(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank, dealt longest first, back and forth; the counts differ by at most one."""
+    """Return the indices for each rank, dealt longest first, back and forth. The counts differ by at most one."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         turn, seat = divmod(place, ranks)

@@ -28,37 +28,37 @@ log = logging.getLogger(__name__)
 
 
 def restore_reason(checkpoint: CheckpointState | None, run: RunState, before: int = -1) -> str | None:
-    """Why the buffer must be rebuilt from the checkpoint's ledger (`restore`), or None if a rewind is enough. `before`: the version
-    that was published before the checkpoint.
+    """Return why the buffer must be rebuilt from the checkpoint's ledger (`restore`), or None if a rewind is enough. `before` is the
+    version that was published before the checkpoint.
 
-    It must be rebuilt if it does not know the history that led to the checkpoint. A rewind keeps every trajectory that is still usable;
-    the checkpoint may be older than the newest one that the buffer has seen, or there may be none yet.
+    The buffer must be rebuilt if it lacks the history that led to the checkpoint. A rewind keeps every trajectory that is still usable. The
+    checkpoint may be older than the newest one that the buffer has seen, or there may be none yet.
 
-    Raises `ServiceError` if the buffer knows of published weights but no checkpoint is there to resume from.
+    Raises `ServiceError` if the buffer knows of published weights but there is no checkpoint to resume from.
     """
     if checkpoint is None:
         if run.committed > 0:
             raise ServiceError(
-                f"run {run.run_id!r} has published version {run.committed}, but there is no checkpoint of it here; bring its "
-                "checkpoints back, or give run.id another name to start anew"
+                f"run {run.run_id!r} has published version {run.committed}, but there is no checkpoint of it here; restore its "
+                "checkpoints, or give run.id another name to start over"
             )
         return None
     if run.incarnation != checkpoint.incarnation:
-        return "it holds another incarnation of this run than the one the checkpoint was trained from"
+        return "it holds another incarnation of this run than the one that the checkpoint was trained from"
     if run.timeline_of(checkpoint.version) != checkpoint.timeline:
         return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
     if run.next_step < checkpoint.version:
-        return f"it knows of {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
+        return f"it has {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
     if run.committed < before:
-        return f"it knows of no version after {run.committed}, and {before} was published before the checkpoint"
+        return f"its newest published version is {run.committed}, and {before} was published before the checkpoint"
     return None
 
 
 async def differing_step(replay: ReplayClient, retry: BufferRetry, steps: Mapping[int, Sequence[str]]) -> int | None:
-    """The first of `steps`, each with the groups that it was trained on, of which the buffer holds another batch; None if there is none.
+    """Return the first of `steps` for which the buffer holds another batch than the groups that it was trained on, or None.
 
-    The buffer's server lost such a step, and a copy of `reserve` that arrived late took it again. Steps that are held no more, and those
-    whose payloads have gone, are not looked at.
+    The buffer's server lost such a step, and a late copy of `reserve` took it again. Steps that are no longer held, or whose payloads are
+    gone, are not checked.
     """
     for step, groups in steps.items():
         _, batch = await retry(partial(replay.held_batch, step))
@@ -71,8 +71,8 @@ async def differing_step(replay: ReplayClient, retry: BufferRetry, steps: Mappin
 class ResumeState:
     """The state that a trainer resumes from, agreed with the buffer.
 
-    `refill`: prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended`: the orders
-    that failed or were filtered, as far as the buffer knows now.
+    With `refill`, prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended` are the
+    orders that failed or were filtered, as far as the buffer knows now.
     """
 
     version: int
@@ -83,27 +83,27 @@ class ResumeState:
     ended: BitMap
     enqueued: int
     refill: bool
-    previous_timeline: str  # the buffer's before this start
+    previous_timeline: str  # the buffer's, before this start
 
     def missing(self) -> Iterator[int]:
-        """The prompts to refill, by their `order`; enqueuing one that the buffer still holds changes nothing."""
+        """Return the prompts to refill, by their `order`. Enqueuing one that the buffer still holds changes nothing."""
         return self.ledger.missing(self.enqueued, self.ended)
 
 
 def checkpoint_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> Ended:
-    """The groups that had ended untrained when the checkpoint was published. An earlier build did not say which of them had failed."""
+    """Return the groups that had ended untrained when the checkpoint was published. An earlier build did not record which had failed."""
     version = checkpoint.version
     failures = b"" if checkpoint.retries is None else checkpoints.file(version, FAILURES)
     return Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(version, ENDED), failures)
 
 
 def check_prompts(checkpoint: CheckpointState, folder: Path, digest: str) -> None:
-    """Raises `ServiceError` unless the run's prompts, of this `digest`, are those that `checkpoint`, in `folder`, was trained on: their
-    places in the order say which of them are still to come."""
+    """Raise `ServiceError` unless the run's prompts, with this `digest`, are those that `checkpoint`, in `folder`, was trained on: places
+    in the prompts' order decide which are still to come."""
     if checkpoint.prompts not in (None, digest):
         raise ServiceError(
-            f"the prompts are not those that {folder} was trained on: a file of data.train or data.validation has changed, or a set of the "
-            "hub. Put it back; or start a new run (another run.id), which goes on from these weights by "
+            f"the prompts are not those that {folder} was trained on: a file of data.train or data.validation has changed, or a data set "
+            "of the Hugging Face Hub. Restore it; or start a new run (another run.id) that continues from these weights with "
             f"policy.model_name={folder / 'policy'}"
         )
 
@@ -119,9 +119,11 @@ async def resume(
     afresh: bool = False,
 ) -> ResumeState:
     """Rewind or restore the buffer to checkpoint `newest`, whose weights the trainer has loaded (None: the initial model), on a new
-    timeline, which becomes the newest of the checkpoints' chain. `retried`: the orders of each retry in the journal; those that the
-    checkpoint doesn't know of are retried still. `afresh`: without a checkpoint, what the buffer holds was made under another configuration
-    or of other prompts, and is left behind."""
+    timeline. That timeline becomes the newest of the checkpoints' chain.
+
+    `retried` has the orders of each retry in the journal; retries that the checkpoint doesn't know of are still carried out. `afresh` means
+    that, without a checkpoint, the buffer's content is of another configuration or of other prompts, and is discarded.
+    """
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -169,12 +171,13 @@ async def resume(
 
 
 def lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
-    """Whether the server lost writes (a failover, a power cut, an empty volume): the buffer is empty or in an earlier state of this run.
+    """Return whether the server lost writes (a failover, a power cut, an empty volume): the buffer is empty or in an earlier state of this
+    run.
 
-    Called when the buffer refuses this trainer or lacks a payload of its batch. After lost writes a restart restores the buffer; otherwise
-    another trainer has taken over the run, or there is a bug. `reserved`: the number of steps handed out to this trainer so far.
+    Called when the buffer refuses this trainer or lacks a payload of its batch. After lost writes a restart restores the buffer. Otherwise
+    another trainer has taken over the run, or there is a bug. `reserved` is the number of steps handed out to this trainer so far.
     """
     if run.timeline == resumed.timeline:
         return run.next_step < reserved
-    untouched = run.committed < 0  # by any trainer: each begins by committing version 0
+    untouched = run.committed < 0  # every trainer begins by committing version 0
     return untouched or run.timeline in (resumed.previous_timeline, *resumed.ancestors)

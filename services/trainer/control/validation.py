@@ -11,29 +11,27 @@ import numpy as np
 from headrace.errors import InvalidCall
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
-from headrace_services.trainer.telemetry.metrics import Scored, score_metrics
+from headrace_services.trainer.telemetry.metrics import score_metrics
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:
-    """Metrics of a validation.
+    """Return the metrics of a validation.
 
-    Failed and pending groups are counted separately and never enter a mean; if no group was evaluated, there is no accuracy.
-    `pass_k`, with several completions per prompt, is the share of prompts with at least one reward above 0. `version_min` and
-    `version_max` are the oldest and newest weight versions of the tokens.
+    Failed and pending groups are counted separately and never enter a mean. If no group was evaluated, there is no accuracy. `pass_k`, with
+    several completions per prompt, is the share of prompts with at least one reward above 0. `version_min` and `version_max` are the oldest
+    and newest weight versions of the tokens.
     """
     metrics: dict[str, float] = {"evaluated": len(evaluated), "failed": failed, "pending": pending}
     if not evaluated:
         return metrics
-    # law 7: a trajectory without a reward fails its group in the buffer and never gets here
+    # law 7: a trajectory without a reward fails its group in the buffer, so it never gets here
     rewards = [[float(score.reward) for _, score in one.trajectories if score.reward is not None] for one in evaluated]
     trajectories = [trajectory for one in evaluated for trajectory, _ in one.trajectories]
     flat = np.array([reward for group in rewards for reward in group])
     metrics["accuracy"], metrics["reward_std"] = float(flat.mean()), float(flat.std())
     metrics["partial_credit"] = float(((flat != 0) & (flat != 1)).mean())
-    scored = [(one.group.env_name, score) for one in evaluated for _, score in one.trajectories]
-    metrics |= score_metrics(
-        [environment for environment, _ in scored], [Scored(score.components, score.timings) for _, score in scored]
-    )
+    environments = [one.group.env_name for one in evaluated for _ in one.trajectories]
+    metrics |= score_metrics(environments, [score for one in evaluated for _, score in one.trajectories])
     if any(len(group) > 1 for group in rewards):
         metrics["pass_k"] = float(np.mean([any(reward > 0 for reward in group) for group in rewards]))
     metrics["mean_length"] = float(np.mean([trajectory.length for trajectory in trajectories]))
@@ -49,14 +47,14 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
 
 
 def reaches_target(metrics: Mapping[str, float], metric: str | None, threshold: float | None) -> bool:
-    """Whether a validation ends the run: it has `metric` (with or without `val:`), with a value of at least `threshold`."""
+    """Return whether a validation ends the run: its `metric` (with or without `val:`) is at least `threshold`."""
     if metric is None or threshold is None:
         return False
     return metrics.get(metric.removeprefix("val:"), -math.inf) >= threshold
 
 
 class Validation:
-    """The evaluation of one version: the groups that it enqueued and the results so far."""
+    """The evaluation of one version: its groups and the results so far."""
 
     def __init__(self, replay: ReplayClient, retry: BufferRetry, timeline: str, version: int) -> None:
         self.version = version
@@ -69,7 +67,7 @@ class Validation:
         self._failed: dict[str, str] = {}
 
     async def start(self, groups: Sequence[Group]) -> None:
-        """Enqueue `groups`, after dropping what the previous validation left behind."""
+        """Drop what the previous validation left behind, and enqueue `groups`."""
         self._groups = {group.id: group for group in groups}
         self._pending = tuple(self._groups)
         await self._enqueue(groups)
@@ -79,13 +77,13 @@ class Validation:
         await self._retry(lambda: self._replay.enqueue(groups, self._timeline, validation=self.version))
 
     async def poll(self) -> bool:
-        """Fetch the groups finished since the last call; True when none is pending. Groups that the buffer
-        no longer knows are enqueued again."""
+        """Fetch the groups that finished since the last call; return True when none is pending. Groups that the buffer no longer has are
+        enqueued again."""
         if self._pending:
             try:
                 done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
             except InvalidCall:
-                # what was just evaluated is gone: the buffer's server lost writes, as the next look shows
+                # what was just evaluated is gone, because the buffer's server lost writes; the next look handles that
                 return False
             if unknown:  # the buffer's server lost writes
                 await self._enqueue([self._groups[id_] for id_ in unknown])
@@ -96,7 +94,7 @@ class Validation:
         return not self._pending
 
     async def abandon(self) -> None:
-        """Drop the pending groups from the buffer; they stay counted as pending."""
+        """Drop the pending groups from the buffer. They still count as pending."""
         await self._retry(lambda: self._replay.drop_validation(self._timeline, before=self.version + 1))
 
     def metrics(self) -> dict[str, float]:
@@ -108,5 +106,5 @@ class Validation:
         return [(id_, self._groups[id_], reason) for id_, reason in self._failed.items()]
 
     def failures(self) -> Mapping[str, int]:
-        """The reasons of failed groups, and how many groups each has."""
+        """Return the reasons of failed groups, and the number of groups with each."""
         return Counter(self._failed.values())

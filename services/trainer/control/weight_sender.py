@@ -1,9 +1,8 @@
 """The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
-The sender never waits for a replica past a deadline: one that does not acknowledge is left out, and one that dies in the middle costs
-another attempt without it. Every live replica takes part, even if it already holds the version, because the buffer knows one
-membership at a time, and a replica outside it may not lease. A replica that holds the version discards the bytes, and is
-neither drained nor paused.
+The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer,
+another attempt is made without it. Every live replica takes part, even if it already holds the version: the buffer has one membership at a
+time, and a replica outside it may not lease. A replica that holds the version discards the bytes, and is neither drained nor paused.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ from headrace_services.weight_channel.transport import (
 
 logger = logging.getLogger(__name__)
 
-# how often the members are checked during a transfer: only their silence shows that one of them has died
+# The interval at which the members are checked during a transfer: a dead member only falls silent.
 POLL_S = 0.25
-# what is cast to the dtype that replicas compute in: they would only do it themselves
+# These are cast to the dtype that replicas compute in, because replicas would cast them anyway.
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class WeightSource(Protocol):
-    """The weights to send; floating point that is not in the replicas' dtype yet is cast to it. Iterated at most once per attempt, always
-    to its end, on a thread other than the event loop's."""
+    """The weights to send. Floating point in another dtype than the replicas' is cast to it. It is iterated at most once per attempt,
+    always to its end, on a thread other than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
-        """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
+        """Return (checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -72,8 +71,8 @@ class WeightSource(Protocol):
 class RefitReport:
     """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts.
 
-    `members` are those of the last attempt, empty if no live replica came. `refused` has the reason of each member that did not complete
-    an attempt; `failed` are those of them that were at fault.
+    `members` are those of the last attempt; empty if no live replica came. `refused` has the reason of each member that did not complete an
+    attempt. `failed` are those among them that were at fault.
     """
 
     version: int
@@ -87,8 +86,11 @@ class RefitReport:
 
 
 class _AttemptOutcome(enum.Enum):
-    """The outcome of one attempt. SETTLED: every member has verified, refused or died, or ran out of time. INTERRUPTED: the transfer did
-    not reach all members, through no fault of theirs, so another attempt is worthwhile. NO_MEMBERS: no live replica came."""
+    """The outcome of one attempt.
+
+    SETTLED: every member has verified, refused, died or run out of time. INTERRUPTED: the transfer did not reach all members, through no
+    fault of theirs, so another attempt is worthwhile. NO_MEMBERS: no live replica came.
+    """
 
     SETTLED = enum.auto()
     INTERRUPTED = enum.auto()
@@ -97,8 +99,11 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share; the last three grow from attempt to attempt. `silent`: members that did not say
-    within the deadline whether they had completed it. `source` is `whole`, or the `adapter`, as the members of the attempt need it."""
+    """The state that the attempts at one refit share. The last three fields grow from attempt to attempt.
+
+    `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
+    members of the attempt need it.
+    """
 
     version: int
     timeline: str
@@ -115,7 +120,7 @@ class _Refit:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[float]:
-        """Adds the time in the context to `seconds`; yields when it began."""
+        """Add the time in the context to `seconds`. Yields the time at its start."""
         started = time.monotonic()
         try:
             yield started
@@ -124,7 +129,7 @@ class _Refit:
 
 
 class WeightSender:
-    """Sends weights to the fleet; holds the rendezvous store and the process group while the trainer runs. Refits must not overlap.
+    """Sends weights to the fleet. Holds the rendezvous store and the process group while the trainer runs. Refits must not overlap.
 
     Raises `ServiceError` if `weight_channel.port` is busy.
     """
@@ -145,7 +150,7 @@ class WeightSender:
         self._channel: Channel | None = None
         self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
-        self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole
+        self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
 
     @property
     def port(self) -> int:
@@ -161,23 +166,27 @@ class WeightSender:
         *,
         adapter: WeightSource | None = None,
     ) -> RefitReport:
-        """Send `version` to every live replica: `source`, or the `adapter`, which is the end of it, where each member has the rest, which
-        doesn't change, from an earlier refit. It is verified if its log-probabilities of `probe_ids` [L] are the trainer's,
-        `probe_logprobs` [L - 1] (temperature 1).
+        """Send `version` to every live replica: all of `source`, or only the `adapter`, which is its last part. The adapter is enough if
+        every member has the rest, which doesn't change, from an earlier refit. A replica is verified if its log-probabilities of
+        `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1).
 
-        Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
-        enough. It also brings late replicas to the current version. Raises `WrongTimeline` and
-        `ReplayUnavailable` from the buffer, the latter also if the buffer's server lost the epoch (another refit opens a new one),
-        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite (`Restartable` if a call of an earlier refit
-        hangs in it), `ValueError` if `source` does not yield what
-        its metadata says.
+        Returns when each member has verified, refused or died, or a deadline has passed. The caller decides whether that is good enough. It
+        also brings late replicas to the current version.
+
+        Raises:
+        - `WrongTimeline` and `ReplayUnavailable` from the buffer; the latter also if the buffer's server lost the epoch (another refit
+          opens a
+          new one)
+        - `ServiceError` if the backend is not available here, or `probe_logprobs` are not finite
+        - `Restartable` if a call of an earlier refit hangs in the backend
+        - `ValueError` if `source` does not yield what its metadata describes
         """
         if probe_logprobs.size != probe_ids.size - 1:
             raise ValueError(f"{probe_logprobs.size} log-probabilities for a probe of {probe_ids.size} tokens")
         if not np.isfinite(probe_logprobs).all():
             raise ServiceError(
-                f"the weights of version {version} give the probe log-probabilities that are not finite: no replica could be verified with "
-                "them. Lower the learning rate, and start again from the last checkpoint"
+                f"under the weights of version {version} the probe's log-probabilities are not finite, so no replica could be verified. "
+                "Lower the learning rate, and start again from the last checkpoint"
             )
         refit = _Refit(version, timeline, source, adapter, source, self._manifest(source), probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
@@ -201,7 +210,7 @@ class WeightSender:
         await asyncio.to_thread(self._closed.join, self._config.timeout_s)
 
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _AttemptOutcome]:
-        """Run one epoch from its announcement to its end; returns its final state and the outcome."""
+        """Run one epoch from its announcement to its end. Returns its final state and the outcome."""
         self._closed.check()
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
@@ -240,19 +249,19 @@ class WeightSender:
         )
 
     async def end_stray_epoch(self, timeline: str) -> None:
-        """End an epoch of this timeline that no refit of this sender drives; replicas take no work while one is announced.
+        """End an epoch of this timeline that no refit of this sender drives. Replicas take no work while an epoch is announced.
 
-        Where it comes from: the buffer's server lost `open_epoch`, and a copy of the call arrived afterwards. Call it between refits.
+        Such an epoch exists if the buffer's server lost `open_epoch` and a copy of the call arrived afterwards. Call this between refits.
         """
         epoch = await self._replay.epoch()
         if epoch is None or epoch.timeline != timeline or epoch.state not in ("announced", "transfer"):
             return
-        logger.warning("epoch %s (version %d) is driven by nobody and is ended", epoch.id, epoch.version)
+        logger.warning("no refit drives epoch %s (version %d); it is ended", epoch.id, epoch.version)
         with _server_lost(epoch.id):
             await self._replay.end_epoch(epoch.id, aborted=True)
 
     async def _announce(self, refit: _Refit) -> Epoch:
-        """Open an epoch and gather its members: wait until every live replica has acknowledged it, or the time is up."""
+        """Open an epoch and gather its members: wait until every live replica has acknowledged it, or the deadline has passed."""
         announcement = Announcement(tuple(sorted(refit.excluded))).encode()
         with refit.timed("acknowledge") as started:
             epoch = await self._replay.open_epoch(secrets.token_hex(8), refit.version, refit.timeline, announcement)
@@ -265,7 +274,7 @@ class WeightSender:
         return epoch
 
     async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
-        """What the members need in order to meet. If the members are those of the last refit, they keep its group."""
+        """Return what the members need in order to meet. If the members are those of the last refit, they keep its group."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
         problem = membership.nccl_problem(
             self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
@@ -289,7 +298,8 @@ class WeightSender:
         )
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _AttemptOutcome:
-        """Broadcast on a thread while watching the members. INTERRUPTED, with the channel closed, if it did not reach them all."""
+        """Broadcast on a thread while watching the members. The outcome is INTERRUPTED, with the channel closed, if not all were
+        reached."""
         with refit.timed("transfer"):
             broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
             try:
@@ -307,7 +317,7 @@ class WeightSender:
                 self._close_channel()
                 return _AttemptOutcome.INTERRUPTED
             except BaseException:
-                # the thread must end before the next attempt, which opens a channel of its own: there can be only one
+                # the thread must end before the next attempt opens its own channel: there can be only one
                 while not broadcast.done():
                     self._close_channel()  # again, if it was not open yet
                     await asyncio.wait((broadcast,), timeout=POLL_S)
@@ -317,9 +327,9 @@ class WeightSender:
         return _AttemptOutcome.SETTLED
 
     def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit) -> None:
-        """On a thread: open a channel to the group unless there is one, then send."""
+        """Run on a thread: open a channel to the group unless one is open, then send."""
         if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # a thread starts on device 0, whatever the trainer's is
+            torch.cuda.set_device(self._gpu)  # a new thread's device is 0
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.group_of(members)
         if self._channel is None or group != self._group[0]:
@@ -338,16 +348,16 @@ class WeightSender:
             self._group = (group, members)
         channel = self._channel
         if channel is None:
-            raise WeightChannelAborted("the transfer was given up")
+            raise WeightChannelAborted("the transfer was abandoned")
         send(channel, refit.manifest, refit.source, deadline)
 
     async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _AttemptOutcome:
-        """Wait until every member has verified, refused or died. INTERRUPTED if the transfer turns out not to have reached them all."""
+        """Wait until every member has verified, refused or died. The outcome is INTERRUPTED if the transfer did not reach all of them."""
         with refit.timed("verify") as started:
             while True:
                 epoch, fleet = await self._current(epoch.id, "transfer"), await self._replay.replicas()
                 if membership.dead(epoch, fleet):
-                    self._close_channel()  # it may have died before it passed the bytes on: free those who wait for them
+                    self._close_channel()  # it may have died before it passed the bytes on; members that wait for them are freed
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0 or not membership.unsettled(epoch, fleet):
                     return _AttemptOutcome.INTERRUPTED if membership.interrupted(epoch) else _AttemptOutcome.SETTLED
@@ -362,7 +372,7 @@ class WeightSender:
     def _device(self, backend: str) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
-        assert self._gpu is not None  # as `choose_backend` sees to it
+        assert self._gpu is not None  # `choose_backend` ensures it
         return self._gpu
 
     def _opened(self, channel: Channel) -> None:
@@ -375,27 +385,27 @@ class WeightSender:
 
 
 def host_towards(url: str) -> str:
-    """Where replicas, which reach the buffer's server at `url` too, reach this machine. Raises `ServiceError`."""
+    """Return the address at which replicas reach this machine; they reach the buffer's server at `url`. Raises `ServiceError`."""
     host = next(iter(hosts_of(url)), LOOPBACK).strip("[]")
     try:
         own = own_address(host)
     except OSError as error:
         raise ServiceError(
-            f"weight_channel.host is null, and the way to the buffer's server {host} isn't known ({error}); set it to an address of this "
+            f"weight_channel.host is null, and there is no route to the buffer's server {host} ({error}); set it to an address of this "
             "machine that replicas can reach"
         ) from error
     if is_loopback(own) and not is_loopback(host):
         raise ServiceError(
-            f"weight_channel.host is null, and {host} (replay.redis_url) is this machine by the address {own} (/etc/hosts), where replicas "
-            f"on other machines don't reach it: set it to an address that they reach, or to {own} if all are on this one"
+            f"weight_channel.host is null, and {host} (replay.redis_url) resolves to {own} on this machine (/etc/hosts), which replicas on "
+            f"other machines can't reach; set it to an address that they reach, or to {own} if all of them run on this machine"
         )
     return own
 
 
 @contextlib.contextmanager
 def _server_lost(epoch_id: str) -> Iterator[None]:
-    """Turn refusals of calls that advance this epoch into `ReplayUnavailable`. A buffer that knows the epoch refuses only another
-    timeline; any other refusal means that its server lost the epoch."""
+    """Turn refusals of calls that advance this epoch into `ReplayUnavailable`. A buffer that has the epoch refuses only another timeline.
+    Any other refusal means that its server lost the epoch."""
     try:
         yield
     except WrongTimeline:
@@ -405,6 +415,6 @@ def _server_lost(epoch_id: str) -> Iterator[None]:
 
 
 def _lost(epoch_id: str) -> ReplayUnavailable:
-    """The error for an epoch that the buffer no longer has: only this trainer opens epochs of its timeline, so the server lost it. If
-    another trainer has taken over the run, the next call is refused for its timeline."""
+    """Make the error for an epoch that the buffer no longer has. Only this trainer opens epochs of its timeline, so the server lost it. If
+    another trainer has taken over the run, the next call is refused because of its timeline."""
     return ReplayUnavailable(f"the buffer's server lost epoch {epoch_id}; the weights are sent again")

@@ -1,4 +1,4 @@
-"""The source of prompts: problems, their order, and the groups made of them."""
+"""The source of prompts: problems, their order, and the groups made from them."""
 
 from headrace_services.trainer.data.problems import load_problems
 from headrace_services.trainer.data.prompts import (

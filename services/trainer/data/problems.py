@@ -28,28 +28,28 @@ _BRACES = "write {} where the problem goes, {name} for another field of the row,
 def load_problems(
     data: DataConfig, left_out: Counter[str] | None = None, env: Mapping[str, EnvConfig] = _NO_ENV
 ) -> tuple[list[Problem], list[Problem]]:
-    """The training problems and the validation problems. `env` are the environments of the run, which may have tasks of their own.
-    `left_out` counts those that training lacks: `duplicates`, and `held_out` ones, which validation has.
+    """Return the training problems and the validation problems. `env` are the run's environments, some of which have tasks. `left_out`
+    counts the problems removed from training: `duplicates`, and `held_out` ones, which validation has.
 
-    Two problems are the same if their messages and keys are, and the fields that their prompt files name, whatever else these and the
-    system prompts say. Only the first of equal problems is kept (unless `remove_duplicates` is false), and a validation problem is never in
+    Two problems are equal if their messages, their keys and the fields named by their prompt files are, whatever else prompt files and
+    system prompts contain. Only the first of equal problems is kept (unless `remove_duplicates` is false). A validation problem is never in
     training. Raises `ConfigError` if a source or one of its files can't be used, or if nothing is left to train on.
     """
     training, validation = _own_problems(data, env, left_out)
     if not training:
         raise ConfigError(
-            "data.train: there is no problem to train on; name a data set, or one that validation leaves some of"
+            "data.train: there is no problem to train on; name a data set that validation does not use up"
         )
     return training, validation
 
 
 def load_evaluated(data: DataConfig, env: Mapping[str, EnvConfig] = _NO_ENV) -> dict[str, list[Problem]]:
-    """The problems of each data set under `data.evaluate`, by its name. Raises `ConfigError` as `load_problems` does, and for a set
-    without problems."""
+    """Return the problems of each data set under `data.evaluate`, by its name. Raises `ConfigError` as `load_problems` does, and for a data
+    set without problems."""
     asked = data.evaluate or {}
     own: dict[str, list[Problem]] = {}
     if None in asked.values():
-        # what training leaves out, or gives away, depends on the other; what only evaluates reads no more than it asks
+        # training and validation depend on each other; a run that only evaluates reads no more than it needs
         whole = "train" in asked or any(source.split_validation_size for source in data.train)
         training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}), env)
         own = {"train": training, "validation": validation}
@@ -58,7 +58,7 @@ def load_evaluated(data: DataConfig, env: Mapping[str, EnvConfig] = _NO_ENV) -> 
         key = f"data.evaluate.{name}"
         found[name] = own[name] if source is None else _of_source(source, number, key, env, once=data.remove_duplicates)
         if not found[name]:
-            raise ConfigError(f"{key}: there is no problem in it; name another data set")
+            raise ConfigError(f"{key}: the data set has no problem; name another one")
     return found
 
 
@@ -72,7 +72,7 @@ def _of_source(
 def _own_problems(
     data: DataConfig, env: Mapping[str, EnvConfig], left_out: Counter[str] | None = None
 ) -> tuple[list[Problem], list[Problem]]:
-    """As `load_problems`, but there may be nothing to train on."""
+    """Return what `load_problems` does, but allow an empty training set."""
     validation: list[tuple[_Template, list[Problem]]] = []
     train: list[tuple[_Template, list[Problem]]] = []
     for number, source in enumerate(data.validation):
@@ -91,8 +91,8 @@ def _own_problems(
 
 
 def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong with the sources and their files, as (keys, message), from the first problem of each. Sets of the hub are not read, and
-    nothing is generated but the first row of a data set of the user's own."""
+    """Yield what is wrong with the sources and their files, as (keys, message), by the first problem of each. Data sets of the Hugging Face
+    Hub are not read. From a data set of the user's own, only the first row is made."""
     for part, sources in (("validation", data.validation), ("train", data.train)):
         for number, source in enumerate(sources):
             keys, key = ("data", part, str(number)), f"data.{part}[{number}]"
@@ -103,13 +103,13 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
                 first = next(read(source, key, _NO_ENV, held_out=part == "validation"), None)
                 if first is None:
                     raise ConfigError(
-                        f"{key}.data_path {source.data_path}: there is no problem in it; give one a line", "data_path"
+                        f"{key}.data_path {source.data_path}: it has no problem; give one per line", "data_path"
                     )
                 template.apply(first)
             except ConfigError as error:
                 yield (*keys, error.key) if error.key else keys, str(error)
     if not data.train:
-        yield ("data", "train"), "data.train names no data set, so that there is nothing to train on; name one"
+        yield ("data", "train"), "data.train names no data set, so there is nothing to train on; name one"
 
 
 def _read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> list[Problem]:
@@ -121,8 +121,8 @@ def _read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, h
 def _assemble(
     parts: Iterable[tuple[_Template, list[Problem]]], taken: Set[str], left_out: Counter[str] | None, *, once: bool
 ) -> list[Problem]:
-    """The problems of all parts that are not `taken`, each kept once if `once`, in their templates, repeated as often as their source
-    says (a source is repeated as a whole)."""
+    """Return the problems of all parts that are not `taken`, in their templates. With `once`, only the first of equal problems is kept.
+    Each source is repeated as a whole, as many times as it is configured to be."""
     seen = set(taken)
     assembled: list[Problem] = []
     for template, problems in parts:
@@ -141,8 +141,8 @@ def _assemble(
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """The text that a data set adds to each of its problems: a system prompt, and that of `prompt_file` (with `{}` for the problem, and
-    `{name}` for each of the `fields` of what the environment gets)."""
+    """The text that a data set adds to each of its problems: a system prompt, and the text of `prompt_file`, with `{}` for the problem and
+    `{name}` for each of the environment's `fields`."""
 
     source: DataSourceConfig
     number: int
@@ -164,13 +164,13 @@ class _Template:
                 raise ConfigError(f"prompt_file {source.prompt_file}: {error!r}; {_BRACES}", "prompt_file") from error
             if not named & {"", "0"}:
                 raise ConfigError(
-                    f"prompt_file {source.prompt_file}: nothing says where the problem goes; write {{}} there",
+                    f"prompt_file {source.prompt_file}: it has no place for the problem; write {{}} where the problem goes",
                     "prompt_file",
                 )
         return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})))
 
     def question(self, problem: Problem) -> str:
-        """What tells the problem from others."""
+        """Return the text that identifies the problem among others."""
         asked: Any = problem.messages
         if problem.key:
             asked = [asked, problem.key]
@@ -179,7 +179,7 @@ class _Template:
         return json.dumps(asked, sort_keys=True)
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem with the prompt around its last message, and with the system prompt first unless it has its own."""
+        """Return the problem with the prompt around its last message, and with the system prompt first unless it has one."""
         if self.source.env_name is None:
             raise ConfigError(f"data: task {problem.task_name!r} has no env_name; set data.default.env_name")
         messages: tuple[Message, ...] = problem.messages
@@ -188,7 +188,7 @@ class _Template:
             info = problem.extra_env_info
             if lacking := [name for name in self.fields if name not in info]:
                 raise ConfigError(
-                    f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} names no field of {problem.task_name}, which has "
+                    f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} is not a field of {problem.task_name}, which has "
                     f"{', '.join(map(repr, info)) or 'none'}; {_BRACES}",
                     "prompt_file",
                 )
@@ -200,12 +200,12 @@ class _Template:
 
 
 def _text(path: str, key: str) -> str:
-    """The text of the file without the newline that ends its last line: whether an editor writes one changes no prompt."""
+    """Return the text of the file without a newline at its end. Whether an editor adds one must not change prompts."""
     try:
         return Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{key} {path}: can't be read ({error}); give a text file, by its path from the file that names it or from where the run "
-            "is started",
+            f"{key} {path}: can't be read ({error}); give the path of a text file, relative to the file that names it or to the directory "
+            "where the run is started",
             key,
         ) from error

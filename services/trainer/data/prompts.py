@@ -1,4 +1,4 @@
-"""The prompts of a run: the order of its problems (law 5), and the groups that are made of them."""
+"""The prompts of a run: the order of its problems (law 5), and the groups made from them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Prompts:
     """The groups of a run: training prompts by their `order`, held-out prompts (or those of `data.evaluate`) by the version that they
     evaluate.
 
-    `left_out`: of an evaluation, id, problem and reason of each prompt that is too long to be asked (`data.overlong_prompts: leave_out`).
+    In an evaluation, `left_out` has id, problem and reason of each prompt that is too long (`data.overlong_prompts: leave_out`).
 
-    The constructor loads the data sets, which blocks. It raises `ConfigError` for a prompt that is too long, unless such are to be left
-    out. Safe to use from several threads: a lock protects the tokenizer, which is not.
+    The constructor loads the data sets, which blocks. It raises `ConfigError` for a prompt that is too long, unless such prompts are left
+    out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -77,7 +77,7 @@ class Prompts:
 
     @property
     def total(self) -> int:
-        """Training prompts in all epochs."""
+        """The number of training prompts in all epochs."""
         return len(self._order)
 
     @property
@@ -97,14 +97,14 @@ class Prompts:
             ]
 
     def encoded(self) -> Iterator[tuple[Problem, list[int]]]:
-        """Every training problem, then every validation problem that is used, each with its token ids."""
+        """Yield every training problem, then every validation problem that is used, each with its token ids."""
         for problem in (*self._train, *(problem for _, problem in self._held_out)):
             yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left; and for
+        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; and for
         messages that the chat template refuses."""
-        # it does so for their roles; to encode each problem would take as long as the run asks for them
+        # a template refuses sequences of roles, so one problem for each is enough; encoding all of them takes too long
         for problem in {
             tuple(message["role"] for message in problem.messages): problem for problem in problems
         }.values():
@@ -122,7 +122,7 @@ class Prompts:
         if self._config.data.overlong_prompts == "refuse":
             more = f" ({len(reasons)} of its {len(problems)} prompts are too long)" if len(reasons) > 1 else ""
             raise ConfigError(
-                f"{reasons[0]}{more}; raise it, take them out of the data, or leave them out by data.overlong_prompts=leave_out"
+                f"{reasons[0]}{more}; raise it, remove them from the data, or leave them out with data.overlong_prompts=leave_out"
             )
         if not fitting:
             raise ConfigError(
@@ -134,11 +134,11 @@ class Prompts:
 
 
 def digest_of(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
-    """The same for the same problems in the same order, whatever files they come from."""
+    """Return a digest of these problems in this order, whatever files they come from."""
     digest = hashlib.sha256()
     for part in (train, held_out):
         for problem in part:
-            # not JSON: a data set of the hub may hold what JSON has not (bytes, dates)
+            # not JSON: a data set of the Hugging Face Hub may have types that JSON lacks (bytes, dates)
             digest.update(msgspec.msgpack.encode((problem.messages, problem.extra_env_info, problem.env_name)))
         digest.update(b"\n")
     return digest.hexdigest()
@@ -155,7 +155,7 @@ class GroupBuilder:
         if not tokenizer.chat_template:
             key, name = config.tokenizer
             raise ConfigError(
-                f"{key} {name}: its tokenizer has no chat template; name one that has by policy.tokenizer.name"
+                f"{key} {name}: its tokenizer has no chat template; name a tokenizer with one in policy.tokenizer.name"
             )
         self._config = config
         self._tokenizer = tokenizer
@@ -183,13 +183,13 @@ class GroupBuilder:
         return self._group(problem, f"e{epoch}-train-{problem.index}", "train", order, n, self._sampling)
 
     def validation_group(self, problem: Problem, version: int, position: int, data_set: str = "validation") -> Group:
-        """The group that evaluates `version` on `problem` of `data_set`, which is at `position` of that validation."""
+        """Make the group that evaluates `version` on `problem` of `data_set`, at `position` of that validation."""
         n = self._config.algorithm.val_num_generations_per_prompt
         name = validation_id(version, data_set, problem.index)
         return self._group(problem, name, "validation", position, n, self._val_sampling)
 
     def too_long(self, problem: Problem) -> str | None:
-        """Why `problem` is too long to make a group of; None if it isn't."""
+        """Return why `problem` is too long for a group; None if it isn't."""
         # no text has more tokens than bytes, so most problems are known to fit without being tokenized
         context, limit = self._config.policy.max_total_sequence_length - 1, self._config.data.max_input_seq_length
         longest = context if limit is None else min(context, limit)
@@ -217,8 +217,8 @@ class GroupBuilder:
         )
 
     def encode(self, problem: Problem) -> list[int]:
-        """The token ids of the prompt. Raises `ConfigError` if the chat template has no form for its messages: some take no system prompt,
-        others no two messages of one role after another."""
+        """Return the token ids of the prompt. Raises `ConfigError` if the chat template refuses its messages. Some templates allow no
+        system prompt, others no two messages of one role in a row."""
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 list(problem.messages),
@@ -238,11 +238,11 @@ class GroupBuilder:
 
     @functools.cached_property
     def _overhead(self) -> int:
-        """An upper bound of the tokens that the template adds to a message."""
+        """An upper bound on the tokens that the template adds to a message."""
         return len(self.encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
 
     def _too_long(self, problem: Problem, length: int) -> str | None:
-        """Why a prompt of `length` tokens does not fit, or None if it does."""
+        """Return why a prompt of `length` tokens does not fit, or None if it does."""
         context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
         where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
         if limit is not None and length > limit:
@@ -253,12 +253,12 @@ class GroupBuilder:
 
 
 class PromptOrder:
-    """A sequence that maps the `order` of a prompt to (epoch, index of the problem). The order counts from 0 across epochs; each epoch has
+    """A sequence that maps the `order` of a prompt to (epoch, index of the problem). The order counts from 0 across epochs. Each epoch has
     every problem once.
 
-    With `shuffle` every epoch has its own permutation, a function of (`seed`, epoch, `count`, `name`) alone. So a trainer that
-    resumes at `order` k gets the prompts that an uninterrupted one would have got, whatever the number of epochs. Entries can be computed
-    in any order.
+    With `shuffle` every epoch has its own permutation, a function of only (`seed`, epoch, `count`, `name`). So a trainer that resumes at
+    `order` k gets the prompts that an uninterrupted one would have got, whatever the number of epochs. Entries can be computed in any
+    order.
     """
 
     def __init__(self, count: int, seed: int, shuffle: bool, epochs: int, name: str = "") -> None:
@@ -286,13 +286,13 @@ class PromptOrder:
 
 
 class RoundRobinOrder:
-    """A sequence that maps the `order` of a prompt to (epoch of its data set, index of the problem), in rounds that are all alike:
-    `turns` says which data set each prompt of a round is drawn from.
+    """A sequence that maps the `order` of a prompt to (epoch of its data set, index of the problem), in identical rounds. `turns` has the
+    data set of each prompt of a round.
 
-    `counts` are the numbers of problems of the data sets; the index is into the concatenation of their lists. Every data set has
-    its own order and epochs (`PromptOrder`) and starts again when it is used up. The sequence ends with the round in which the last
-    data set completes all its `epochs`; others are then repeated more often. As for one data set, an entry is a function of
-    `counts`, `turns`, `seed` and `shuffle` alone.
+    `counts` are the numbers of problems of the data sets. The index is into the concatenation of their lists. Every data set has its own
+    order and epochs (`PromptOrder`), and starts again when it is used up. The sequence ends with the round in which the last data set
+    completes all its `epochs`; the others are then repeated more often. As for one data set, an entry is a function of only `counts`,
+    `turns`, `seed` and `shuffle`.
     """
 
     def __init__(self, counts: Sequence[int], turns: Sequence[int], seed: int, shuffle: bool, epochs: int) -> None:
@@ -322,8 +322,9 @@ class RoundRobinOrder:
 
 
 def spread(shares: Sequence[int]) -> list[int]:
-    """A round in which data set `i` has `shares[i]` turns, spread evenly: at every place it has had its share so far, to within one."""
-    # of the data sets that may have their next turn now, the one whose turn is due first (Tijdeman's rule for the chairman assignment)
+    """Return a round in which data set `i` has `shares[i]` turns, spread evenly: at every place it has had its share so far, to within
+    one."""
+    # of the data sets that may have their next turn now, take the one whose turn is due first (Tijdeman's rule for the chairman assignment)
     whole, had, turns = sum(shares), [0] * len(shares), list[int]()
     for place in range(whole):
         open_now = (n for n, share in enumerate(shares) if had[n] * whole < share * (place + 1))
@@ -334,15 +335,15 @@ def spread(shares: Sequence[int]) -> list[int]:
 
 
 def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
-    """The order of training prompts: over all problems at once, or from each data set in turn."""
+    """Make the order of training prompts: over all problems at once, or from each data set in turn."""
     data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
     if not data.use_multiple_dataloader and data.shares is None:
         return PromptOrder(len(train), *how)
     counts = [sum(problem.source == number for problem in train) for number in range(len(data.train))]
     if not all(counts):
         raise ConfigError(
-            f"data.train[{counts.index(0)}] has no problem left to draw from (those of validation and of the sets before it are "
-            "taken out): leave the set out, or draw from all sets as one (no weight, and data.use_multiple_dataloader false)"
+            f"data.train[{counts.index(0)}] has no problem left to draw from (those of validation and of earlier data sets are "
+            "removed); leave the data set out, or draw from all of them as one (no weight, and data.use_multiple_dataloader false)"
         )
     if data.shares is None:
         turns = [number for number in range(len(counts)) for _ in range(config.prompts_of_each_set)]

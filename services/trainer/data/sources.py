@@ -1,9 +1,9 @@
-"""The kinds of data set: `arithmetic`, any task of reasoning-gym, the tasks of a verifiers environment, data sets of the Hugging Face
-hub, and files (`files.py`).
+"""The kinds of data set: `arithmetic`, tasks of reasoning-gym and of verifiers environments, data sets of the Hugging Face Hub, files, and
+the user's own.
 
-A data set of the hub is read through `datasets`: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
-hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name. So is a folder by its path:
-one with data files, or one that `save_to_disk` wrote. `own_code.py` calls data sets and processors of the user's own.
+The package `datasets` reads a data set of the Hub: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
+Hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses only the cache), or from a local folder of that name. A folder given by its path is
+read in the same way: one with data files, or one that `save_to_disk` wrote. `rows.py` reads files and calls the user's own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from headrace_services.trainer.data import arithmetic, files, own_code, shapes
+from headrace_services.trainer.data import arithmetic, rows
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
@@ -29,9 +29,12 @@ _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and o
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of a run. `index` is its position among all problems of its kind (training or validation), `extra_env_info` the data
-    that the environment scores by, `source` the position of its data set in `data.train` or `data.validation`. `key` tells it from others
-    with the same messages, if these don't say all that it is."""
+    """One problem of a run.
+
+    `index` is its position among all problems of its kind (training or validation), `source` the position of its data set in `data.train`
+    or `data.validation`. `extra_env_info` is the data that the environment scores with. `key` distinguishes problems with the same
+    messages, if the messages don't identify a problem.
+    """
 
     index: int
     messages: tuple[Message, ...]
@@ -44,9 +47,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class HubDataset:
-    """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. Without
-    `answer` it is the last message of the conversation. With `after`, the answer is the text that follows `after` in its field. `subsets`
-    are read one after the other. With `shape`, question and answer are fields of what it makes of a row."""
+    """A data set of the Hugging Face Hub and the fields of its rows.
+
+    `question` and `answer` are field names; dots lead into nested fields. Without `answer`, the answer is the last message of the
+    conversation. With `after`, it is the text that follows `after` in its field. `subsets` are read one after the other. With `shape`,
+    question and answer are fields of the row that it returns.
+    """
 
     path: str
     question: str
@@ -74,17 +80,16 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
     "GSM8K": _GSM8K,
     "OpenR1-Math-220k": HubDataset("open-r1/OpenR1-Math-220k", "problem", "answer", subsets=("default",)),
     "NuminaMath-1.5": HubDataset("AI-MO/NuminaMath-1.5", "problem", "answer"),
-    "HelpSteer3": HubDataset("nvidia/HelpSteer3", "input", "output", subsets=("preference",), shape=shapes.helpsteer3),
-    "squad": HubDataset("rajpurkar/squad", "input", "output", shape=shapes.squad),
+    "HelpSteer3": HubDataset("nvidia/HelpSteer3", "input", "output", subsets=("preference",), shape=rows.helpsteer3),
+    "squad": HubDataset("rajpurkar/squad", "input", "output", shape=rows.squad),
     "tulu3_sft_mixture": HubDataset("allenai/tulu-3-sft-mixture", "messages", None),
 }
 
 
 def read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> Iterator[Problem]:
-    """The problems of `source` in its own order, duplicates included; `index` and templates are set later. `env` are the run's
-    environments.
+    """Yield the problems of `source` in its own order, duplicates included. `index` and templates are set later.
 
-    Raises `ConfigError` naming `key`, the value and the remedy.
+    `env` are the run's environments. Raises `ConfigError` naming `key`, the value and the remedy.
     """
     if on_the_hub(source) or (source.data_path is not None and Path(source.data_path).is_dir()):
         return _hub(source, key)
@@ -100,17 +105,17 @@ def read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, he
         return _own(source, key)
     raise ConfigError(
         f"{key}: give dataset_name (arithmetic, reasoning_gym, verifiers, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL "
-        "or Parquet file, a folder, or owner/name of a data set on the hub)"
+        "or Parquet file, a folder, or owner/name of a data set on the Hugging Face Hub)"
     )
 
 
 def repeats(source: DataSourceConfig) -> int:
-    """How often each problem of `source` is repeated."""
+    """Return how many times each problem of `source` occurs."""
     return source.repeat or _hub_dataset(source).repeat
 
 
 def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
-    """The problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
+    """Make the problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
     wrong = (
         f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     )
@@ -123,17 +128,17 @@ def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task
             raise ValueError(wrong)
     if question[-1]["role"] == "assistant":
         raise ValueError(
-            f"field {source.input_key!r} ends with a message of the assistant, which the policy is to write"
+            f"field {source.input_key!r} ends with a message of the assistant, which the policy should write"
         )
     return Problem(0, tuple(question), info, source.env_name or "", task)
 
 
 def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Problem]:
-    """`size` sums of numbers of at most `digits` digits; for validation, at most the 400 pairs that are never trained on."""
+    """Yield `size` sums of numbers with at most `digits` digits; for validation, at most the 400 pairs that are never trained on."""
     digits = source.task_config.get("digits", 2)
     if type(digits) is not int or not 1 <= digits <= 9 or source.task_config.keys() - {"digits"}:
         raise ConfigError(
-            f"{key}.task_config {source.task_config}: arithmetic takes digits alone, a number from 1 to 9",
+            f"{key}.task_config {source.task_config}: arithmetic takes only digits, a number from 1 to 9",
             "task_config",
         )
     rng = random.Random(source.seed)
@@ -143,7 +148,7 @@ def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[
 
 
 def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
-    """`size` entries of a task. `extra_env_info` holds the whole entry, tagged where JSON has no such type."""
+    """Yield `size` entries of a task. `extra_env_info` holds the whole entry, with tags for types that JSON lacks."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -165,7 +170,7 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 
 
 def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterator[Problem]:
-    """Its tasks, of which `extra_env_info` says no more than which they are: what they are, the environment alone knows."""
+    """Yield the environment's tasks. `extra_env_info` only identifies a task; its content stays with the environment."""
     name = str(source.env_name)
     for row in program_verifiers.tasks(name, env[name], source.task_config, source.size):
         problem = _problem(source, row["messages"], {"task": row["task"]}, env[name].verifiers["taskset"]["id"])
@@ -173,36 +178,36 @@ def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterat
 
 
 def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
-    """One problem a row: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
+    """Yield one problem per row: `input_key` is text or messages, `output_key` the answer. Other fields go to the environment."""
     path, process = Path(source.data_path or ""), _processor(source, key)
-    for where, row in files.rows(path, key):
+    for where, row in rows.file_rows(path, key):
         try:
             problem = _problem_of_row(process(row, where), source, path.stem)
         except ValueError as error:
-            raise files.bad_row(where, error, key) from error
+            raise rows.bad_row(where, error, key) from error
         yield problem
 
 
 def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     name, process = source.dataset_name or "", _processor(source, key)
     task = name.rpartition(":")[2].rpartition(".")[2]
-    for where, row in own_code.rows(name, source.task_config, f"{key}.dataset_name"):
+    for where, row in rows.own_rows(name, source.task_config, f"{key}.dataset_name"):
         try:
             yield _problem_of_row(process(row, where), source, task)
         except ValueError as error:
-            option = error.option if isinstance(error, files.MissingField) else "dataset_name"
+            option = error.option if isinstance(error, rows.MissingField) else "dataset_name"
             raise ConfigError(f"{where}: {error}; correct the code that makes it", option) from error
 
 
 def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
-    """What makes a row of a row, given its place."""
+    """Return the source's processor: a function of a row and its place that returns a row."""
     if source.processor is None:
         return lambda row, where: row
-    return shapes.PROCESSORS.get(source.processor) or own_code.processor(source.processor, f"{key}.processor")
+    return rows.processor(source.processor, f"{key}.processor")
 
 
 def _problem_of_row(row: dict[str, Any], source: DataSourceConfig, task_name: str) -> Problem:
-    """Raises `ValueError` saying what is wrong with the row."""
+    """Make the problem of a row. Raises `ValueError` saying what is wrong with the row."""
     question, info = _field(row, source.input_key, "input_key"), dict(row)
     info.pop(source.input_key, None)
     if source.output_key is None:
@@ -212,12 +217,12 @@ def _problem_of_row(row: dict[str, Any], source: DataSourceConfig, task_name: st
         info.pop(source.output_key, None)
     if answer is not None:
         info["answer"] = answer
-    files.check_carried({source.input_key: question, **info})
+    rows.check_carried({source.input_key: question, **info})
     return _problem(source, question, info, task_name)
 
 
 def _last_answer(question: Any) -> tuple[Any, str | None]:
-    """The conversation before the assistant's last message, and that message: what was answered. None if the policy is asked as it is."""
+    """Split the assistant's last message, the answer, from the conversation before it; None if it ends with another message."""
     match question:
         case [*before, {"role": "assistant", "content": str(answer)}] if before:
             return before, answer
@@ -231,7 +236,8 @@ def _answer(value: Any, name: str) -> str:
 
 
 def on_the_hub(source: DataSourceConfig) -> bool:
-    """Whether `source` is read as a data set of the hub: a known one, or a `data_path` of the form owner/name that is no file."""
+    """Return whether `source` is a data set of the Hugging Face Hub: a known one, or a `data_path` of the form owner/name that isn't a
+    file."""
     path = source.data_path
     if source.dataset_name in HUB_DATASETS:
         return True
@@ -239,7 +245,7 @@ def on_the_hub(source: DataSourceConfig) -> bool:
 
 
 def _hub_dataset(source: DataSourceConfig) -> HubDataset:
-    """The data set that `source` names, by `dataset_name` or by `data_path: owner/name`."""
+    """Return the data set that `source` names by `dataset_name` or by `data_path: owner/name`."""
     if source.dataset_name is not None and source.dataset_name in HUB_DATASETS:
         return HUB_DATASETS[source.dataset_name]
     return HubDataset(source.data_path or "", source.input_key, source.output_key)
@@ -261,7 +267,7 @@ def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 
 
 def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
-    """The environment gets the answer alone. Raises `ValueError` saying what is wrong with the row."""
+    """Make the problem of a row. The environment gets only the answer. Raises `ValueError` saying what is wrong with the row."""
     if known.shape is not None:
         row = known.shape(row)
     question, answer = _field(row, known.question, "input_key"), None
@@ -274,7 +280,7 @@ def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataS
             raise ValueError(f"the answer {answer!r:.80} has no {known.after!r}")
         answer = answer.rpartition(known.after)[2].strip()
     info = {} if answer is None else {"answer": answer}
-    files.check_carried({known.question: question, **info})
+    rows.check_carried({known.question: question, **info})
     return _problem(source, question, info, task_name)
 
 
@@ -298,7 +304,7 @@ def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> An
 
 
 def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
-    """The field of this name; dots lead into nested fields. Raises `ValueError` if there is none; `option` is the key that names it."""
+    """Return the field of this name; dots lead into nested fields. Raises `MissingField` without it; `option` is the key that names it."""
     if name in row:
         return row[name]
     value: Any = row
@@ -308,6 +314,6 @@ def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
         elif isinstance(value, Mapping) and part in value:
             value = value[part]
         else:
-            there = f"it has {', '.join(map(repr, row))}, and {option} can name another" if row else "it has none"
-            raise files.MissingField(f"no field {name!r} ({option}); {there}", option)
+            there = f"it has {', '.join(map(repr, row))}, and {option} can name another" if row else "the row is empty"
+            raise rows.MissingField(f"no field {name!r} ({option}); {there}", option)
     return value

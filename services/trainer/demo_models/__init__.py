@@ -1,5 +1,5 @@
-"""The models that `headrace model NAME DIR` makes, because a model hub is not always within reach. A folder contains a complete model or
-none, and a model is made only once."""
+"""The models that `headrace model NAME DIR` makes, for machines that can't reach a model hub. A folder contains a complete model or none,
+and a model is made only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAMP = "headrace_model.json"
 
 
 def already_made(directory: Path, recipe: dict[str, Any]) -> bool:
-    """Whether `directory` holds a model of exactly this recipe. Raises `ServiceError` if it holds anything else."""
+    """Return whether `directory` holds a model of exactly this recipe. Raises `ServiceError` if it holds anything else."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     stamp = directory / STAMP
@@ -35,7 +35,7 @@ def already_made(directory: Path, recipe: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def publish(directory: Path, recipe: dict[str, Any]) -> Iterator[Path]:
-    """A temporary folder that becomes `directory`, stamped with `recipe`, when the context ends without an error."""
+    """Yield a temporary folder. It becomes `directory`, stamped with `recipe`, when the context ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

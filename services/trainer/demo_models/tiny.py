@@ -1,11 +1,11 @@
 """A tiny Qwen2-type model with a character tokenizer, right some of the time at two-digit addition.
 
-A sloppy teacher warms it up with supervised learning: 0.6 of the labels drop every carry (47+85 is then 22).
-The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither phase has seen. This
-demonstrates selection between two learnt behaviours, not addition learnt from scratch.
+Supervised learning on sloppy labels warms it up: 0.6 of the labels drop every carry (47+85 is then 22). The model learns both behaviours.
+Reinforcement learning then selects the right one, on problems that neither phase has seen. This demonstrates selection between two learnt
+behaviours, not addition learnt from scratch.
 
-A model of two turns has also seen conversations in which a wrong answer is followed by the problem once more, behind a minus, and by
-another answer of the same teacher. `tiny_calculator` has another teacher.
+A model of two turns has also seen conversations in which a wrong answer is followed by the problem once more, after a minus, and by another
+sloppy label. `tiny_calculator` has other labels.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ PEAK_LR = 2e-3
 RAMP = 50
 MAX_NEW_TOKENS = 6
 
-# Turns of (what is asked, as the chat template writes it; what is answered).
+# Turns: (question as the chat template writes it, answer).
 Conversation = Sequence[tuple[str, str]]
 
 
 def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint (float32 safetensors, tokenizer, chat template).
 
-    The same seed gives the same model; `turns` is how often it is asked in the warm-up, 1 or 2. Without `warmup` its weights are random;
-    that takes about a second and is for tests. A model of the same recipe that is already there is left alone. Raises `ServiceError` if
-    the directory holds anything else.
+    The same seed gives the same model. `turns` is how many times a problem is asked in the warm-up, 1 or 2. Without `warmup` its weights
+    are random; that takes about a second and is for tests. An existing model of the same recipe is left alone. Raises `ServiceError` if the
+    directory holds anything else.
     """
     recipe = {"model": "tiny", "warmup": warmup, "seed": seed} | ({"turns": turns} if turns > 1 else {})
     write(directory, recipe, make_tokenizer(), sums(random.Random(seed), turns), _described)
 
 
 def make_two_turns(directory: Path) -> None:
-    """The model of two turns, warmed up: see `make`."""
+    """Write the warmed-up model of two turns: see `make`."""
     make(directory, turns=2)
 
 
@@ -76,8 +76,8 @@ def write(
     conversations: Iterator[Conversation],
     described: Callable[[Qwen2ForCausalLM, Qwen2Tokenizer], str],
 ) -> None:
-    """Write the model of this recipe into `directory`, as `make` does; `conversations` are what its warm-up teaches, and what it has learnt
-    is `described` in the log."""
+    """Write the model of this recipe into `directory`, as `make` does. It is warmed up on `conversations`, and the log has what `described`
+    returns about the result."""
     directory = Path(directory)
     if already_made(directory, recipe):
         return
@@ -86,7 +86,7 @@ def write(
         model = Qwen2ForCausalLM(_config(tokenizer))
     if recipe["warmup"]:
         with _one_thread():
-            _warm_up(model, Teacher(tokenizer, conversations))
+            _warm_up(model, WarmUpData(tokenizer, conversations))
             log.info("the warmed-up model: %s", described(model, tokenizer))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
@@ -97,11 +97,11 @@ def write(
 
 
 def make_tokenizer(words: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
-    """A tokenizer with one token per character of the alphabet, and one for each of `words`; other characters are dropped. Decoding joins
-    without spaces.
+    """Make a tokenizer with one token per character of the alphabet, and one for each of `words`. Other characters are dropped. Decoding
+    joins tokens without spaces.
 
-    It is a Qwen2 tokenizer without merges because transformers loads that class, whatever the files say, for every model
-    of type qwen2; a tokenizer of another build would not survive saving.
+    It is a Qwen2 tokenizer without merges: transformers loads that class for every model of type qwen2, whatever the files say, so another
+    tokenizer would not survive saving.
     """
     alphabet = [character.replace(" ", "Ġ") for character in CHARACTERS]  # the byte-level name of a space
     tokenizer = Qwen2Tokenizer(
@@ -158,7 +158,7 @@ def sloppy_answer(pair: arithmetic.Pair) -> str:
 
 
 def sums(rng: random.Random, turns: int = 1) -> Iterator[Conversation]:
-    """Training problems with the sloppy teacher's answers, asked again up to `turns` times until one is right."""
+    """Yield training problems with sloppy labels. Each problem is asked up to `turns` times, until a label is right."""
     for pair in arithmetic.training_pairs(DIGITS, rng):
         conversation: list[tuple[str, str]] = []
         said, right = "", arithmetic.answer(pair)
@@ -170,8 +170,8 @@ def sums(rng: random.Random, turns: int = 1) -> Iterator[Conversation]:
         yield conversation
 
 
-class Teacher:
-    """Batches of conversations; texts are tokenized once each."""
+class WarmUpData:
+    """Makes batches of conversations. Each text is tokenized once."""
 
     def __init__(self, tokenizer: Qwen2Tokenizer, conversations: Iterator[Conversation]) -> None:
         self._pad_id = tokenizer.pad_token_id
@@ -180,7 +180,7 @@ class Teacher:
         self._ids = functools.cache(tokenizer.encode)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 outside answers."""
+        """Return right-padded `input_ids` and next-token `labels`, both [B, S]. Labels are -100 outside answers."""
         rows = [self._example(next(self._conversations)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         tokens = torch.full((BATCH, width), self._pad_id)
@@ -191,7 +191,7 @@ class Teacher:
         return tokens[:, :-1], labels[:, 1:]
 
     def _example(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """The tokens of a conversation, and its labels."""
+        """Return the tokens of a conversation, and its labels."""
         ids: list[int] = []
         labels: list[int] = []
         for asked, answered in conversation:
@@ -203,8 +203,8 @@ class Teacher:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """So small a model is no faster on several cores, and much slower where they are busy. And one thread adds in the same order on any
-    machine: the same seed gives the same model."""
+    """Run torch on one thread in the context. A model this small is no faster on several cores, and much slower on busy ones. One thread
+    also adds in the same order on any machine, so the same seed gives the same model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -213,16 +213,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _warm_up(model: Qwen2ForCausalLM, teacher: Teacher) -> None:
-    """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
+def _warm_up(model: Qwen2ForCausalLM, data: WarmUpData) -> None:
+    """Train on next tokens, only on answers to training pairs: AdamW, a short ramp, then linear decay to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     model.train()
     console = Console(stderr=True)
     for step in track(range(STEPS), description="warming up the tiny model", console=console):
-        if not console.is_terminal and step % 100 == 0:  # where no bar can be drawn, as in a container's log
+        if not console.is_terminal and step % 100 == 0:  # no progress bar, as in a container's log
             log.info("warming up the tiny model: step %d of %d", step, STEPS)
-        input_ids, labels = teacher.batch()
+        input_ids, labels = data.batch()
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
@@ -245,7 +245,7 @@ def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
 
 @torch.no_grad()
 def held_out_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
-    """Share of the held-out pairs answered exactly, end token included, by greedy decoding of at most 6 tokens."""
+    """Return the share of held-out pairs answered exactly, end token included, by greedy decoding of at most 6 tokens."""
     pairs = arithmetic.held_out(DIGITS)
     prompts = [prompt_ids(tokenizer, arithmetic.text(pair)) for pair in pairs]
     width = max(map(len, prompts))

@@ -1,8 +1,8 @@
 """The tiny model with a calculator, for `examples/calculator.yaml`: it knows how to call the tool, and seldom does.
 
-Its teacher calls the tool in 0.15 of the conversations and answers with what the tool says; in the others it guesses, up to five beside
-the sum. Calls are written as Hermes does, which vLLM's parser `hermes` reads; what all calls have in common is one token, as it would
-be many in a model with letters.
+In 0.15 of its warm-up conversations the answer calls the tool, and then repeats the tool's result. In the others it is a guess that is off
+by at most five. Calls have the format of Hermes, which vLLM's parser `hermes` reads. The text that all calls share is one token; in a model
+with letters it would be many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 TOOLS, TOOL, NAME = "<tools>", "<tool>", "calculator"
 WORDS = (TOOLS, NAME, TOOL, CALL, CALLED)
 
-# Of a tool it shows the name alone: there are no letters to describe it with.
+# It shows only the name of a tool: the alphabet has no letters for a description.
 CHAT_TEMPLATE = (
     "{%- for tool in tools or [] -%}<tools>{{ tool['function']['name'] }}{%- endfor -%}"
     "{%- for message in messages -%}"
@@ -52,7 +52,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def conversations(rng: random.Random) -> Iterator[tiny.Conversation]:
-    """Training problems with the teacher's answers."""
+    """Yield warm-up conversations about training problems."""
     for pair in arithmetic.training_pairs(tiny.DIGITS, rng):
         problem, right = arithmetic.text(pair), arithmetic.answer(pair)
         asked = f"{TOOLS}{NAME}{tiny.USER}{problem}{tiny.ASSISTANT}"
@@ -68,7 +68,7 @@ def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
 
 @torch.no_grad()
 def share_of_calls(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
-    """The probability with which an answer to a held-out problem begins a call."""
+    """Return the probability that an answer to a held-out problem begins with a call."""
     call = tokenizer.convert_tokens_to_ids(CALL)
     tools: list[dict[str, Any]] = [{"function": {"name": NAME}}]
     shares = []

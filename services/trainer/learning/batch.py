@@ -1,11 +1,10 @@
 """The batch of a trainer step: one rank's trajectories, in columns.
 
-A batch is made once, from the buffer's records. Passes through the models and estimators add columns; losses, estimators, metrics,
-lineage and samples read them. The columns contain policy tokens only, so nothing depends on padding, packing or
-the split into micro-batches.
+A batch is made once, from the buffer's records. Passes through the models and estimators add columns. Losses, estimators, metrics, lineage
+and samples read them. The columns contain only policy tokens, so nothing depends on padding, packing or the split into micro-batches.
 
-What a model is given are the paths of the trajectories (`EpisodeTrajectory.paths`). A path is never divided; the paths of a trajectory may
-be in different micro-batches of the same mini-batch.
+A model's input is the paths of the trajectories (`EpisodeTrajectory.paths`). A path is never divided. The paths of a trajectory may be in
+different micro-batches of the same mini-batch.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from torch import Tensor
 
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
-from headrace.trajectory import AnyTrajectory, Float32, Score, Trajectory, decode_trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
 from headrace_services.trainer.distributed import Ranks, on_device
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
-Int = npt.NDArray[np.intp]
 
 
 _BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}
 
 
 class _Shared(msgspec.Struct, array_like=True):
-    """A `Batch` on its way to another rank; of each column dtype and bytes."""
+    """A `Batch` encoded for another rank. `columns` has the dtype and the bytes of each."""
 
     size: int
     trajectories: list[bytes]
@@ -45,21 +43,28 @@ class _Shared(msgspec.Struct, array_like=True):
 
 @dataclasses.dataclass
 class Batch:
-    """B trajectories with N policy tokens, one trajectory after the other, each path by path; `size` is the number of trajectories of all
+    """B trajectories with N policy tokens, one trajectory after the other, each path by path. `size` is the number of trajectories of all
     ranks.
 
-    Per trajectory: `trajectories` and `scores`, the buffer's records. [B]: `places` in the whole batch (groups one after the other),
-    `groups`, the places of their groups, `rewards` (float64; the environments' own, which the step scales and shapes), and
-    `multipliers` (float64), the weights in the loss, 0 for a trajectory that has left the loss.
+    Per trajectory: `trajectories` and `scores`, the buffer's records. [B]:
+    - `places` in the whole batch (groups one after the other)
+    - `groups`, the places of their groups
+    - `rewards` (float64), the environments' own, which the step scales and shapes
+    - `multipliers` (float64), the weights in the loss; 0 for a trajectory that has left the loss
 
-    Per policy token, [N]: `trajectory`, the trajectory that it belongs to (0 to B - 1, ascending), `rollout_logprobs` (float32) of the
-    behaviour policy, `mask` (bool), False where a token is over age, and `ages` (float32), how many versions the weights that
-    sampled it are behind those of the step.
+    Per policy token, [N]:
+    - `trajectory`, the trajectory that it belongs to (0 to B - 1, ascending)
+    - `rollout_logprobs` (float32) of the behaviour policy
+    - `mask` (bool), False where a token is over age
+    - `ages` (float32), how many versions the weights that sampled it are behind those of the step
 
-    Columns [N] that a step adds, None until then and if the configuration doesn't need them: `old_logprobs`, the trainer's at
-    the start of the step (-inf where top-k or top-p leaves a token out, NaN in a trajectory that needed no pass), and
-    `old_logprobs_unfiltered` before top-k and top-p; `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values`
-    of the value model before each token (all float32); `advantages`, and `returns` for the value model (float64).
+    Columns [N] that a step adds; None until then, or if the configuration doesn't need them:
+    - `old_logprobs` (float32), the trainer's at the start of the step; -inf where top-k or top-p leaves a token out, NaN in a trajectory
+      that
+      needed no pass
+    - `old_logprobs_unfiltered` (float32), the same before top-k and top-p
+    - `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values` of the value model before each token (all float32)
+    - `advantages`, and `returns` for the value model (float64)
     """
 
     size: int
@@ -94,9 +99,9 @@ class Batch:
         max_age: int,
         size: int | None = None,
     ) -> Batch:
-        """Make a batch of scored trajectories for `step`. They are the whole batch unless `size` says that it has more.
+        """Make a batch of scored trajectories for `step`. They are the whole batch unless `size` is given.
 
-        Tokens over `max_age` don't count; under most age policies there are none.
+        Tokens over `max_age` don't count. Most age policies allow none.
         """
         lengths = [trajectory.length for trajectory in trajectories]
         paths = [path for trajectory in trajectories for path in trajectory.paths()]
@@ -124,7 +129,7 @@ class Batch:
         )
 
     def encode(self) -> bytes:
-        """All of it in msgpack, for another rank."""
+        """Encode all of it in msgpack, for another rank."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: column for name, column in fields.items() if isinstance(column, np.ndarray)}
         shared = _Shared(
@@ -137,7 +142,7 @@ class Batch:
 
     @classmethod
     def decode(cls, data: bytes) -> Batch:
-        """What `encode` wrote; columns that no step has added are None."""
+        """Decode what `encode` wrote. Columns that no step has added are None."""
         shared = msgspec.msgpack.decode(data, type=_Shared)
         return cls(
             size=shared.size,
@@ -147,7 +152,7 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        """B: trajectories of this rank."""
+        """Return B, the number of this rank's trajectories."""
         return self.places.size
 
     @functools.cached_property
@@ -161,12 +166,12 @@ class Batch:
 
     @functools.cached_property
     def paths(self) -> tuple[Trajectory, ...]:
-        """What a model is given: the paths of each trajectory, one trajectory after the other."""
+        """The model's input: the paths of each trajectory, one trajectory after the other."""
         return tuple(path for _, path in self._owned)
 
     @functools.cached_property
     def owners(self) -> Int:
-        """[paths]: the trajectory that each path is of."""
+        """[paths]: the trajectory that each path belongs to."""
         return np.array([i for i, _ in self._owned], dtype=np.intp)
 
     @functools.cached_property
@@ -199,79 +204,89 @@ class Batch:
         return f"trajectory {self.trajectories[i].group_id!r}[{self.trajectories[i].index}]"
 
     def span_of(self, i: int) -> slice:
-        """Where among the N the policy tokens of trajectory `i` are."""
+        """Return where the policy tokens of trajectory `i` are among the N."""
         return slice(self._ends[i] - self.lengths[i], self._ends[i])
 
-    def tokens_of(self, order: Sequence[int]) -> Int:
-        """The indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
-        spans = map(self.span_of, order)
+    def tokens_of(self, indices: Sequence[int]) -> Int:
+        """Return the indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
+        spans = map(self.span_of, indices)
         return np.concatenate([np.empty(0, np.intp), *(np.arange(span.start, span.stop) for span in spans)])
 
-    def tokens_of_paths(self, order: Sequence[int]) -> Int:
-        """The indices among the N of the policy tokens of these paths, one path after the other."""
+    def tokens_of_paths(self, indices: Sequence[int]) -> Int:
+        """Return the indices among the N of the policy tokens of these paths, one path after the other."""
         edges = self._path_edges
-        return np.concatenate([np.empty(0, np.intp), *(np.arange(edges[p], edges[p + 1]) for p in order)])
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(edges[p], edges[p + 1]) for p in indices)])
 
-    def paths_of(self, order: Sequence[int]) -> list[int]:
-        """The paths of these trajectories, one trajectory after the other."""
+    def paths_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the indices of the paths of these trajectories, one trajectory after the other."""
         edges = self._owner_edges
-        return [path for i in order for path in range(edges[i], edges[i + 1])]
+        return [path for i in indices for path in range(edges[i], edges[i + 1])]
 
     def per_token(self, of_batch: Float64) -> Float64:
-        """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets that of its trajectory."""
+        """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets its trajectory's value."""
         return of_batch[self.places][self.trajectory]
 
     def sums(self, tokens: npt.ArrayLike) -> Float64:
-        """[B]: the sum over each trajectory's tokens of values [N]."""
+        """Return [B]: the sum of values [N] over each trajectory's tokens."""
         return np.bincount(self.trajectory, tokens, len(self)).astype(np.float64)
 
     def split(self, tokens: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Values [N], cut into those of each trajectory."""
+        """Split values [N] by trajectory."""
         return np.split(tokens, self._ends[:-1]) if len(self) else []
+
+    def over_completion(self, i: int, values: npt.NDArray[Any] | None) -> Float32:
+        """Spread a column [N] over the completion [T] of trajectory `i` (an episode's is `EpisodeTrajectory.flat`): its values at policy
+        tokens, NaN elsewhere. Without a column all are NaN."""
+        trajectory = self.trajectories[i]
+        whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
+        if values is not None:
+            whole[trajectory.places] = values[self.span_of(i)]
+        return whole
 
     def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
         """A collective. Gather every rank's rows [B, ...] into those of the whole batch, [size, ...], in its order.
 
-        Each row is summed with zeros only, so every rank gets the same bits however the batch is shared out, and results computed from
-        them are the same for any number of ranks.
+        Each row is summed only with zeros. So every rank gets the same bits however the batch is shared out, and results computed from them
+        are the same for any number of ranks.
         """
         table = np.zeros((self.size, *rows.shape[1:]))
         table[self.places] = rows
         return ranks.sum_array(table)
 
-    def take(self, order: Sequence[int]) -> Batch:
-        """The trajectories in `order`, with all their columns."""
-        chosen, tokens = np.array(order, dtype=np.intp), self.tokens_of(order)
+    def take(self, indices: Sequence[int]) -> Batch:
+        """Return the trajectories at `indices`, in that order, with all their columns."""
+        chosen, tokens = np.array(indices, dtype=np.intp), self.tokens_of(indices)
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in columns.items():
             if isinstance(values, tuple):
-                columns[name] = tuple(values[i] for i in order)
+                columns[name] = tuple(values[i] for i in indices)
             elif isinstance(values, np.ndarray):
                 columns[name] = values[chosen if name in _BY_TRAJECTORY else tokens]
-        columns["trajectory"] = np.repeat(np.arange(len(order)), self.lengths[chosen])
+        columns["trajectory"] = np.repeat(np.arange(len(indices)), self.lengths[chosen])
         return Batch(**columns)
 
     def mini_batches(self, size: int) -> list[list[int]]:
-        """This rank's trajectories of each mini-batch. The whole batch is cut by place into mini-batches of `size`, so the optimizer step
-        of a trajectory depends on the batch alone."""
+        """Return this rank's trajectories in each mini-batch. The whole batch is cut by place into mini-batches of `size`, so a
+        trajectory's optimizer step depends only on the batch."""
         shares: list[list[int]] = [[] for _ in range(-(-self.size // size) or 1)]
         for i, place in enumerate(self.places):
             shares[place // size].append(i)
         return shares
 
     def mean_advantages(self) -> list[float]:
-        """[B]: the mean advantage over each trajectory's tokens: bit-exact where all are equal, 0 without any token."""
+        """Return [B]: the mean advantage over each trajectory's tokens. It is bit-exact where all are equal, and 0 without tokens."""
         assert self.advantages is not None
         return [
             float(own[0]) + float((own - own[0]).mean()) if own.size else 0.0 for own in self.split(self.advantages)
         ]
 
     def branches(self, i: int) -> bool:
-        """Whether trajectory `i` has more than one path."""
+        """Return whether trajectory `i` has more than one path."""
         return len(self.paths_of([i])) > 1
 
     def problem_of(self, i: int, vocabulary: int, longest: int) -> str | None:
-        """Why trajectory `i` can't be trained on by a model of `vocabulary` ids in sequences of at most `longest` tokens, or None."""
+        """Return why a model of `vocabulary` ids can't train on trajectory `i`, in sequences of at most `longest` tokens; None if it
+        can."""
         score = self.scores[i]
         for path in (self.paths[p] for p in self.paths_of([i])):
             prompt, completion = path.prompt_token_ids, path.completion_token_ids
@@ -294,7 +309,7 @@ class Batch:
 
 
 def gather(batch: Batch, ranks: Ranks) -> Batch:
-    """A collective. Returns the whole batch with all its columns, in its order, on rank 0; their own part on the other ranks."""
+    """A collective. Return the whole batch with all its columns, in its order, on rank 0, and their own part on the other ranks."""
     if ranks.size == 1:
         return batch
     shares = ranks.gather(batch.encode(), bytes)
@@ -321,9 +336,14 @@ def gather(batch: Batch, ranks: Ranks) -> Batch:
 class MicroBatch:
     """The columns of one micro-batch as tensors, for the loss: n tokens of b trajectories, in the order of its paths.
 
-    Per token [n]: `trajectory` int64, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
-    `ref_logprobs`, `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where it counts and 0
-    where it is over age (it stays in what is computed over a whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
+    Per token [n]: `trajectory` int64, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`, `ref_logprobs`,
+    `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where the token counts and 0 where it is over age
+    (such a token still enters sums over its whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
+
+    The paths of an episode may be in several micro-batches. Two more columns [b] correct for that. `elsewhere` is the number of the
+    trajectory's counted tokens that are in other micro-batches: a mean over the whole trajectory divides by the tokens here plus these.
+    `share` is the share of the trajectory's policy tokens that are here: a count of trajectories counts it by this share in each
+    micro-batch, so that the shares add up to 1. Both are None if every trajectory of the batch has one path.
     """
 
     trajectory: Tensor
@@ -341,10 +361,10 @@ class MicroBatch:
     share: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, order: Sequence[int], device: torch.device) -> MicroBatch:
-        """The columns of the paths in `order`, on `device`."""
-        tokens = batch.tokens_of_paths(order)
-        own = list(dict.fromkeys(batch.owners[list(order)].tolist()))
+    def of(cls, batch: Batch, indices: Sequence[int], device: torch.device) -> MicroBatch:
+        """Make the columns of the paths at `indices`, on `device`."""
+        tokens = batch.tokens_of_paths(indices)
+        own = list(dict.fromkeys(batch.owners[list(indices)].tolist()))
         place = np.zeros(len(batch), np.int64)
         place[own] = np.arange(len(own))
         trajectory = place[batch.trajectory[tokens]]
@@ -385,8 +405,8 @@ class MicroBatch:
 class GlobalCounts:
     """The divisors of losses and metrics: counts over all micro-batches and ranks of one optimizer step.
 
-    `tokens` is T, the sum of mask times multiplier; `sequences` is N, the sum of the multipliers of trajectories with at least one policy
-    token; `positive_tokens` is T over the trajectories whose reward is above 0.
+    `tokens` is T, the sum of mask times multiplier. `sequences` is N, the sum of the multipliers of trajectories with at least one policy
+    token. `positive_tokens` is T over the trajectories whose reward is above 0.
     """
 
     tokens: float
@@ -395,7 +415,7 @@ class GlobalCounts:
 
     @classmethod
     def of(cls, batch: Batch, mini_batches: Sequence[Sequence[int]], ranks: Ranks) -> list[GlobalCounts]:
-        """A collective: the counts of each mini-batch, over all ranks."""
+        """A collective. Return the counts of each mini-batch, over all ranks."""
         counted, lengths = batch.sums(batch.mask) * batch.multipliers, batch.lengths
         own: list[float] = []
         for mini_batch in mini_batches:
@@ -408,8 +428,8 @@ class GlobalCounts:
 
 
 class BatchRejected(ServiceError):
-    """What was read of the batch can't be trained on: it can't be decoded, breaks a law, or is no input of this model. No step was taken.
-    `groups` says what is wrong, by group id."""
+    """Raised when the batch can't be trained on: a part of it can't be decoded, breaks a law, or is not an input of this model. No step was
+    taken. `groups` has the problem of each group, by id."""
 
     def __init__(self, groups: dict[str, str]) -> None:
         super().__init__("; ".join(groups.values()))
@@ -426,7 +446,7 @@ def reject_any(found: dict[str, str], ranks: Ranks) -> None:
 def check_invariants(
     reserved: ReservedTrajectory, trajectory: AnyTrajectory, score: Score, *, step: int, max_age: int, policy: str
 ) -> str | None:
-    """Check laws 2, 3 and 7 on what was read from the buffer, where it is used; returns the violation, or None.
+    """Check laws 2, 3 and 7 on what was read from the buffer, where it is used. Returns the violation, or None.
 
     Under the age policy `mask`, law 2 applies to each token that enters the loss.
     """
@@ -436,11 +456,7 @@ def check_invariants(
     if policy != "mask" and step - trajectory.oldest_version > max_age:
         return f"{where} has tokens of version {trajectory.oldest_version}, older than {max_age} steps (law 2)"
     if trajectory.newest_version > step:
-        return (
-            f"{where} has tokens of version {trajectory.newest_version}, which these weights do not come from (law 2)"
-        )
+        return f"{where} has tokens of version {trajectory.newest_version}, which is newer than these weights (law 2)"
     if score.status != "SCORED" or score.reward != reserved.reward:
-        return (
-            f"{where} was reserved with reward {reserved.reward}, its score says {score.status} {score.reward} (law 7)"
-        )
+        return f"{where} was reserved with reward {reserved.reward}, but its score is {score.status} {score.reward} (law 7)"
     return None

@@ -1,17 +1,16 @@
 """The state of a trainer rank: the models, their optimizers and the run's counters. `step.train_step` trains it.
 
-There is one `Learner` per rank; with several ranks every method is a collective. Weights leave the learner only between trainer steps, so
-a step is seen from outside completely or not at all. A step that fails half-way leaves a `broken` learner: keeping a copy of weights and
-moments from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
+There is one `Learner` per rank. With several ranks every method is a collective. Weights leave the learner only between trainer steps, so a
+step is visible from outside completely or not at all. A step that fails half-way leaves the learner `broken`. A copy of weights and moments
+from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,9 +22,8 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
 from headrace_services.trainer.network.backbone import Write, choose_device
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
@@ -42,35 +40,17 @@ class Counters:
     total_valid_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointSnapshot:
-    """What this rank writes of a checkpoint, in host memory. Nothing that trains changes it, so a thread may write it meanwhile."""
-
-    parts: Sequence[tuple[str, Write]]  # each with its folder
-    tokenizer: Any  # None on a rank that writes none
-
-    def write(self, folder: Path) -> None:
-        """Write it to `folder`, which exists and is shared by the ranks. Raises `ServiceError` if that can't be written."""
-        try:
-            for name, write in self.parts:
-                write(folder / name)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder / "policy")
-        except (OSError, SafetensorError) as error:
-            raise cannot_write_checkpoint(folder, error) from error
-
-
 class Learner:
-    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
-    policy with an adapter the reference is the policy itself, without it.
+    """The policy and its optimizer; and if required, a frozen reference policy, a teacher, and a value model with its optimizer. With an
+    adapter, the reference is the policy itself without it.
 
-    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank, `work` what
-    training the policy computed in it on all ranks, None if it was not trained. `broken` is the reason why the learner can't go on, or
-    None.
+    `counters` and `tokenizer` are the run's. `seconds` are the durations of the parts of the newest step on this rank. `work` is what
+    training the policy computed in that step on all ranks; None if it was not trained. `broken` is the reason why the learner can't
+    continue, or None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
-        """Start from the initial models, or continue from `checkpoint`, a folder that a `snapshot` wrote.
+        """Start from the initial models, or continue from `checkpoint`, a folder that `snapshot` wrote.
 
         Raises `ServiceError` for a model or checkpoint that can't be loaded.
         """
@@ -78,7 +58,7 @@ class Learner:
         planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
         if planned.trainer is not None:
             torch.set_num_threads(planned.trainer)
-        # float32 is float32: an image may have asked for TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), whose errors are those of a wrong refit
+        # an image may have enabled TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE); its errors are as large as those of a wrong refit
         torch.set_float32_matmul_precision("highest")
         passes, value = required_passes(config, optimizer_steps=1), config.value
         self.config = config
@@ -111,45 +91,59 @@ class Learner:
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the model's embedding: token ids are in [0, vocab_size)."""
+        """The number of rows of the model's embedding. Token ids are in [0, vocab_size)."""
         return self.policy.vocab_size
 
     @property
     def value_packing(self) -> Packing:
         """The packing of the value model: the policy's, except for the size of a micro-batch."""
         packing, size = Packing.of(self.config.policy, training=True), self.config.value.train_micro_batch_size
-        return (
-            packing if packing.trajectories is None or size is None else dataclasses.replace(packing, trajectories=size)
-        )
+        return packing if packing.paths is None or size is None else dataclasses.replace(packing, paths=size)
 
     def probe(self, token_ids: Int32) -> Float32:
-        """Log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current weights."""
+        """Return log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current
+        weights."""
         self.refuse_if_broken()
         with torch.no_grad():
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
     def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
+        """Return the name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
 
     def iter_weights(
         self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight (`PolicyModel.weights`) once, unsharded, one at a time; all ranks must run the iterator to its end."""
+        """Yield every weight (`PolicyModel.weights`) once, unsharded. All ranks must run the iterator to its end."""
         self.refuse_if_broken()
         return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
 
-    def snapshot(self) -> CheckpointSnapshot:
-        """Copy what a checkpoint holds to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/`
-        where there is one, and `training/`. It is complete once this has returned."""
+    def snapshot(self) -> Write:
+        """Copy what this rank writes of a checkpoint to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer and adapter),
+        `value/` if there is a value model, and `training/`. The copy is complete once this returns.
+
+        The result writes it to a folder that exists and that the ranks share. No training changes the copy, so a thread may write it
+        meanwhile. It raises `ServiceError` if the folder can't be written.
+        """
         self.refuse_if_broken()
-        parts = [("policy", self.policy.snapshot())]
+        parts = {"policy": self.policy.snapshot()}
         if self.value is not None:
-            parts.append(("value", self.value.snapshot()))
+            parts["value"] = self.value.snapshot()
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
-        parts.append(("training", training_state.snapshot(counters, self._optimizers, moments=moments)))
-        return CheckpointSnapshot(parts, self.tokenizer if self.ranks.rank == 0 else None)
+        parts["training"] = snapshot_training(counters, self._optimizers, moments=moments)
+        tokenizer = self.tokenizer if self.ranks.rank == 0 else None
+
+        def write(folder: Path) -> None:
+            try:
+                for name, write_part in parts.items():
+                    write_part(folder / name)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder / "policy")
+            except (OSError, SafetensorError) as error:
+                raise cannot_write_checkpoint(folder, error) from error
+
+        return write
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:
@@ -161,10 +155,10 @@ class Learner:
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
 
     def _load(self, folder: Path) -> Counters:
-        """Restore the optimizers; raise on every rank if any rank can't."""
+        """Restore the optimizers. Raises on every rank if any rank can't."""
         problems, counters = [], Counters()
         try:
-            counters = Counters(**training_state.load(folder, self._optimizers).counters)
+            counters = Counters(**load_training(folder, self._optimizers).counters)
         except ServiceError as error:
             problems = [str(error)]
         self.ranks.raise_any(problems)

@@ -1,7 +1,16 @@
-"""The optimizer of a model: torch's own, with a learning rate schedule and gradient clipping; and its state in a checkpoint.
+"""The optimizers of the trained models, with learning rate schedules and gradient clipping, and the training state in a checkpoint.
 
-The learning rate is a function of the number of trainer steps (or epochs) that trained the model, so a schedule's only state is that
-count. When a run resumes, the schedule of the configuration, which may have changed, is stepped up to it.
+The learning rate is a function of the number of trainer steps (or epochs) that trained the model. So that count is all the state a schedule
+has. A run that resumes steps the configured schedule, which may have changed, up to that count.
+
+A checkpoint's training state is the run's counters, and each trained model's schedule and optimizer moments:
+
+    training/state.json               counters, schedules, the number of ranks
+    training/rank_0_of_2.safetensors  the rows of the moments that rank 0 held, by `<model>/<parameter>/<moment>`
+
+FSDP2 shards the first dimension, so the rows of all files in order are the whole tensor. Any number of ranks can resume from it: each reads
+only its own rows. If hosts hold copies (`trainer.shard_within_host`), the ranks of one host write, and only they are counted. Nothing is
+pickled. There is no random state, because a step draws no random numbers.
 """
 
 from __future__ import annotations
@@ -10,24 +19,33 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
+from headrace.files import fsync
 from headrace_services.trainer.distributed import (
     Place,
     full_tensor,
+    host_copies,
     local_part,
     local_rows,
     place_of,
     with_local_part,
 )
+from headrace_services.trainer.network.backbone import Write
 
 log = logging.getLogger(__name__)
+
+_STATE, _OLD = "state.json", ".metadata"
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -36,7 +54,7 @@ CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
 
 
 class LearningRate:
-    """The learning rate by number of steps, computed by torch's own schedulers from `base`."""
+    """The learning rate by number of steps. torch's own schedulers compute it from `base`."""
 
     def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
@@ -105,7 +123,7 @@ class ModelOptimizer:
         return float(full_tensor(norm))
 
     def step(self, grad_norm: float) -> None:
-        """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`; take one optimizer step; drop the gradients."""
+        """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`. Take one optimizer step. Drop the gradients."""
         torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate.value
@@ -117,16 +135,16 @@ class ModelOptimizer:
         self._optimizer.zero_grad()
 
     def advance_schedule(self) -> None:
-        """Advance the learning rate schedule by one: a trainer step (or an epoch) has trained this model."""
+        """Advance the learning rate schedule by one, after a trainer step (or an epoch) that trained this model."""
         self._rate.advance()
 
     @property
     def scheduled(self) -> int:
-        """How often the schedule advanced."""
+        """The number of times the schedule advanced."""
         return self._rate.steps
 
     def moments(self) -> dict[str, Tensor]:
-        """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
+        """Return this rank's part of the optimizer's state, by `<parameter>/<moment>`. It is empty before the first optimizer step."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         return {
             f"{names[parameter]}/{moment}": local_part(tensor)
@@ -140,15 +158,15 @@ class ModelOptimizer:
         return place_of(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """The rows `[first, last)` of each parameter that this rank holds, and the shape of the whole."""
+        """Return the rows `[first, last)` of each parameter that this rank holds, and the shape of the whole parameter."""
         return {name: (*local_rows(tensor), tuple(tensor.shape)) for name, tensor in self._model.named_parameters()}
 
     def restore(self, scheduled: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on where `scheduled` and `moments`, this rank's part by parameter, left off; without moments they start from zero. Learning
-        rate, betas and so on come from the configuration, which may have changed since."""
+        """Continue from a schedule that advanced `scheduled` times and from `moments`, this rank's part by parameter. Without moments they
+        start from zero. Learning rate, betas and so on come from the configuration, which may have changed since."""
         if scheduled and not moments:
             log.warning(
-                "the checkpoint has no optimizer state of the %s model; its moments start from zero", self.section
+                "the checkpoint has no optimizer state for the %s model; its moments start from zero", self.section
             )
         state = {
             place: {key: with_local_part(parameter, tensor) for key, tensor in moments[name].items()}
@@ -180,3 +198,114 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
         yield
+
+
+# -- the state in a checkpoint ------------------------------------------------------------------------------------------
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    """The state of one model: how many times its schedule advanced, and whether the checkpoint has its moments."""
+
+    scheduled: int
+    moments: bool
+
+
+class TrainingState(msgspec.Struct, frozen=True):
+    """The content of `state.json`. `counters` are those of `Counters`. `trained` has the models by name."""
+
+    ranks: int
+    counters: dict[str, int]
+    trained: dict[str, ModelState]
+
+
+def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> Write:
+    """Copy this rank's part of the training state to host memory. The result writes it to a folder; it raises `OSError` and
+    `SafetensorError`."""
+    place = next(iter(optimizers.values())).place  # the same for all of them
+    held = {name: optimizer.moments() if moments else {} for name, optimizer in optimizers.items()}
+    own = host_copies(
+        ((f"{name}/{key}", tensor) for name, tensors in held.items() for key, tensor in tensors.items()),
+        keep=place.writes,
+    )
+    trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
+    state = TrainingState(place.count, dict(counters), trained)
+
+    def write(folder: Path) -> None:
+        if not place.writes:
+            return
+        folder.mkdir(exist_ok=True)
+        path = folder / _file(place.index, place.count)
+        save_file(own, path)
+        fsync(path)  # the rank that publishes can't flush another machine's writes
+        if place.index == 0:
+            (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+    return write
+
+
+def load_training(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> TrainingState:
+    """Load what `snapshot_training` wrote into `optimizers`. Raises `ServiceError` if it can't be read or lacks one of the models."""
+    if (folder / _OLD).exists():
+        raise ServiceError(
+            f"checkpoint {folder.parent}: an older build pickled its training state, and this build doesn't read pickles; finish the run "
+            "with that build, or give run.id another name and start over from its policy/ (policy.model_name)"
+        )
+    try:
+        state = msgspec.json.decode((folder / _STATE).read_bytes(), type=TrainingState)
+        for name, optimizer in optimizers.items():
+            if name not in state.trained:
+                raise ServiceError(
+                    f"checkpoint {folder.parent} has no state of a {name} model, because another algorithm wrote it; give run.id another "
+                    "name to start over"
+                )
+            with _opened(folder, state.ranks) as saved:
+                moments = _moments(saved, name, optimizer.shards()) if state.trained[name].moments else {}
+            optimizer.restore(state.trained[name].scheduled, moments)
+    except (OSError, msgspec.MsgspecError, SafetensorError, ValueError) as error:
+        raise ServiceError(
+            f"checkpoint {folder.parent}: its training state can't be read ({error!r}); remove it to continue from an earlier checkpoint"
+        ) from error
+    return state
+
+
+def _file(rank: int, ranks: int) -> str:
+    return f"rank_{rank}_of_{ranks}.safetensors"
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, ranks: int) -> Iterator[list[safe_open]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(safe_open(folder / _file(rank, ranks), "pt")) for rank in range(ranks)]
+
+
+def _moments(
+    saved: list[safe_open], model: str, shards: Mapping[str, tuple[int, int, tuple[int, ...]]]
+) -> dict[str, dict[str, Tensor]]:
+    """Read this rank's rows of each moment, by parameter. Raises `ValueError` for those of another model."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key in saved[0].keys():  # noqa: SIM118  # not a mapping
+        of, parameter, moment = key.split("/")
+        if of != model:
+            continue
+        if parameter not in shards:
+            raise ValueError(f"it has a parameter {parameter!r}, which this model lacks")
+        first, last, shape = shards[parameter]
+        found.setdefault(parameter, {})[moment] = _rows(saved, key, first, last, shape)
+    return found
+
+
+def _rows(saved: list[safe_open], key: str, first: int, last: int, shape: tuple[int, ...]) -> Tensor:
+    """Read rows `[first, last)` of a tensor of `shape` that is spread over the files. A number is the same in all of them."""
+    parts = [file.get_slice(key) for file in saved]
+    sizes = [tuple(part.get_shape()) for part in parts]
+    if sizes[0] == ():
+        return saved[0].get_tensor(key)
+    if (sum(size[0] for size in sizes), *sizes[0][1:]) != shape:
+        raise ValueError(f"{key} has shapes {sizes}, which don't add up to {shape}")
+    rows, begin = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        low, high = max(first - begin, 0), min(last - begin, size[0])
+        if low < high:
+            rows.append(part[low:high])
+        begin += size[0]
+    return torch.cat(rows) if rows else torch.empty(0, *shape[1:])

@@ -1,7 +1,7 @@
 """Turns the environments' rewards into those that are trained on, and decides which trajectories leave the loss.
 
-Rewards are scaled first, then shaped by length. Groups are filtered between the two (`use_dynamic_sampling`), in the buffer; baselines are
-computed after both.
+Rewards are scaled first, then shaped by length. Between the two, the buffer filters groups (`use_dynamic_sampling`). Baselines are computed
+after both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 
 def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
-    """Rewards of any shape, clamped to the source range and mapped to the target range; unchanged if scaling is off."""
+    """Clamp rewards of any shape to the source range and map them to the target range. Without scaling they are unchanged."""
     if not scaling.enabled:
         return rewards
     share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
@@ -26,7 +26,7 @@ def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
 def shape_rewards(
     rewards: Float64, lengths: Int, truncated: Bool, shaping: RewardShapingConfig, max_response_length: int
 ) -> Float64:
-    """Scaled rewards [B] minus penalties on length; unchanged if shaping is off.
+    """Subtract penalties on length from scaled rewards [B]. Without shaping they are unchanged.
 
     `lengths` [B] counts policy tokens, `truncated` [B] marks completions that were cut off. With
     `stop_properly_penalty_coef` c, a truncated completion gets `c r`. Otherwise the soft overlong punishment of DAPO (arXiv 2503.14476,
@@ -42,20 +42,21 @@ def shape_rewards(
 
 
 def mask_truncated(multipliers: Float64, truncated: Bool, overlong_filtering: bool) -> Float64:
-    """`multipliers` [B], set to 0 where a completion was cut off if `overlong_filtering`: out of the loss, not out of the baseline."""
+    """Set `multipliers` [B] to 0 where a completion was cut off, with `overlong_filtering`. Such trajectories leave the loss, but not the
+    baseline."""
     return np.where(truncated, 0.0, multipliers) if overlong_filtering else multipliers
 
 
 def mask_by_logprob_error(batch: Batch, threshold: float | None, ranks: Ranks) -> dict[str, float]:
-    """A collective, before advantages. Set the multiplier of trajectories on which trainer and generator disagree too much to 0
+    """A collective, before advantages. Set the multiplier of trajectories on which trainer and behaviour policy disagree too much to 0
     (`seq_logprob_error_threshold`; None only measures). Returns metrics of the whole batch.
 
-    A trajectory's error is the mean over its tokens of `exp |rollout - old|`; it leaves the loss if that is above `threshold` or NaN.
+    A trajectory's error is the mean over its tokens of `exp |rollout - old|`. It leaves the loss if that is above `threshold` or NaN.
     Tokens that top-k or top-p now leaves out are not counted: they say nothing about the agreement.
 
-    `max_`, `mean_` and `min_seq_mult_prob_error` are over the trajectories with a token and a multiplier above 0, those with
-    `_after_mask` over the ones that remain, 0 if none does. `num_masked_seqs_by_logprob_error` is the number of trajectories left
-    out, `masked_correct_pct` the share of them with a reward of 1 (after scaling and shaping), between 0 and 1.
+    `max_`, `mean_` and `min_seq_mult_prob_error` are over the trajectories with a token and a multiplier above 0. Those with `_after_mask`
+    are over the trajectories that remain; 0 if none does. `num_masked_seqs_by_logprob_error` is the number of trajectories left out,
+    `masked_correct_pct` the share of them with a reward of 1 (after scaling and shaping), between 0 and 1.
     """
     assert batch.old_logprobs is not None
     old = np.where(np.isneginf(batch.old_logprobs), batch.rollout_logprobs, batch.old_logprobs).astype(np.float64)

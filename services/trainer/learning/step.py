@@ -1,7 +1,7 @@
 """One trainer step: rewards, passes without gradients, advantages, optimizer steps.
 
-With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn, but for
-the dropout of an adapter: the optimizer step of a trajectory follows from its place in the batch.
+With several ranks it is a collective, and the numbers are those of a single rank with all trajectories. Except for an adapter's dropout, no
+random numbers are drawn: a trajectory's optimizer step follows from its place in the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace_services.trainer.learning.algorithms.statistics import all_equal
 from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
-from headrace_services.trainer.learning.losses.kl import divergences
+from headrace_services.trainer.learning.losses.terms import divergences
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.rewards import (
     mask_by_logprob_error,
@@ -37,7 +37,7 @@ from headrace_services.trainer.network.packing import PackedRows, Packing, Rows,
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from headrace_services.trainer.network.value_model import ValueModel
 
-# GSPO clips the ratios of whole sequences, far more narrowly.
+# The narrowest clip that `off_policy_tokens` uses: GSPO clips the ratios of whole sequences, far more narrowly.
 USUAL_CLIP = 0.2
 
 LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
@@ -46,12 +46,12 @@ LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
 def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one trainer step on the trajectories of all ranks; `batch` holds this rank's. Returns metrics of the whole batch.
 
-    Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps; those of the value
-    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank, `learner.work` is what
-    training the policy computed on all of them.
+    Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps. Those of the value model have the names
+    `critic/<name>`. Sets `learner.seconds`, the durations of the step's parts on this rank, and `learner.work`, what training the policy
+    computed on all ranks.
 
     Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
-    finite; weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
+    finite. Weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
     weights belong to no version: the learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
@@ -77,7 +77,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     if shaping.enabled:
         metrics["unshaped_total_reward"] = float(rewards[:, 0].mean())
 
-    # 2. Passes without gradients, each only if required.
+    # 2. Passes without gradients, as far as required.
     passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
     inference = Packing.of(config.policy, training=False)
 
@@ -114,7 +114,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         model: PolicyModel | ValueModel,
         loss_of: LossOf,
     ) -> dict[str, float]:
-        """Take an optimizer step on each mini-batch, in each epoch; returns their combined metrics."""
+        """Take an optimizer step on each mini-batch, in each epoch. Returns their combined metrics."""
         first, counts_of = len(taken), GlobalCounts.of(batch, mini_batches, ranks)
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
@@ -122,9 +122,9 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             padded = _pad_micro_batches(micro_batches, ranks)
             for place, rows in enumerate(padded, start=1):
                 ranks.progress.mark()
-                model.expect_backward(last=place == len(padded))
+                model.placed.expect_backward(last=place == len(padded))
                 packed = pack(batch.paths, rows, packing).to(model.device)
-                part = loss_of(packed, MicroBatch.of(batch, packed.order, model.device), counts)
+                part = loss_of(packed, MicroBatch.of(batch, packed.indices, model.device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
                 parts.append(part)
             return OptimizerStep.of(parts, optimizer, ranks)
@@ -176,7 +176,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             work += packed.work
             output = policy.forward(packed, warper, entropy=True)
             if tokens.old_logprobs is None:
-                seen.append((packed.order, output.logprobs.detach()))
+                seen.append((packed.indices, output.logprobs.detach()))
             return policy_loss(config.loss_fn, output, tokens, counts)
 
         packing = Packing.of(config.policy, training=True)
@@ -187,8 +187,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         learner.work = Work(*ranks.sum(dataclasses.astuple(work)))
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
-            for order, logprobs in seen:
-                batch.old_logprobs[batch.tokens_of_paths(order)] = logprobs.cpu().numpy()
+            for indices, logprobs in seen:
+                batch.old_logprobs[batch.tokens_of_paths(indices)] = logprobs.cpu().numpy()
 
     metrics |= _agreement(config.loss_fn, batch, ranks)
     counts_of = GlobalCounts.of(batch, mini_batches, ranks)
@@ -201,11 +201,11 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
 
 def _agreement(config: LossConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective: how far trainer and generator are apart, beside what the loss measures; nothing if no pass computed the trainer's
-    log-probabilities.
+    """A collective. Return how far trainer and behaviour policy are apart, beyond what the loss measures; nothing if no pass computed the
+    trainer's log-probabilities.
 
-    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP`, where that is wider). `on_policy_…` are means
-    over the tokens of the trajectories that these very weights sampled, absent if there are none.
+    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP` if that is wider). `on_policy_…` are means over
+    the tokens of trajectories that the current weights sampled; absent without any.
     """
     if batch.old_logprobs is None:
         return {}
@@ -240,11 +240,11 @@ class OptimizerStep:
 
     @classmethod
     def of(cls, parts: Sequence[LossParts], optimizer: ModelOptimizer, ranks: Ranks) -> OptimizerStep:
-        """A collective, after the backward passes of `parts`, this rank's micro-batches."""
+        """A collective. Make the outcome after the backward passes of this rank's micro-batches, whose losses are `parts`."""
 
         def combined(of_parts: Sequence[Mapping[str, Tensor]], how: Callable[[Tensor], Tensor]) -> dict[str, float]:
             names = sorted(of_parts[0])
-            # [micro-batches, names], on the device of the loss, which is synchronized once, after the last micro-batch
+            # [micro-batches, names], on the loss's device, which is synchronized only once, after the last micro-batch
             table = torch.stack([torch.stack([part[name].detach() for name in names]) for part in of_parts])
             return dict(zip(names, how(table).tolist(), strict=True))
 
@@ -261,8 +261,8 @@ class OptimizerStep:
 
 
 def _summary(steps: Sequence[OptimizerStep]) -> dict[str, float]:
-    """Combine the metrics of several optimizer steps: means, but the smallest of minima and the largest of maxima, which are -1 if no
-    token counted, as in NeMo RL."""
+    """Combine the metrics of several optimizer steps: means, the smallest of minima and the largest of maxima. Minima and maxima are -1 if
+    no token counted, as in NeMo RL."""
     metrics = {name: sum(step.sums[name] for step in steps) / len(steps) for name in steps[0].sums}
     extremes = {name: min(step.minima[name] for step in steps) for name in steps[0].minima}
     extremes |= {name: max(step.maxima[name] for step in steps) for name in steps[0].maxima}
@@ -275,60 +275,60 @@ def _summary(steps: Sequence[OptimizerStep]) -> dict[str, float]:
 def _forward(
     batch: Batch, packing: Packing, ranks: Ranks, device: torch.device, compute: Callable[[PackedRows], Tensor]
 ) -> Float32:
-    """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
-    order: list[int] = []
+    """A collective. Return the values [N] that `compute` returns for the batch's policy tokens, without gradients."""
+    indices: list[int] = []
     values: list[Tensor] = []
     for rows in _pad_micro_batches(plan(batch.paths, packing), ranks):
         ranks.progress.mark()
         packed = pack(batch.paths, rows, packing).to(device)
         with torch.no_grad():
             values.append(compute(packed))
-        order += packed.order
+        indices += packed.indices
     found = np.zeros(batch.trajectory.size, np.float32)
-    # one copy from a GPU, because each waits for what is computed there
-    found[batch.tokens_of_paths(order)] = torch.cat(values).cpu().numpy()
+    # a single copy from the GPU, because each copy waits for it
+    found[batch.tokens_of_paths(indices)] = torch.cat(values).cpu().numpy()
     return found
 
 
 def _pad_micro_batches(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
-    """A collective. Pad this rank's micro-batches with empty ones, so that all ranks have the same number, at least one: under FSDP2
-    every pass is a collective."""
+    """A collective. Pad this rank's micro-batches with empty ones, so that all ranks have the same number, at least one. Under FSDP2 every
+    pass is a collective."""
     rounds = max(1, int(ranks.max(len(own))))
     return [*own, *[()] * (rounds - len(own))]
 
 
 def _check(learner: Learner, batch: Batch) -> None:
-    """A collective: raise `BatchRejected` on every rank for a trajectory that can't be trained on, `ServiceError` for incomplete groups.
-    Raises `ValueError` for a batch that was trained already, because its columns are those of that step."""
+    """A collective. Raise `BatchRejected` on every rank for a trajectory that can't be trained on, and `ServiceError` for incomplete
+    groups. Raise `ValueError` for a batch that was trained already, because its columns are those of that step."""
     if batch.advantages is not None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
     longest, chained = learner.config.policy.max_total_sequence_length, learner.config.needs_one_path
-    vocabulary = learner.vocab_size  # read from the model's configuration, at the cost of the check itself
+    vocabulary = learner.vocab_size  # reading it from the model's configuration costs as much as a check
     found: dict[str, str] = {}
     for i, trajectory in enumerate(batch.trajectories):
         problem = batch.problem_of(i, vocabulary, longest)
         if problem is None and chained is not None and batch.branches(i):
-            problem = f"an episode with branches, and {chained} is computed along one path (agents.branches: refuse)"
+            problem = f"an episode with branches, but {chained} needs a single path (set agents.branches: refuse)"
         if problem is not None:
             found[trajectory.group_id] = f"step {learner.version}: {batch.name(i)}: {problem}; no step was taken"
     reject_any(found, learner.ranks)
     if batch.size == 0 or batch.size % generations:
         raise ServiceError(
-            f"a batch of {batch.size} trajectories is not of groups of num_generations_per_prompt {generations} (law 3)"
+            f"a batch of {batch.size} trajectories does not consist of groups of num_generations_per_prompt {generations} (law 3)"
         )
 
 
 def _not_finite(learner: Learner, model: str, now: OptimizerStep, causes: Sequence[str], taken: int) -> ServiceError:
-    """The error of an optimizer step that can't be taken. If `taken` others of the same trainer step were, it marks the learner broken."""
+    """Make the error of an optimizer step that can't be taken. If `taken` others of the same trainer step were, mark the learner broken."""
     problem = (
         f"step {learner.version}: loss {now.sums['loss']} and gradient norm {now.grad_norm} of the {model} model are not both finite, "
-        f"because of {', '.join(causes) or 'no trajectory alone'}; no step was taken with them. Look at these trajectories' "
+        f"because of {', '.join(causes) or 'no single trajectory'}; no step was taken with them. Look at these trajectories' "
         f"log-probabilities, or lower {model}.optimizer.kwargs.lr and start again from the last checkpoint"
     )
     if taken:
         learner.broken = problem = (
-            f"{problem}. {taken} optimizer steps of this step were taken before it, so that these weights are of no version"
+            f"{problem}. {taken} optimizer steps of this step were taken before, so these weights belong to no version"
         )
     return ServiceError(problem)
 

@@ -1,10 +1,9 @@
-"""The policy's adapter (LoRA, by the library PEFT): two small matrices A and B beside the weight W of a linear layer, trained in its place.
+"""The policy's adapter (LoRA, by the library PEFT): two small matrices A and B that are trained in place of a linear layer's weight W.
 
     y = W x + alpha / dim · B A x          merged: W + alpha / dim · B A
 
-PEFT puts a layer of its own around each linear layer, before the model is sharded, and gives parameters other names; what leaves this
-module has the names that it has without an adapter. A and B are drawn from the run's seed, whole and equal on every rank, so that the
-numbers don't depend on the number of ranks.
+PEFT wraps each linear layer before the model is sharded, and renames parameters. What leaves this module has the names of a model without
+an adapter. A and B are drawn from the run's seed, whole and equal on every rank, so the numbers don't depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from headrace.errors import ServiceError
 from headrace.weights.manifest import ADAPTER
 from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank
 
-# of a checkpoint's policy: adapter_config.json and this file, PEFT's own format
+# The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
-# PEFT's name of the only adapter there is
+# PEFT's name of the only adapter
 _NAME = "default"
 
 
@@ -37,12 +36,12 @@ class Adapter:
     """The adapter of one model. With several ranks its iterators, and `snapshot`, are collectives."""
 
     def __init__(self, model: Any, config: Config, folder: Path | None = None) -> None:
-        """Freeze `model`, and put an adapter beside the linear layers that `policy.lora_cfg` names: a new one, which changes nothing yet,
-        or the one that a `snapshot` wrote to `folder`.
+        """Freeze `model`, and add an adapter to the linear layers that `policy.lora_cfg` names: a new one, which changes nothing yet, or
+        the one that `snapshot` wrote to `folder`.
 
-        Raises `ServiceError` for a name that no such layer has, and for an adapter that can't be read.
+        Raises `ServiceError` for a name without such a layer, and for an adapter that can't be read.
         """
-        # PEFT takes a second to import, which runs without an adapter are spared
+        # importing PEFT takes a second, which runs without an adapter save
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import Linear
 
@@ -62,7 +61,7 @@ class Adapter:
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, Linear)
         }
-        for layer in self._layers.values():  # those of a model on the meta device are there too
+        for layer in self._layers.values():  # on the meta device if the model is
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
         if folder is None:
@@ -71,30 +70,30 @@ class Adapter:
             self._load(folder / _WEIGHTS)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B of each layer, whole, by their names in PEFT's format."""
+        """Yield A and B of each layer, unsharded, with their names in PEFT's format."""
         for name, layer in self._layers.items():
             for part in ("lora_A", "lora_B"):
                 yield f"{ADAPTER}{name}.{part}.weight", _whole(getattr(layer, part))
 
     def scaled(self) -> Iterator[tuple[str, Tensor]]:
-        """`tensors` with B times alpha / dim: of an adapter that counts once."""
+        """Yield `tensors` with B multiplied by alpha / dim, so that the adapter's scale is 1."""
         for name, tensor in self.tensors():
             yield name, tensor * self._scale if ".lora_B." in name else tensor
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and full shapes in the order of `tensors`; gathers nothing."""
+        """Yield names and full shapes in the order of `tensors`. Gathers nothing."""
         for name, layer in self._layers.items():
             for part in ("lora_A", "lora_B"):
                 yield f"{ADAPTER}{name}.{part}.weight", tuple(getattr(layer, part)[_NAME].weight.shape)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own, by the names and in the order that they have without the adapter."""
+        """Yield the model's own parameters, with the names and in the order that they have without the adapter."""
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 yield name.replace(".base_layer.", "."), parameter
 
     def weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        """`parameters`, whole; `merged`, those of the model that computes the same without an adapter."""
+        """Yield `parameters`, unsharded. `merged` are those of the model that computes the same without an adapter."""
         layers = {id(layer.base_layer.weight): layer for layer in self._layers.values()}
         for name, parameter in self.parameters():
             weight = full_tensor(parameter.detach())
@@ -104,7 +103,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
-        """In the context the model computes without the adapter."""
+        """In the context, the model computes without the adapter."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -115,7 +114,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def taken_off(self) -> Iterator[None]:
-        """In the context the model has the modules that it has without the adapter."""
+        """In the context, the model has its modules without the adapter."""
         self._put(lambda layer: layer.base_layer)
         try:
             yield
@@ -127,7 +126,7 @@ class Adapter:
             layer.lora_dropout.train(on)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy it to host memory of rank 0. What this returns writes it from there, as `PeftModel.from_pretrained` reads it."""
+        """Copy the adapter to rank 0's host memory. The result writes the copy in the format of `PeftModel.from_pretrained`."""
         whole = host_copies(self.tensors(), keep=is_first_rank())
 
         def write(folder: Path) -> None:
@@ -152,14 +151,14 @@ class Adapter:
             saved = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ServiceError(
-                f"{path} can't be read ({error}); remove this checkpoint to go on from an earlier one"
+                f"{path} can't be read ({error}); remove this checkpoint to continue from an earlier one"
             ) from error
         here = dict(self.tensors())
         if {name: tensor.shape for name, tensor in saved.items()} != {
             name: tensor.shape for name, tensor in here.items()
         }:
             raise ServiceError(
-                f"{path}: this adapter is not the one that policy.lora_cfg describes; give it the dim and the layers that it had"
+                f"{path}: this adapter is not the one that policy.lora_cfg describes; restore the dim and the layers that it had"
             )
         for name, tensor in here.items():
             tensor.copy_(saved[name])
@@ -171,8 +170,8 @@ class Adapter:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """The names of the layers that an adapter can be put beside: linear ones that are trained. The head is none: where it is tied, what
-    changed it would change the embedding."""
+    """Return the names of the layers that can have an adapter: linear ones that are trained, except for the head. Where the head is tied, a
+    change to it would change the embedding."""
     head = model.get_output_embeddings()
     return [
         name
@@ -182,10 +181,10 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
-    """The linear `layers` that the settings name. Raises `ServiceError` for a name that none has, and if none is left."""
+    """Return the linear `layers` that the settings name. Raises `ServiceError` for a name that no layer has, and if no layer is left."""
     if not layers:
         raise ServiceError(
-            "policy.lora_cfg.enabled true: the policy has no layers of torch's Linear to put an adapter beside (GPT-2 has none); set it to "
+            "policy.lora_cfg.enabled true: the policy has no layers of torch's Linear for an adapter (GPT-2 has none); set it to "
             "false, or choose another model"
         )
     names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
@@ -196,8 +195,8 @@ def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
         for pattern in patterns:
             if not any(_matches(layer, pattern) for layer in layers):
                 raise ServiceError(
-                    f"policy.lora_cfg.{key}: {pattern!r} is not a linear layer of the policy; there are {names}, with whole names such as "
-                    f"{layers[0]} (for which * stands for anything). The head is never adapted"
+                    f"policy.lora_cfg.{key}: {pattern!r} is not a linear layer of the policy; it has {names}, with full names such as "
+                    f"{layers[0]} (in which * may stand for anything). The head is never adapted"
                 )
     found = [
         layer
@@ -207,7 +206,7 @@ def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
     ]
     if not found:
         raise ServiceError(
-            f"policy.lora_cfg.exclude_modules {settings.exclude_modules}: no linear layer is left to put an adapter beside; there are "
+            f"policy.lora_cfg.exclude_modules {settings.exclude_modules}: no linear layer is left for an adapter; the policy has "
             f"{names}"
         )
     return found
@@ -218,5 +217,5 @@ def _matches(layer: str, pattern: str) -> bool:
 
 
 def _whole(part: Any) -> Tensor:
-    """A or B of a layer, unsharded."""
+    """Return A or B of a layer, unsharded."""
     return full_tensor(part[_NAME].weight.detach())

@@ -1,9 +1,9 @@
-"""Attention over rows of several trajectories, for transformers models; and which models can't do it.
+"""Attention over rows of several paths, for transformers models; and which models can't do it.
 
-Rows with one trajectory each are causal and need nothing. Other rows go through `tree_attention`, which computes nothing that is masked and
-makes no mask over a row: with a prompt of S tokens and completions of T_i, the mask would cost (S + ΣT_i)² per head, the prompt costs S²/2
-and each completion T_i·(S + T_i). In half precision on a GPU that is one call of flash attention for sequences of different lengths, each
-with the keys that it sees; else a call of SDPA for each.
+Rows with one path each are causal and need nothing special. Other rows go through `tree_attention`. It computes nothing that is masked, and
+makes no mask over a row. With a prompt of S tokens and completions of T_i, such a mask would cost (S + ΣT_i)² per head; here the prompt
+costs S²/2 and each completion T_i·(S + T_i). In half precision on a GPU it is one call of flash attention for sequences of different
+lengths, each with the keys that it sees. Otherwise it is one call of SDPA for each sequence.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import on_device
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 
-# the name of `tree_attention` in transformers
+# The name of `tree_attention` in transformers.
 TREE_ATTENTION = "headrace_trees"
-# queries that SDPA is given a mask for at once
+# The number of queries in one masked call of SDPA.
 QUERIES = 1024
-# the largest head that flash attention computes, of a multiple of 8 numbers
+# The largest head that flash attention computes. Its size must be a multiple of 8.
 FLASH_HEAD = 256
 
 Spans = tuple[tuple[TreeSpan, ...], ...]  # the trees of each row
 
-# the kinds of layers that `tree_attention` computes, and those of which it computes shared prompts
+# The kinds of layers that `tree_attention` computes, and those for which it computes shared prompts.
 _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
 def prepare_attention(model: Any, policy: PolicyConfig) -> None:
-    """Choose `tree_attention` for rows of several trajectories.
+    """Set `tree_attention` for rows of several paths.
 
-    Raises `ServiceError` for a model that would let the trajectories of a row see each other.
+    Raises `ServiceError` for a model that would let the paths of a row see each other.
     """
     key = "policy.share_prompts" if policy.share_prompts else "policy.sequence_packing.enabled"
     if not (policy.share_prompts or policy.sequence_packing.enabled):
@@ -61,7 +61,7 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
     if model._is_stateful:
         return "carries a state from token to token"
     if not model._supports_attention_backend:
-        return "has an attention implementation of its own that takes no mask"
+        return "has its own attention implementation, which takes no mask"
     if config._attn_implementation not in ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"):
         return f"runs {config._attn_implementation} attention"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -73,7 +73,7 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
 
 
 def attention_arguments(backbone: nn.Module, rows: PackedRows) -> dict[str, Any]:
-    """The arguments of the backbone's forward besides `input_ids`, on the device of the rows."""
+    """Return the arguments of the backbone's forward besides `input_ids`, on the device of the rows."""
     attention: str = backbone.config.get_text_config()._attn_implementation  # type: ignore[union-attr, operator]
     if attention != TREE_ATTENTION:
         return {}
@@ -84,7 +84,7 @@ def attention_arguments(backbone: nn.Module, rows: PackedRows) -> dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens of a row, from `start`, that see each other causally; all of them see the whole piece `context` of the row before, if any."""
+    """Tokens of a row, from `start`, that see each other causally. All of them also see the whole earlier piece `context`, if any."""
 
     start: int
     length: int
@@ -92,7 +92,8 @@ class Piece:
 
 
 def pieces(spans: tuple[TreeSpan, ...]) -> list[Piece]:
-    """The pieces of a row, in order: of a tree with one completion the whole of it, else its prompt and each of its completions."""
+    """Return the pieces of a row, in order. A tree with one completion is one piece; others are their prompt and each of their
+    completions."""
     found: list[Piece] = []
     for span in spans:
         if len(span.completions) == 1:
@@ -108,11 +109,12 @@ def pieces(spans: tuple[TreeSpan, ...]) -> list[Piece]:
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """The pieces of all rows as flash attention takes them: the queries of each, as they follow one another in the flattened rows, and its
-    keys, which end with the piece itself. Padding is a piece of each row, because what is not computed would be undefined.
+    """The pieces of all rows in the form that flash attention takes: each piece's queries, in the order of the flattened rows, and its
+    keys, which end with the piece itself. A row's padding is a piece too, because what is not computed would be undefined.
 
-    `queries` and `keys` [pieces + 1] int32 are where those of each piece begin, and where the last one's end; `longest_queries` and
-    `longest_keys` the most that a piece has. `places` [keys] int64 are the keys' places in the flattened rows; None: those of the queries.
+    `queries` and `keys` [pieces + 1] int32 are where those of each piece begin, and where the last one's end. `longest_queries` and
+    `longest_keys` are the most that a piece has. `places` [keys] int64 are the keys' places in the flattened rows; None if they are the
+    queries'.
     """
 
     queries: Tensor
@@ -123,7 +125,7 @@ class Sequences:
 
     @classmethod
     def of(cls, trees: Spans, width: int) -> Sequences:
-        """The sequences of rows of this width with these trees, on the CPU."""
+        """Make the sequences of rows of this width with these trees, on the CPU."""
         places, lengths = [], []
         for r, spans in enumerate(trees):
             row = pieces(spans)
@@ -155,9 +157,9 @@ class Sequences:
 
 @dataclasses.dataclass
 class Trees:
-    """What the attention of a micro-batch is computed from: the trees of each row, and for a GPU their sequences.
+    """The layout of a micro-batch for attention: the trees of each row, and for a GPU their sequences.
 
-    Not frozen: torch.compile would compare what a tuple or a frozen dataclass holds, and compile a layer for each layout.
+    It is not frozen: torch.compile would compare the content of a tuple or a frozen dataclass, and compile a layer for each layout.
     """
 
     spans: Spans
@@ -168,7 +170,7 @@ def _edges(lengths: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
-@torch.compiler.disable  # it would be compiled anew for each layout
+@torch.compiler.disable  # it would be compiled again for each layout
 def tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -184,10 +186,10 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over rows of trees, with the signature that transformers models call (`AttentionInterface`).
+    """Compute attention over rows of trees, with the signature that transformers models call (`AttentionInterface`).
 
-    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], on padding anything finite. `trees` come
-    through the model's keyword arguments, so a model that does not pass them on raises an error rather than attending across trajectories.
+    `query` is [R, H, W, D], `key` and `value` are [R, H / groups, W, D]. Returns [R, W, H, D], with any finite values on padding. `trees`
+    come through the model's keyword arguments, so a model that does not pass them on raises an error rather than attending across paths.
     Raises `ServiceError` for a case that it can't compute.
     """
     if trees is None or softcap is not None or s_aux is not None or dropout:
@@ -215,11 +217,11 @@ def by_flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The attention of all rows in one call of flash attention, computed in `dtype`."""
+    """Compute the attention of all rows in one call of flash attention, in `dtype`."""
     rows, heads, width, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if sequences.places is not None:
-        # in float32, in which the gradients of a prompt's keys are then summed over its completions
+        # in float32, so that the gradients of a prompt's keys are summed over its completions in float32
         key, value = (x.float().index_select(0, sequences.places) for x in (key, value))
     out = varlen_attn(
         query.to(dtype),
@@ -245,13 +247,13 @@ def by_pieces(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The attention of all rows, piece by piece; 0 on padding. `query`, `key` and `value` have equally many heads."""
+    """Compute the attention of all rows, piece by piece; 0 on padding. `query`, `key` and `value` have equally many heads."""
     rows = []
     for r, spans in enumerate(trees):
         row = pieces(spans)
         lengths = [piece.length for piece in row]
         rest = query.shape[2] - sum(lengths)
-        # the gradient of a split is one tensor; that of each slice would be as large as the row
+        # the gradient of a split is one tensor; the gradient of each slice would be as large as the row
         q, k, v = (x[r, None].split([*lengths, rest], dim=2) for x in (query, key, value))
         parts = [
             _causal(q[i], k[i], v[i], scaling, window)
@@ -271,7 +273,7 @@ def by_pieces(
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Queries are those of the last keys, and each sees its own and those before, at most `window` in all."""
+    """Compute causal attention. The queries belong to the last keys. Each sees its own key and earlier ones, at most `window` in all."""
     count, keys = query.shape[2], key.shape[2]
     if count == keys and (window is None or keys <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -291,8 +293,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask [queries, keys] bool with which the last `queries` of `keys` positions see themselves and those before, at most `window`
-    in all."""
+    """Return the mask [queries, keys] bool with which the last `queries` of `keys` positions see themselves and earlier ones, at most
+    `window` in all."""
     place = torch.arange(keys, device=device)
     distance = place[keys - queries :, None] - place[None, :]
     return (distance >= 0) & (distance < (keys if window is None else window))

@@ -1,16 +1,17 @@
 """The backbone that policy and value model share: a transformers model on this rank's device, and its hidden states before each token.
 
-Around the transformers model is a **root** module, whose forward does everything that needs
-weights: backbone, choice of positions, head. It is FSDP2's outermost unit, so one forward gathers embedding and
-head once, however many chunks the head is applied in, and ranks with unequal rows enter the same collectives.
+A **root** module wraps the transformers model. Its forward does everything that needs weights: backbone, choice of positions, head. It is
+FSDP2's outermost unit. So one forward gathers embedding and head once, however many chunks the head is applied in, and ranks with unequal
+rows enter the same collectives.
 
 Weights are always float32, because a step at a usual learning rate is smaller than bfloat16 can resolve. With `policy.precision: bfloat16`
-one rank multiplies matrices in bfloat16 (autocast); several gather each layer in bfloat16 and compute all of it so, because autocast would
-keep a bfloat16 copy of every layer that was gathered. Models stay in evaluation mode: dropout would make two passes over the same weights
-disagree, and the loss compares exactly those.
+one rank multiplies matrices in bfloat16 (autocast). Several ranks gather each layer in bfloat16 and compute all of it in bfloat16, because
+autocast would keep a bfloat16 copy of every gathered layer. Models stay in evaluation mode: with dropout two passes over the same weights
+would disagree, and the loss compares exactly those.
 
-With several ranks no rank ever holds a whole model: it is made on the meta device, sharded there, and each rank reads its own part of the
-safetensors files (`checkpoint_shards`).
+With several ranks no rank ever holds a whole model. It is made on the meta device and sharded there, and each rank reads its own part of
+the safetensors files. transformers converts what it reads as it does in `from_pretrained` (prefixes, experts that one tensor holds and
+another format does not), and reads only this rank's rows of a sharded parameter.
 """
 
 from __future__ import annotations
@@ -27,41 +28,47 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import AutoConfig, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import (
-    Sharding,
     end_pass,
     full_tensor,
     host_copies,
     is_first_rank,
+    place_of,
     reduce_gradients,
     several_ranks,
     shard,
 )
 from headrace_services.trainer.network.adapter import Adapter
 from headrace_services.trainer.network.attention import attention_arguments
-from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
 from headrace_services.trainer.network.packing import PackedRows
 
-# writes what was copied of a model to a folder; any thread may call it
+# Writes the copy of a model to a folder. Any thread may call it.
 Write = Callable[[Path], None]
-# of a safetensors file, which one tensor may exceed
+# The size of a safetensors file. A single tensor may exceed it.
 SHARD_SIZE = "50GB"
-# How many versions of one function torch may make; beyond that it would compute as if nothing were compiled. Versions are those for passes
-# with and without gradients, one row and several, one place and several, and for each kind of model.
+# How many versions of one function torch may compile; beyond that it would run uncompiled code. There are versions for passes with and
+# without gradients, for one row and several, for one place and several, and for each kind of model.
 VERSIONS = 64
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device; CUDA is the process's current one. Raises `ServiceError` without a GPU."""
+    """Return the device for `auto`, `cpu` or `cuda`, which is the process's current GPU. Raises `ServiceError` for `cuda` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ServiceError(
             "trainer.device cuda: torch sees no GPU here; set trainer.device=cpu or install a CUDA build"
@@ -72,16 +79,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Have torch compile each layer when it is first called. Raises `ServiceError` without the compiler that torch calls for this device.
+    """Have torch compile each layer when it is first called. Raises `ServiceError` without the compiler that torch needs for this device.
 
-    The layers are alike, so what is made for the first serves all of them. Lengths and numbers of rows are variables in it, so that rows of
-    other lengths need no new one; `tree_attention` stays outside.
+    The layers are alike, so the code of the first serves all of them. Lengths and numbers of rows are variables in it, so rows of other
+    lengths need no new code. `tree_attention` is not compiled.
     """
     variable, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
     compiler = os.environ.get(variable, usual)
     if shutil.which(compiler) is None:
         raise ServiceError(
-            f"policy.torch_compile true: torch compiles by {compiler!r} here, and there is none; install it (apt-get install "
+            f"policy.torch_compile true: torch needs the compiler {compiler!r}, which is not installed; install it (apt-get install "
             f"{usual} python3-dev), name another in {variable}, or set the key to false"
         )
     torch._dynamo.config.recompile_limit = VERSIONS
@@ -92,12 +99,12 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 def load_model(
     auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
 ) -> Any:
-    """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration; with several ranks on the
-    meta device, for `PlacedModel` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
-    should be.
+    """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration. With several ranks it is on
+    the meta device, for `PlacedModel` to fill. Errors name `key`, the configuration key that gave the name, and `what`, the kind of model
+    that it should be.
 
-    Raises `ServiceError` if it can't be loaded, if its configuration has no such key as an override names, or if its context is shorter
-    than `policy.max_total_sequence_length`.
+    Raises `ServiceError` if it can't be loaded, if its configuration lacks the key of an override, or if its context is shorter than
+    `policy.max_total_sequence_length`.
     """
     try:
         settings = _settings(name, overrides) if overrides else {}
@@ -115,7 +122,7 @@ def load_model(
 
 
 def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration with `overrides`, as an argument of `from_pretrained`."""
+    """Return the model's configuration with `overrides`, as an argument of `from_pretrained`."""
     settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
     if unknown:
         raise ServiceError(
@@ -148,11 +155,11 @@ class PlacedModel:
         in_float32: Sequence[nn.Module] = (),
         adapter: Adapter | None = None,
     ) -> None:
-        """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer, and fill it, but for its `adapter`.
-        What is `in_float32` is computed so, whatever the precision.
+        """Move `root`, which contains `model`, to `device`. With several ranks shard it, layer by layer, and fill all of it but its
+        `adapter`. The modules `in_float32` are computed in float32, whatever the precision.
 
-        With activation checkpointing a layer of a model that is trained keeps only its input for the backward pass. Raises `ServiceError`
-        for a model whose layers are not known, for one that can't be filled, and without a compiler where layers are to be compiled.
+        With activation checkpointing, a layer of a trained model keeps only its input for the backward pass. Raises `ServiceError` for a
+        model whose layers are not known, for one that can't be filled, and without the compiler that `policy.torch_compile` needs.
         """
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -160,7 +167,7 @@ class PlacedModel:
         asked = [key for key in ("activation_checkpointing", "torch_compile") if getattr(config.policy, key)]
         if trained and asked and not layers:
             raise ServiceError(
-                f"policy.{asked[0]} true: {type(model).__name__} does not say which of its modules are layers; set it to "
+                f"policy.{asked[0]} true: {type(model).__name__} does not declare which of its modules are layers; set it to "
                 "false"
             )
         if config.policy.torch_compile:
@@ -168,7 +175,7 @@ class PlacedModel:
         if trained and config.policy.recomputes(device.type):
             drops = adapter is not None and config.policy.lora_cfg.drops
             for layer in layers:
-                # transformers' own switch works only in training mode, which would turn on dropout
+                # transformers' own setting works only in training mode, which would enable dropout
                 layer.forward = functools.partial(
                     checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=drops
                 )
@@ -177,7 +184,8 @@ class PlacedModel:
             root,
             layers,
             device,
-            Sharding(within_host=config.trainer.shard_within_host, bfloat16=bfloat16),
+            within_host=config.trainer.shard_within_host,
+            bfloat16=bfloat16,
             in_float32=in_float32,
         )
         if several_ranks():
@@ -191,7 +199,7 @@ class PlacedModel:
         )
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the root computes of `arguments`."""
+        """Call the root with `arguments`."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             output = self._root(*arguments)
         if not torch.is_grad_enabled():
@@ -199,21 +207,22 @@ class PlacedModel:
         return output
 
     def expect_backward(self, *, last: bool) -> None:
-        """Say before a backward pass whether it is the `last` one of an optimizer step, after which gradients are those of all ranks."""
+        """Call this before a backward pass, with whether it is the `last` one of an optimizer step. Until after the last one, gradients of
+        several ranks may be incomplete."""
         reduce_gradients(self._root, "everywhere" if last else "never" if self._once_a_step else "within_host")
 
 
 def reduces_once(choice: str, parameters: int, memory: int | None) -> bool:
-    """Whether gradients of so many `parameters` are summed over the ranks once an optimizer step, by `trainer.reduce_gradients`; `memory`
-    is a GPU's, None on a CPU."""
+    """Return whether the gradients of so many `parameters` are summed over the ranks once per optimizer step. `choice` is
+    `trainer.reduce_gradients`, `memory` a GPU's, None on a CPU."""
     return choice == "step" or (choice == "auto" and (memory is None or 4 * parameters <= memory / 8))
 
 
 def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
-    """Hidden states [N, H] of the backbone's last layer at the position before each policy token.
+    """Return the hidden states [N, H] of the backbone's last layer at the position before each policy token.
 
-    They depend on the prompt and the completion up to that token, but not on the token itself: a vocabulary
-    projection predicts it from them, a value head gives the value before it.
+    They depend on the prompt and the completion up to that token, but not on the token itself. A vocabulary projection predicts the token
+    from them; a value head gives the value before it.
     """
     output = backbone(input_ids=packed.input_ids, use_cache=False, **attention_arguments(backbone, packed))
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
@@ -222,25 +231,28 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
 def iter_full_weights(
     model: Any, adapter: Adapter | None = None, gathered_in: torch.dtype = torch.float32, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter; a tied head is
-    left out. A collective.
+    """A collective. Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter. A
+    tied head is left out.
 
-    They are float32; but where nothing is merged, those that are sharded are gathered in the dtype `gathered_in`.
+    The weights are float32. But if nothing is merged, sharded weights are gathered in the dtype `gathered_in`.
     """
     for name, tensor in _full_parameters(model, adapter, gathered_in, merged=merged):
         yield from _as_saved(model, name, tensor)
 
 
 def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and full shapes in the order of `iter_full_weights`; gathers nothing."""
+    """Yield names and full shapes in the order of `iter_full_weights`. Gathers nothing."""
     for name, parameter in model.named_parameters() if adapter is None else adapter.parameters():
         for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
             yield saved, tuple(tensor.shape)
 
 
 def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
-    """Copy the weights, merged with the adapter, to host memory of rank 0. A collective; what it returns is none, and touches `model` no
-    more: it writes config and safetensors as `from_pretrained` reads them, from rank 0."""
+    """A collective. Copy the weights, merged with the adapter, to rank 0's host memory.
+
+    The result is not a collective and does not use `model`. On rank 0 it writes config and safetensors in the format of `from_pretrained`;
+    elsewhere it does nothing.
+    """
     keep = is_first_rank()
     whole = host_copies(_full_parameters(model, adapter, merged=True), keep=keep)
     if not keep:
@@ -287,8 +299,86 @@ def _full_parameters(
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter under its name in a checkpoint; where an architecture fuses several saved tensors into one, each of those."""
+    """Yield a parameter with its name in a checkpoint. Where an architecture fuses several saved tensors into one, yield each of those."""
     if not model._weight_conversions:
         yield name, tensor
         return
     yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+# -- models of several ranks --------------------------------------------------------------------------------------------
+
+
+def on_meta(auto: Any, name: str, *, dtype: torch.dtype, config: Any = None) -> Any:
+    """Make the model of `auto.from_pretrained` with the same arguments on the meta device. Raises `OSError` and `ValueError` as that
+    does."""
+    with torch.device("meta"):
+        model = auto.from_config(config or AutoConfig.from_pretrained(name), dtype=dtype)
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
+
+
+def fill(model: Any, device: torch.device) -> None:
+    """Read this rank's part of the sharded `model`, made by `on_meta`, to `device`.
+
+    Raises `ServiceError` if it has no safetensors files, if they can't be read or lack one of its weights, or if a rank would hold no
+    expert.
+    """
+    name = model.name_or_path
+    conversions = get_model_conversion_mapping(model)
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
+        _check_experts(model)
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, "pt")) for path in _files(name)]
+            tensors = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  # not a mapping
+            settings = LoadStateDictConfig(
+                pretrained_model_name_or_path=name,
+                dtype=model.dtype,
+                device_map={"": device},
+                weight_mapping=conversions,
+            )
+            info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
+            # ties weights, and computes what no file has, such as the frequencies of positions
+            type(model)._finalize_model_loading(model, settings, info)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ServiceError(f"{name!r}: its weights can't be read into {type(model).__name__} ({error})") from error
+    if missing := sorted({*info.missing_keys, *(key for key, *_ in info.mismatched_keys)}):
+        raise ServiceError(
+            f"{name!r}: {type(model).__name__} has {len(missing)} weights that its files lack, or have in another shape: "
+            f"{', '.join(missing[:3])}; with several ranks they are not initialized instead"
+        )
+    model.eval()
+
+
+def _check_experts(model: Any) -> None:
+    """Raise `ServiceError` if a rank would hold none of the experts that the files have one by one. transformers can't read an empty
+    part."""
+    for parameter in model.parameters():
+        ranks = place_of(parameter).count
+        if parameter.dim() == 3 and -(-len(parameter) // -(-len(parameter) // ranks)) < ranks:
+            raise ServiceError(
+                f"{model.name_or_path!r}: its {len(parameter)} experts, sharded in equal numbers over {ranks} ranks, leave some ranks "
+                "without one; use a number of ranks that divides them, or set trainer.shard_within_host true"
+            )
+
+
+def _files(name: str) -> list[str]:
+    """Return the safetensors files of directory or model `name`. Those on the Hugging Face Hub are downloaded."""
+
+    def found(file: str) -> str | None:
+        path: str | None = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        return path
+
+    if (whole := found(SAFE_WEIGHTS_NAME)) is not None:
+        return [whole]
+    index = found(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise ServiceError(
+            f"{name!r} has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}, from which each rank could read its part; save it as "
+            "safetensors, or train it with one rank"
+        )
+    parts = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values()))
+    return [str(path) for path in map(found, parts) if path is not None]

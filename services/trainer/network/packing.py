@@ -1,14 +1,12 @@
-"""Packing: decides which trajectories share a row and a micro-batch, and makes the tensors of the rows.
+"""Packing: decides which paths (`Batch.paths`) share a row and a micro-batch, and makes the tensors of the rows.
 
-    micro_batches = plan(trajectories, packing)                  pure; a trajectory is never divided
-    packed = pack(trajectories, micro_batches[0], packing)       tensors on the CPU; `.to(device)`
+    micro_batches = plan(paths, packing)                         pure; a path is never divided
+    packed = pack(paths, micro_batches[0], packing)              tensors on the CPU; `.to(device)`
     logprobs = policy.forward(packed, warper).logprobs           [N]
 
-Here a trajectory is a single sequence: of an episode, one of its paths (`Batch.paths`).
-
-A **tree** is one prompt and the completions that follow it in the same row; without prompt sharing it has one completion. A **row** is
-a sequence of trees, a **micro-batch** the rows that go through the model at once. The N values of a micro-batch are those of its
-policy tokens, one trajectory after the other in the order of `PackedRows.order`.
+A **tree** is one prompt and the completions that follow it in the same row; without prompt sharing it has one completion. A **row** is a
+sequence of trees. A **micro-batch** is the rows that go through the model at once. Its N values are those of its policy tokens, one path
+after the other, in the order of `PackedRows.indices`.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Int32, Trajectory
 from headrace_services.trainer.distributed import on_device
 
-Tree = tuple[int, ...]  # indices of its trajectories among those that are planned
+Tree = tuple[int, ...]  # indices of its paths among those that are planned
 Row = tuple[Tree, ...]
-Rows = tuple[Row, ...]  # of a micro-batch; none: a pass of a rank that only keeps pace with the others
+Rows = tuple[Row, ...]  # a micro-batch; without rows, the pass of a rank that only keeps pace with the others
 Bins = list[list[int]]
 
 
@@ -37,14 +35,14 @@ Bins = list[list[int]]
 class Packing:
     """The settings of packing.
 
-    `padded`: each row holds one tree and all rows of a micro-batch are as wide as the widest; a micro-batch has at most
-    `trajectories` trajectories, or at most `tokens` positions (rows times width) if that is given. `packed`: one row of at most
-    `tokens` tokens, filled by `algorithm`. With `share_prompts`, trajectories of equal prompts are one tree where they fit. Widths
-    are rounded up to a multiple of `multiple`, as far as `tokens` allows.
+    `padded`: each row holds one tree, and all rows of a micro-batch are as wide as the widest. A micro-batch has at most `paths` paths, or
+    at most `tokens` positions (rows times width) if that is given. `packed`: one row of at most `tokens` tokens, filled by `algorithm`.
+    With `share_prompts`, paths with equal prompts are one tree where they fit. Widths are rounded up to a multiple of `multiple`, as far as
+    `tokens` allows.
     """
 
     mode: Literal["padded", "packed"]
-    trajectories: int | None
+    paths: int | None
     tokens: int | None
     algorithm: str = "modified_first_fit_decreasing"
     multiple: int = 1
@@ -52,7 +50,7 @@ class Packing:
 
     @classmethod
     def of(cls, policy: PolicyConfig, *, training: bool) -> Packing:
-        """The settings in `policy`, for passes with (`training`) or without gradients."""
+        """Read the settings from `policy`, for passes with (`training`) or without gradients."""
         size = policy.train_micro_batch_size if training else policy.logprob_batch_size or policy.train_micro_batch_size
         packing, batching = policy.sequence_packing, policy.dynamic_batching
         chosen = packing if packing.enabled else batching if batching.enabled else None
@@ -62,7 +60,7 @@ class Packing:
             tokens = given or size * policy.max_total_sequence_length
         return cls(
             mode="packed" if packing.enabled else "padded",
-            trajectories=size if chosen is None else None,
+            paths=size if chosen is None else None,
             tokens=tokens,
             algorithm=packing.algorithm,
             multiple=1 if chosen is None else chosen.sequence_length_round,
@@ -70,14 +68,14 @@ class Packing:
         )
 
     def width(self, length: int) -> int:
-        """The width of rows whose longest has `length` tokens."""
+        """Return the width of rows whose longest has `length` tokens."""
         rounded = math.ceil(length / self.multiple) * self.multiple
         return rounded if self.tokens is None else max(length, min(rounded, self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpan:
-    """The position of a tree in its row: it begins at `start` with `prompt` tokens; `completions` are the lengths of those that follow."""
+    """The position of a tree in its row. It begins at `start` with `prompt` tokens, followed by `completions` of these lengths."""
 
     start: int
     prompt: int
@@ -86,8 +84,11 @@ class TreeSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What passes over rows compute: `places` that go through the layers, padding included; `targets`, the places of which logits are
-    computed; and `pairs` of a token and one that it attends to, a causal sequence of s tokens being s² / 2 of them."""
+    """The work of passes over rows.
+
+    `places` go through the layers, padding included. `targets` are the places whose logits are computed. `pairs` are pairs of a token and
+    one that it attends to; a causal sequence of s tokens has s² / 2 of them.
+    """
 
     places: float = 0
     targets: float = 0
@@ -101,22 +102,22 @@ class Work:
 class PackedRows:
     """R rows of width W, and the N policy tokens in them; all tensors int64.
 
-    `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's position in its own trajectory, 0 for the first of the
-    prompt. `spans` are the trees of each row. Per policy token, [N]: `before`, the index in the flattened [R·W] of the token that precedes
-    it in its trajectory (the model's output there predicts it), and `targets`, its id. `order` holds the indices of the trajectories among
-    those that were planned, in the order of their tokens in every [N].
+    `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's position in its own path, 0 for the first of the prompt.
+    `spans` are the trees of each row. Per policy token, [N]: `before`, the index in the flattened [R·W] of the token that precedes it in
+    its path (the model's output there predicts it), and `targets`, its id. `indices` are those of the paths among the planned ones, in the
+    order of their tokens in every [N].
     """
 
     input_ids: Tensor
     position_ids: Tensor
     before: Tensor
     targets: Tensor
-    order: tuple[int, ...]
+    indices: tuple[int, ...]
     spans: tuple[tuple[TreeSpan, ...], ...]
 
     @classmethod
     def of_tokens(cls, token_ids: Int32) -> PackedRows:
-        """One row of `token_ids` [L]; the last L - 1 count as policy tokens."""
+        """Make one row of `token_ids` [L]; the last L - 1 count as policy tokens."""
         ids = torch.from_numpy(token_ids.astype(np.int64))
         place = torch.arange(ids.numel())
         return cls(
@@ -124,13 +125,13 @@ class PackedRows:
             position_ids=place[None],
             before=place[:-1],
             targets=ids[1:],
-            order=(0,),
+            indices=(0,),
             spans=((TreeSpan(0, 1, (ids.numel() - 1,)),),),
         )
 
     @property
     def work(self) -> Work:
-        """Rows of one trajectory each attend as a whole, padding included; in others each tree attends to itself alone."""
+        """The work of a pass. A row with one path attends as a whole, padding included. In other rows each tree attends only to itself."""
         rows, width = self.input_ids.shape
         pairs = rows * width**2 / 2
         trees = [tree for row in self.spans for tree in row]
@@ -147,35 +148,35 @@ class PackedRows:
         return dataclasses.replace(self, **moved)
 
 
-def plan(trajectories: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | None = None) -> list[Rows]:
-    """Plan micro-batches of the `chosen` trajectories (None: all): each one with a policy token is in one of them, undivided; the most
-    expensive micro-batch comes first.
+def plan(paths: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | None = None) -> list[Rows]:
+    """Plan micro-batches of the `chosen` paths (None: all). Each path with a policy token is in one of them, undivided. The most expensive
+    micro-batch comes first.
 
-    Raises `ValueError` for a trajectory that is longer than `packing.tokens`.
+    Raises `ValueError` for a path that is longer than `packing.tokens`.
     """
-    places = range(len(trajectories)) if chosen is None else chosen
-    wanted = [i for i in places if trajectories[i].loss_mask.any()]
-    wanted.sort(key=lambda i: (-_length(trajectories, (i,)), i))
+    places = range(len(paths)) if chosen is None else chosen
+    wanted = [i for i in places if paths[i].loss_mask.any()]
+    wanted.sort(key=lambda i: (-_length(paths, (i,)), i))
     for i in wanted:
-        if packing.tokens is not None and _length(trajectories, (i,)) > packing.tokens:
-            raise ValueError(f"a trajectory of {_length(trajectories, (i,))} tokens does not fit into {packing.tokens}")
+        if packing.tokens is not None and _length(paths, (i,)) > packing.tokens:
+            raise ValueError(f"a path of {_length(paths, (i,))} tokens does not fit into {packing.tokens}")
     if packing.tokens is None:
-        assert packing.trajectories is not None
-        size = packing.trajectories
-        grouped = [i for same in _by_prompt(trajectories, wanted, packing) for i in same]
+        assert packing.paths is not None
+        size = packing.paths
+        grouped = [i for same in _by_prompt(paths, wanted, packing) for i in same]
         parts = [grouped[i : i + size] for i in range(0, len(grouped), size)]
-        return [tuple((tuple(same),) for same in _by_prompt(trajectories, part, packing)) for part in parts]
-    trees = _trees(trajectories, wanted, packing, packing.tokens)
-    lengths = [_length(trajectories, tree) for tree in trees]
+        return [tuple((tuple(same),) for same in _by_prompt(paths, part, packing)) for part in parts]
+    trees = _trees(paths, wanted, packing, packing.tokens)
+    lengths = [_length(paths, tree) for tree in trees]
     if packing.mode == "packed":
         bins = BIN_PACKING[packing.algorithm](lengths, packing.tokens)
         return [(tuple(trees[i] for i in row),) for row in bins]
     return _padded(trees, lengths, packing, packing.tokens)
 
 
-def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRows:
-    """The tensors of one micro-batch. A micro-batch without rows becomes a single padding token with N = 0."""
-    widest = max((sum(_length(trajectories, tree) for tree in row) for row in rows), default=1)
+def pack(paths: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRows:
+    """Make the tensors of one micro-batch. A micro-batch without rows becomes a single padding token with N = 0."""
+    widest = max((sum(_length(paths, tree) for tree in row) for row in rows), default=1)
     shape = (max(len(rows), 1), packing.width(widest) if rows else 1)
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     before: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
@@ -184,25 +185,23 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
     for r, row in enumerate(rows):
         spans_of_row, end = [], 0
         for tree in row:
-            start, prompt = end, trajectories[tree[0]].prompt_token_ids
+            start, prompt = end, paths[tree[0]].prompt_token_ids
             cursor = start + prompt.size
             ids[r, start:cursor] = prompt
             positions[r, start:cursor] = np.arange(prompt.size)
             for i in tree:
-                completion = trajectories[i].completion_token_ids
+                completion = paths[i].completion_token_ids
                 place = slice(cursor, cursor + completion.size)
                 ids[r, place] = completion
                 positions[r, place] = prompt.size + np.arange(completion.size)
-                own = np.flatnonzero(trajectories[i].loss_mask)
-                # the first token of a completion follows the end of the prompt, wherever in the row that is
+                own = np.flatnonzero(paths[i].loss_mask)
+                # the first token of a completion follows the end of the prompt, wherever that is in the row
                 previous = np.where(own == 0, start + prompt.size - 1, cursor + own - 1)
                 before.append(r * shape[1] + previous)
                 targets.append(completion[own])
                 cursor = place.stop
             end = cursor
-            spans_of_row.append(
-                TreeSpan(start, prompt.size, tuple(trajectories[i].completion_token_ids.size for i in tree))
-            )
+            spans_of_row.append(TreeSpan(start, prompt.size, tuple(paths[i].completion_token_ids.size for i in tree)))
         positions[r, end:] = np.arange(shape[1] - end)  # padding is a sequence of its own
         spans.append(tuple(spans_of_row))
     return PackedRows(
@@ -210,40 +209,40 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
         position_ids=torch.from_numpy(positions),
         before=torch.from_numpy(np.concatenate(before).astype(np.int64)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-        order=tuple(i for row in rows for tree in row for i in tree),
-        # a row of padding alone is one prompt of one token
+        indices=tuple(i for row in rows for tree in row for i in tree),
+        # a row of only padding is one prompt of one token
         spans=tuple(spans) or ((TreeSpan(0, 0, (1,)),),),
     )
 
 
-def _length(trajectories: Sequence[Trajectory], tree: Tree) -> int:
-    """The number of tokens of a tree in its row: the prompt once, and each completion."""
-    prompt = trajectories[tree[0]].prompt_token_ids.size
-    return prompt + sum(trajectories[i].completion_token_ids.size for i in tree)
+def _length(paths: Sequence[Trajectory], tree: Tree) -> int:
+    """Return the number of tokens of a tree in its row: the prompt once, and each completion."""
+    prompt = paths[tree[0]].prompt_token_ids.size
+    return prompt + sum(paths[i].completion_token_ids.size for i in tree)
 
 
-def _by_prompt(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing) -> list[list[int]]:
-    """Group the trajectories by prompt, in the order of first appearance; one group each if prompts are not shared."""
+def _by_prompt(paths: Sequence[Trajectory], places: Sequence[int], packing: Packing) -> list[list[int]]:
+    """Group the paths by prompt, in order of first appearance. If prompts are not shared, each path is a group."""
     if not packing.share_prompts:
         return [[i] for i in places]
     same: dict[bytes, list[int]] = {}
     for i in places:
-        same.setdefault(trajectories[i].prompt_token_ids.tobytes(), []).append(i)
+        same.setdefault(paths[i].prompt_token_ids.tobytes(), []).append(i)
     return list(same.values())
 
 
-def _trees(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing, capacity: int) -> list[Tree]:
-    """Trees of at most `capacity` tokens, longest first; a group that is longer is split into trees that repeat its prompt."""
+def _trees(paths: Sequence[Trajectory], places: Sequence[int], packing: Packing, capacity: int) -> list[Tree]:
+    """Make trees of at most `capacity` tokens, longest first. A longer group is split into trees that repeat its prompt."""
     trees: list[Tree] = []
-    for same in _by_prompt(trajectories, places, packing):
-        room = capacity - trajectories[same[0]].prompt_token_ids.size
-        bins = first_fit_decreasing([trajectories[i].completion_token_ids.size for i in same], room)
+    for same in _by_prompt(paths, places, packing):
+        room = capacity - paths[same[0]].prompt_token_ids.size
+        bins = first_fit_decreasing([paths[i].completion_token_ids.size for i in same], room)
         trees.extend(tuple(same[i] for i in one) for one in bins)
-    return sorted(trees, key=lambda tree: (-_length(trajectories, tree), tree))
+    return sorted(trees, key=lambda tree: (-_length(paths, tree), tree))
 
 
 def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, capacity: int) -> list[Rows]:
-    """Micro-batches of rows of similar length, as many rows as `capacity` positions allow; `trees` are sorted longest first."""
+    """Make micro-batches of rows of similar length, with as many rows as `capacity` positions allow. `trees` are sorted longest first."""
     batches: list[list[Tree]] = []
     width = 0
     for tree, length in zip(trees, lengths, strict=True):
@@ -254,11 +253,11 @@ def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, cap
     return [tuple((tree,) for tree in batch) for batch in batches]
 
 
-# -- bin packing: few bins of one capacity that hold all items; items are sizes, bins hold their indices, ties are broken by index
+# -- bin packing: put all items into few bins of equal capacity. Items are sizes, bins hold their indices, and ties are broken by index.
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """Largest first, each into the first bin with room (at most 11/9 of the optimum and 6/9 of a bin more; Dósa 2007)."""
+    """Put items, largest first, each into the first bin with room. It takes at most 11/9 of the optimum plus 6/9 of a bin (Dósa 2007)."""
     bins: Bins = []
     room: list[int] = []
     for item in _decreasing(sizes, capacity):
@@ -273,9 +272,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """Items above half of a bin get one each and are topped up by class of size before the rest is packed first-fit decreasing.
+    """Give each item larger than half a bin its own bin, top these up by size class, and pack the rest first-fit decreasing.
 
-    At most 71/60 of the optimum and one bin more (Johnson and Garey, "A 71/60 theorem for bin packing", 1985).
+    It takes at most 71/60 of the optimum plus one bin (Johnson and Garey, "A 71/60 theorem for bin packing", 1985).
     """
     order = _decreasing(sizes, capacity)
     large = [i for i in order if 2 * sizes[i] > capacity]

@@ -1,13 +1,13 @@
 """The policy: a Hugging Face causal language model that computes the log-probability of each policy token.
 
-Hidden states become log-probabilities one chunk of tokens at a time. With x the logits of one token, divided by the temperature, and K the
-ids that top-k and then top-p keep:
+Hidden states become log-probabilities one chunk of tokens at a time. Let x be the logits of one token, divided by the temperature, and K
+the ids that top-k and then top-p keep:
 
     unfiltered = x[target] - log Σ exp x            logprobs = x[target] - log Σ_{K} exp x
     entropy    = -Σ_{K} p log p                     p = softmax of x over K
 
-A chunk's logits exist only until these three numbers are computed. With gradients they are computed again in the
-backward pass (`torch.utils.checkpoint`), so [N, vocabulary] never exists, forward or backward.
+A chunk's logits exist only until these three numbers are computed. With gradients they are computed again in the backward pass
+(`torch.utils.checkpoint`), so [N, vocabulary] never exists, forward or backward.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from headrace_services.trainer.network.packing import PackedRows
 
 @dataclasses.dataclass(frozen=True)
 class LogitsWarper:
-    """The changes that sampling makes to logits: divide by `temperature`, keep the `top_k` largest (None: all), and of those
-    the fewest whose probabilities sum to at least `top_p`."""
+    """The changes that sampling makes to logits: divide by `temperature`, keep the `top_k` largest (None: all), and of those the fewest
+    whose probabilities sum to at least `top_p`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -47,7 +47,7 @@ class LogitsWarper:
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> LogitsWarper:
-        """The warper with which tokens are sampled for training."""
+        """Make the warper with which tokens are sampled for training."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     @property
@@ -63,9 +63,9 @@ class LogitsWarper:
 class PolicyOutput:
     """The policy's output for the N policy tokens of a micro-batch, in its order, each [N] float32.
 
-    `logprobs`: log-probabilities in the sampling distribution; -inf where the filter now excludes the token (it was included when it
-    was sampled, under slightly different weights or rounding). `unfiltered`: the same before top-k and top-p; None if nothing is filtered,
-    when they equal `logprobs`. `entropy` of the distribution, in nats, without gradient; None unless requested.
+    `logprobs`: log-probabilities in the sampling distribution; -inf where the filter now excludes the token. (It was included when the
+    token was sampled, under slightly different weights or rounding.) `unfiltered`: the same before top-k and top-p; None without a filter,
+    when they equal `logprobs`. `entropy`: that of the distribution, in nats, without gradient; None unless requested.
     """
 
     logprobs: Tensor
@@ -76,8 +76,8 @@ class PolicyOutput:
 class PolicyModel:
     """A model on this rank's device, sharded by FSDP2 where `torch.distributed` has more than one rank.
 
-    `model` is the transformers model that it trains and saves. With several ranks every method is a collective, which each rank calls
-    with rows of its own.
+    `model` is the transformers model that it trains and saves. With several ranks every method is a collective, and each rank passes its
+    own rows.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PolicyModel:
         trainable: bool = True,
         other: tuple[str, str] | None = None,
     ) -> None:
-        """Load the weights in `folder`, or those that `policy.model_name` names, or an `other` model, given as configuration key and
-        name. With `policy.lora_cfg`, a model that is trainable is the one that `policy.model_name` names, with the adapter in `folder`.
+        """Load the weights in `folder`, or those of `policy.model_name`, or an `other` model, given as configuration key and name. With
+        `policy.lora_cfg`, a trainable model is that of `policy.model_name` with the adapter in `folder`.
 
         Raises `ServiceError` if they can't be loaded, or if the model can't process the rows that `policy` configures.
         """
@@ -112,8 +112,8 @@ class PolicyModel:
             backbone.freeze_routers(self.model)
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             raise ServiceError(
-                f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "
-                "that can be told from the rest of it; give a causal language model that has"
+                f"{key} {name!r}: {type(self.model).__name__} has no separate vocabulary projection; "
+                "give a causal language model that has one"
             )
         self.adapter: adapters.Adapter | None = None
         if has_adapter:
@@ -121,7 +121,7 @@ class PolicyModel:
         self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
         prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
-        self._placed = backbone.PlacedModel(
+        self.placed = backbone.PlacedModel(
             root, self.model, config, self.device, config.policy.precision, adapter=self.adapter
         )
 
@@ -130,31 +130,27 @@ class PolicyModel:
         return int(self.model.config.get_text_config().vocab_size)
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
-        """The model's output for the N policy tokens of `packed` (on `device`) under `warper`.
+        """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.
 
         Only the positions before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
         """
         if self.adapter is not None:
             self.adapter.set_dropout(torch.is_grad_enabled())
-        logprobs, unfiltered, *rest = self._placed(packed, warper, entropy)
+        logprobs, unfiltered, *rest = self.placed(packed, warper, entropy)
         return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
 
-    def expect_backward(self, *, last: bool) -> None:
-        """Say before a backward pass whether it is the `last` one of an optimizer step; with several ranks gradients may be incomplete
-        until then."""
-        self._placed.expect_backward(last=last)
-
     def without_adapter(self) -> AbstractContextManager[None]:
-        """In the context it computes without its adapter, if it has one: as the model that it started from."""
+        """In the context, the model computes without its adapter, if it has one: as the initial model."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.switched_off()
 
     def weights(
         self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight that replicas hold once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. The
-        weights are merged with the adapter; or after them comes the adapter, or it comes alone (`policy.lora_cfg.refit`).
+        """Yield every weight that replicas hold once, unsharded, with its name in a Hugging Face checkpoint. A tied head is left out.
 
-        They are float32; but without an adapter, those that are sharded are gathered in the dtype `gathered_in`, which takes fewer bytes.
+        By `policy.lora_cfg.refit`, the weights are merged with the adapter, or the adapter follows them, or (`adapter_alone`) it comes
+        alone. The weights are float32. But without an adapter, sharded weights are gathered in the dtype `gathered_in`, which takes fewer
+        bytes.
         """
         if self._adapter_alone is None:
             yield from backbone.iter_full_weights(self.model, self.adapter, gathered_in)
@@ -164,15 +160,15 @@ class PolicyModel:
         yield from self._adapter_alone.scaled()
 
     def weight_shapes(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and full shapes in the order of `weights`; gathers nothing."""
+        """Yield names and full shapes in the order of `weights`. Gathers nothing."""
         if self._adapter_alone is None or not adapter_alone:
             yield from backbone.weight_shapes(self.model, self.adapter)
         if self._adapter_alone is not None:
             yield from self._adapter_alone.shapes()
 
     def snapshot(self) -> backbone.Write:
-        """Copy the weights to host memory of rank 0. What it returns writes them from there, merged with the adapter, as `from_pretrained`
-        reads them; and the adapter into a folder beside them."""
+        """Copy the weights to rank 0's host memory. The result writes the copy, merged with the adapter, in the format of
+        `from_pretrained`; and the adapter into a folder beside it."""
         write_model = backbone.snapshot_model(self.model, self.adapter)
         write_adapter = None if self.adapter is None else self.adapter.snapshot()
 
@@ -193,7 +189,8 @@ class CausalRoot(nn.Module):
         self._chunk_size = chunk_size
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, entropy: bool) -> tuple[Tensor, ...]:
-        """`logprobs`, `unfiltered` and, if requested, `entropy`, each [N]; a plain tuple, because FSDP2 looks for its outputs in one."""
+        """Return `logprobs`, `unfiltered` and, if requested, `entropy`, each [N]. It is a plain tuple, because FSDP2 looks for outputs in
+        one."""
         hidden = backbone.hidden_states_before(self.model.base_model, packed)
         tail = _logits_head(self.model)
         size = self._chunk_size or max(len(hidden), 1)
@@ -211,7 +208,7 @@ class CausalRoot(nn.Module):
 
 @dataclasses.dataclass
 class _Output(MoeModelOutputWithPast):
-    """What the heads of all architectures look up in their backbone's output."""
+    """A backbone's output with all the fields that the heads of any architecture read."""
 
     cross_attentions: None = None
 
@@ -224,8 +221,8 @@ class _IdentityBackbone(nn.Module):
 
 
 def _logits_head(model: Any) -> Any:
-    """The part of `model`'s own class that turns hidden states into logits, sharing its head: soft caps and scales differ by
-    architecture."""
+    """Return a copy of `model` that turns hidden states into logits and shares its head. Soft caps and scales differ by architecture, so
+    its own class computes them."""
     tail = copy.copy(model)
     tail._modules = {**model._modules, model.base_model_prefix: _IdentityBackbone()}
     return tail
@@ -251,10 +248,10 @@ def _pick(logp: Tensor, targets: Tensor) -> Tensor:
 
 
 def entropy_of(logp: Tensor) -> Tensor:
-    """Entropies [N], in nats, of distributions over V ids, from their log-probabilities [N, V], which may contain -inf.
+    """Return the entropies [N], in nats, of distributions over V ids, from their log-probabilities [N, V], which may contain -inf.
 
-    Computed a few rows at a time: on a CPU intermediate results stay in the cache, which saves a third of the time; on a GPU it takes a
-    sixteenth of the memory with few kernel launches.
+    They are computed a few rows at a time. On a CPU intermediate results then stay in the cache, which saves a third of the time. On a GPU
+    it takes a sixteenth of the memory with few kernel launches.
     """
     count, vocabulary = logp.shape
     rows = max(1, -(-count // 16) if logp.is_cuda else 2**16 // vocabulary)
@@ -263,10 +260,10 @@ def entropy_of(logp: Tensor) -> Tensor:
 
 
 def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
-    """Mask [N, V] bool of the `logits` [N, V], already divided by the temperature, that may be sampled, by vLLM's rules.
+    """Return a mask [N, V] bool of the `logits` [N, V], already divided by the temperature, that may be sampled, by vLLM's rules.
 
-    All that tie with the k-th largest are kept. top-p excludes the least probable ones as long as their sum is
-    at most 1 - p; the most probable one always stays.
+    All logits that tie with the k-th largest are kept. top-p excludes the least probable ones as long as their sum is at most 1 - p. The
+    most probable one always stays.
     """
     ascending, ids = logits.sort(dim=-1)
     if warper.top_k is not None and warper.top_k < logits.shape[-1]:
@@ -282,12 +279,12 @@ def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The run's tokenizer. Raises `ServiceError` if there is none."""
+    """Load the run's tokenizer. Raises `ServiceError` if it can't be loaded."""
     return tokenizer_of(*config.tokenizer)
 
 
 def tokenizer_of(key: str, name: str) -> Any:
-    """The tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if there is none."""
+    """Load the tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if it can't be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -295,10 +292,10 @@ def tokenizer_of(key: str, name: str) -> Any:
 
 
 def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel:
-    """The run's teacher, for a policy of `vocabulary` token ids and this `tokenizer`; sharded as the policy is.
+    """Load the run's teacher, for a policy of `vocabulary` token ids and this `tokenizer`. It is sharded as the policy is.
 
-    Raises `ServiceError` if it can't be loaded, or if its token ids differ in meaning from the policy's. Its embedding may be
-    longer than the policy's: models of one family are often padded differently.
+    Raises `ServiceError` if it can't be loaded, or if its token ids differ in meaning from the policy's. Its embedding may be longer than
+    the policy's: models of one family are often padded differently.
     """
     name = config.models[TEACHER_KEY]
     teacher = PolicyModel(config, trainable=False, other=(TEACHER_KEY, name))
@@ -306,8 +303,8 @@ def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel
     remedy = "choose a teacher of the policy's family"
     if teacher.vocab_size < vocabulary:
         raise ServiceError(
-            f"{TEACHER_KEY} {name!r} has a vocabulary of {teacher.vocab_size}, the policy {config.policy.model_name!r} one of "
-            f"{vocabulary}: it can't read all that the policy may write; {remedy}"
+            f"{TEACHER_KEY} {name!r} has a vocabulary of {teacher.vocab_size}, and the policy {config.policy.model_name!r} one of "
+            f"{vocabulary}, so the teacher can't read all that the policy may write; {remedy}"
         )
     if difference := _difference(tokenizer_of(TEACHER_KEY, name).get_vocab(), tokenizer.get_vocab()):
         raise ServiceError(
@@ -317,7 +314,7 @@ def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel
 
 
 def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str | None:
-    """A description of the first token that has different ids in the two; None if there is none."""
+    """Describe the first token that has different ids in the two vocabularies; None if they agree."""
     token = min(
         (token for token in {**theirs, **ours} if theirs.get(token) != ours.get(token)),
         key=lambda token: (ours.get(token, len(ours)), theirs.get(token, len(theirs))),

@@ -1,7 +1,7 @@
 """The value model: a transformers backbone with a linear head that predicts, before each policy token, the reward still to come.
 
-The value V_t of a token is read at the position before it: it depends on what precedes the token, never on the token
-itself, in inference and in the loss alike. A critic that saw the action would bias the gradient.
+The value V_t of a token is read at the position before it. It depends on what precedes the token, never on the token itself, in inference
+and in the loss alike. A critic that saw the action would bias the gradient.
 
 The head starts at 0, so no random number is drawn, and an untrained critic does not influence the advantages.
 """
@@ -44,13 +44,13 @@ class ValueRoot(nn.Module):
 
 
 class ValueModel:
-    """A value model on this rank's device. With several ranks it is sharded by FSDP2 and every method is a collective.
+    """A value model on this rank's device. With several ranks it is sharded by FSDP2, and every method is a collective.
 
-    `root` holds all its weights.
+    `root` has all its weights.
     """
 
     def __init__(self, config: Config, folder: Path | None = None) -> None:
-        """Load `folder`, which a `snapshot` wrote, or what `value.model_name` names.
+        """Load `folder`, which `snapshot` wrote, or the model of `value.model_name`.
 
         Raises `ServiceError` if it can't be loaded, or if the model can't process the rows that `policy` configures.
         """
@@ -70,21 +70,18 @@ class ValueModel:
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise backbone.cannot_load(key, name, "the head of a value model", error) from error
         precision = config.value.precision or config.policy.precision
-        self._placed = backbone.PlacedModel(
+        self.placed = backbone.PlacedModel(
             self.root, model, config, self.device, precision, in_float32=[self.root.head]
         )
 
     def forward(self, packed: PackedRows) -> Tensor:
-        """Values [N] float32, one before each policy token of `packed`, on this device."""
-        values: Tensor = self._placed(packed)
+        """Return values [N] float32, one before each policy token of `packed`, on this device."""
+        values: Tensor = self.placed(packed)
         return values
 
-    def expect_backward(self, *, last: bool) -> None:
-        """As that of `PolicyModel`."""
-        self._placed.expect_backward(last=last)
-
     def snapshot(self) -> backbone.Write:
-        """As that of `PolicyModel`; the backbone is written as `AutoModel.from_pretrained` reads it, and the head beside it."""
+        """Copy the weights as `PolicyModel.snapshot` does. The backbone is written in the format of `AutoModel.from_pretrained`, and the
+        head beside it."""
         write_model = backbone.snapshot_model(self.root.model)
         parameters = self.root.head.named_parameters()
         head = host_copies(((name, full_tensor(parameter)) for name, parameter in parameters), keep=is_first_rank())

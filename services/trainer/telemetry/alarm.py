@@ -1,13 +1,13 @@
-"""The trainer's alarms, each with a reason to be one: trainer and inference engine disagree; nothing is left to learn from.
+"""The trainer's two alarms: trainer and inference engine disagree, and nothing is left to learn from.
 
 *Train-inference.* If trainer and inference engine disagree on how likely the trained tokens are, every ratio and importance weight is
-wrong, and the run degrades slowly, without an error. Where the very weights that are trained sampled a trajectory, only numerics tell the
-two apart: the limits hold there, in every single step. Older tokens differ in a healthy run as well, because the weights have learnt since
-(the error grows with age and learning rate), and nothing tells that from a fault. So they raise the alarm only where most of them are
-beyond the clip of the ratio, several steps in a row: the loss then cuts off most of what the batch says, whatever the cause.
+wrong. The run degrades slowly, without an error. A trajectory that the current weights sampled can differ only by numerics, so the limits
+apply to it in every single step. Older tokens differ in a healthy run as well, because the weights have learnt since. That error grows with
+age and learning rate, and can't be told from a fault. So older tokens raise the alarm only if most of them are beyond the clip of the
+ratio, several steps in a row. The loss then cuts off most of the batch's signal, whatever the cause.
 
-*Equal rewards.* The advantage of a trajectory is measured against its group (or against the batch, where the estimator has no baseline of
-the group). Where nothing differs there, there is no gradient from rewards.
+*Equal rewards.* A trajectory's advantage is measured against its group, or against the batch if the estimator has no group baseline. If no
+reward differs there, rewards give no gradient.
 """
 
 from __future__ import annotations
@@ -26,89 +26,76 @@ from headrace.files import keep_newest
 from headrace.weights.probe import tolerance
 from headrace_services.trainer.learning.batch import Batch, Float64
 
-REPORT_EVERY = 10  # the first step of a streak is reported, then every tenth; the metric covers them all
-# The share of tokens beyond the clip that is too large, and for how many steps in a row.
+REPORT_EVERY = 10  # the first step of a streak is logged, then every tenth; the metric covers all
+# The limit on the share of tokens beyond the clip, and the steps in a row above it that make an alarm.
 OFF_POLICY, OFF_POLICY_STEPS = 0.5, 3
-EQUAL_STEPS = 5  # in a row in which no group's rewards differ: of a few small groups that happens by chance
+EQUAL_STEPS = 5  # in a row without a group whose rewards differ: with few small groups single steps happen by chance
 PICTURED, KEPT_PICTURES = 3, 10
-# How many times the disagreement of a replica is that of the others, if it is the replica that is wrong.
+# A replica whose disagreement is more than this many times that of the others is at fault.
 SEPARATION = 3.0
 LARGEST_DIFFERENCE = 500.0  # nats
 
 
-@dataclasses.dataclass(frozen=True)
-class AlarmLimits:
-    """The limits of the train-inference alarm; None never raises it. `error` and `kl` hold for trajectories of the current weights,
-    `off_policy` for the share of all tokens that are beyond the clip."""
+OFF_POLICY_METRIC = "off_policy_tokens"
 
-    error: float | None
-    kl: float | None
-    off_policy: float | None
 
-    @classmethod
-    def of(cls, config: Config) -> AlarmLimits:
-        """The limits of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` lets pass as
-        agreement (bfloat16 needs a large one)."""
-        alarm, loss = config.logger.train_inference_alarm, config.loss_fn
-        agreed = tolerance(config).mean
-        error, kl = alarm.token_mult_prob_error, alarm.gen_kl_error
-        kl_of_agreed = agreed if loss.reference_policy_kl_type == "k1" else math.expm1(agreed) - agreed
-        return cls(
-            error=None if error is None else max(error, math.exp(agreed)),
-            kl=None if kl is None else max(kl, kl_of_agreed),
-            off_policy=None if error is None else OFF_POLICY,
-        )
+def alarm_limits(config: Config) -> dict[str, float]:
+    """Return the limits of the train-inference alarm, by metric; a limit of null is left out.
+
+    They are those of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` accepts as
+    agreement (bfloat16 needs a large tolerance).
+    """
+    alarm, loss = config.logger.train_inference_alarm, config.loss_fn
+    agreed = tolerance(config).mean
+    error, kl = alarm.token_mult_prob_error, alarm.gen_kl_error
+    kl_of_agreed = agreed if loss.reference_policy_kl_type == "k1" else math.expm1(agreed) - agreed
+    limits = {
+        "on_policy_token_mult_prob_error": None if error is None else max(error, math.exp(agreed)),
+        "on_policy_gen_kl_error": None if kl is None else max(kl, kl_of_agreed),
+        OFF_POLICY_METRIC: None if error is None else OFF_POLICY,
+    }
+    return {metric: limit for metric, limit in limits.items() if limit is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class LimitExceeded:
-    """A metric above the limit that holds for it. `on_policy`: whether it is of tokens that the current weights sampled."""
+    """A metric above its limit."""
 
     metric: str
     value: float
     limit: float
-    on_policy: bool
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether it is about trajectories of the current weights. Otherwise it is an alarm only once it lasts `OFF_POLICY_STEPS`."""
+        return self.metric != OFF_POLICY_METRIC
 
     def __str__(self) -> str:
         return f"{self.metric} is {self.value:.4g}, above {self.limit:.4g}"
 
 
-def on_policy_violations(metrics: Mapping[str, float], limits: AlarmLimits) -> list[LimitExceeded]:
-    """The limits that a step's trajectories of the current weights exceed. NaN exceeds every limit, an absent metric none."""
-    return _above(
-        metrics,
-        {"on_policy_token_mult_prob_error": limits.error, "on_policy_gen_kl_error": limits.kl},
-        on_policy=True,
-    )
-
-
-def off_policy_violations(metrics: Mapping[str, float], limits: AlarmLimits) -> list[LimitExceeded]:
-    """As `on_policy_violations`, of all of a step's tokens. It is an alarm once it lasts `OFF_POLICY_STEPS`."""
-    return _above(metrics, {"off_policy_tokens": limits.off_policy}, on_policy=False)
-
-
-def _above(metrics: Mapping[str, float], limits: Mapping[str, float | None], *, on_policy: bool) -> list[LimitExceeded]:
+def limits_exceeded(metrics: Mapping[str, float], limits: Mapping[str, float]) -> list[LimitExceeded]:
+    """Return the limits that a step's metrics exceed. NaN exceeds every limit, an absent metric none."""
     return [
-        LimitExceeded(name, metrics[name], limit, on_policy)
-        for name, limit in limits.items()
-        if limit is not None and name in metrics and not metrics[name] <= limit
+        LimitExceeded(metric, metrics[metric], limit)
+        for metric, limit in limits.items()
+        if metric in metrics and not metrics[metric] <= limit
     ]
 
 
 def has_equal_rewards(metrics: Mapping[str, float], config: Config) -> bool:
-    """Whether no reward of a step's batch differs from those that its estimator compares it with."""
+    """Return whether no reward of a step's batch differs from those that its estimator compares it with."""
     algorithm, estimator = config.algorithm, config.algorithm.adv_estimator
-    if estimator.has_teacher:  # rewards move nothing
+    if estimator.has_teacher:  # rewards are ignored
         return False
-    minus_baseline = config.grpo is not None and estimator.takes_kl and config.grpo.adv_estimator.minus_baseline
-    if (estimator.compares_groups or minus_baseline) and algorithm.num_generations_per_prompt > 1:
+    if estimator.has_group_baseline and algorithm.num_generations_per_prompt > 1:
         return metrics.get("groups_without_spread") == 1.0
     return metrics.get("reward_std") == 0.0
 
 
 @dataclasses.dataclass
 class Streak:
-    """How many steps in a row something has lasted; it is an alarm from the step `after` on."""
+    """The number of steps in a row that something has lasted. From step number `after` of the streak on it is an alarm."""
 
     after: int = 1
     length: int = 0
@@ -123,22 +110,22 @@ class Streak:
 
     @property
     def is_reported(self) -> bool:
-        """Whether to report this step: the first of the alarm, and every tenth after it."""
+        """Whether to log this step: the first of the alarm, and every tenth after it."""
         return self.is_alarm and (self.length - self.after) % REPORT_EVERY == 0
 
 
 def equal_rewards_message(step: int, steps: int, reward: float) -> str:
-    """The warning that nothing is left to learn from, and what to do."""
+    """Return the warning that nothing is left to learn from, and what to do."""
     return (
-        f"step {step}: for {steps} steps in a row the rewards of each group have all been equal (the mean is {reward:.3g}): nothing is "
-        "learnt from them. Look at samples (train_data_step<N>.jsonl.gz in the logs): if all answers fail, take easier data or mend "
-        "prompt, answer format or environment; if all succeed, take harder data; if they are all alike, raise the temperature "
+        f"step {step}: for {steps} steps in a row the rewards of each group have all been equal (the mean is {reward:.3g}), so nothing is "
+        "learnt from them. Look at samples (train_data_step<N>.jsonl.gz in the logs). If all answers fail, use easier data, or fix the "
+        "prompt, the answer format or the environment. If all succeed, use harder data. If all are alike, raise the temperature "
         "(policy.generation.temperature) or the group size (num_generations_per_prompt)"
     )
 
 
 def error_by_age(batch: Batch) -> dict[int, float]:
-    """Mean of exp(|rollout - old|) over the tokens that count, by the age of the tokens in versions."""
+    """Return the mean of exp(|rollout - old|) over the tokens that count, by the age of the tokens in versions."""
     errors, by_age = _errors(batch), {}
     for age in np.unique(batch.ages):
         of_age = errors[(batch.ages == age) & batch.mask & ~np.isnan(errors)]
@@ -148,7 +135,7 @@ def error_by_age(batch: Batch) -> dict[int, float]:
 
 
 class ReplicaDisagreement(NamedTuple):
-    """Sums over `tokens` of one replica: of exp(|rollout - old|), and of their ages in versions."""
+    """Sums over the `tokens` of one replica: `errors` of exp(|rollout - old|), `ages` of their ages in versions."""
 
     errors: float
     ages: float
@@ -164,8 +151,8 @@ class ReplicaDisagreement(NamedTuple):
 
 
 def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
-    """The error of the tokens that count, by the replica that sampled them; those that top-k or top-p left out in the trainer say
-    nothing. A |rollout - old| counts for at most `LARGEST_DIFFERENCE`, so that sums are finite, whatever a replica claims."""
+    """Return the error of the tokens that count, by the replica that sampled them. Tokens that top-k or top-p left out in the trainer are
+    not counted. |rollout - old| counts as at most `LARGEST_DIFFERENCE`, so that sums are finite, whatever a replica reports."""
     if batch.old_logprobs is None:
         return {}
     names: dict[str, int] = {}
@@ -189,7 +176,7 @@ def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
 
 
 def merged(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, ReplicaDisagreement]:
-    """The errors of a batch, from those of the ranks' shares of it."""
+    """Combine the errors of the ranks' shares into those of the batch."""
     totals: dict[str, ReplicaDisagreement] = {}
     for share in shares:
         for replica, own in share.items():
@@ -201,14 +188,17 @@ def merged(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, Rep
 
 
 def _widened(token_mult_prob_error: float, age: float) -> float:
-    """The limit at a mean age: a rule of thumb, by which the error of a probability grows by its own size per step."""
+    """Widen the limit for a mean age. As a rule of thumb, the error of a probability grows by its own size per step."""
     return 1 + (token_mult_prob_error - 1) * (1 + age)
 
 
-def apart(errors: Mapping[str, ReplicaDisagreement], limit: float | None) -> frozenset[str]:
-    """The replicas whose error exceeds `limit` (`token_mult_prob_error`, widened by age; None: none does), and by far exceeds that of the
-    others: less 1 and for its age, it is more than `SEPARATION` times their median. If most of the fleet disagrees with the trainer, the
-    cause is as likely to be the trainer: that is for the alarm to say."""
+def outliers(errors: Mapping[str, ReplicaDisagreement], limit: float | None) -> frozenset[str]:
+    """Return the replicas whose error exceeds `limit` and far exceeds that of the others.
+
+    `limit` is `token_mult_prob_error`, widened by age; with None no replica is an outlier. An outlier's error, less 1 and adjusted for its
+    age, is more than `SEPARATION` times the median of the others. If most of the fleet disagrees with the trainer, the trainer is as likely
+    to be the cause: the train-inference alarm reports that case.
+    """
     if limit is None:
         return frozenset()
     excess = {replica: (of.error - 1) / (1 + of.age) for replica, of in errors.items()}
@@ -222,21 +212,23 @@ def apart(errors: Mapping[str, ReplicaDisagreement], limit: float | None) -> fro
     )
 
 
-def message(step: int, found: Sequence[LimitExceeded], by_age: Mapping[int, float], picture: Path | None) -> str:
-    """The warning: which limits are exceeded, the error by age, what to do, and where the picture is."""
+def disagreement_message(
+    step: int, found: Sequence[LimitExceeded], by_age: Mapping[int, float], picture: Path | None
+) -> str:
+    """Return the warning that trainer and inference disagree: limits exceeded, error by age, what to do, and where the picture is."""
     parts = [f"step {step}: trainer and inference disagree: " + "; ".join(map(str, found))]
     if by_age:
         errors = ", ".join(f"{age}: {error:.4g}" for age, error in by_age.items())
         parts.append(f"token_mult_prob_error by age of the tokens in versions: {errors}")
     if any(excess.on_policy for excess in found):
         parts.append(
-            "the current weights sampled these tokens, so the two programs compute different things: compare precision, sampling and refit "
+            "the current weights sampled these tokens, so the two programs compute different things. Compare precision, sampling and refit "
             "(rollout logs, headrace_rollout_weight_difference; recompute_kv_cache_after_weight_updates)"
         )
     else:
         parts.append(
-            f"the share of tokens beyond the clip of the ratio has been as large for {OFF_POLICY_STEPS} steps or more: the data is too old "
-            "for how fast the weights change. Lower the learning rate or the age bound, or correct for it in loss_fn; if that doesn't "
+            f"the share of tokens beyond the clip of the ratio has been this large for {OFF_POLICY_STEPS} steps or more: the data is too "
+            "old for how fast the weights change. Lower the learning rate or the age bound, or correct for it in loss_fn; if that doesn't "
             "help, compare precision and sampling (docs/metrics.md)"
         )
     if picture is not None:
@@ -245,7 +237,7 @@ def message(step: int, found: Sequence[LimitExceeded], by_age: Mapping[int, floa
 
 
 def mean_errors(batch: Batch) -> list[float | None]:
-    """[B]: mean of exp(|rollout - old|) over the tokens that count; None for a trajectory without any."""
+    """Return [B]: the mean of exp(|rollout - old|) over the tokens that count; None for a trajectory without any."""
     found: list[float | None] = []
     for errors, mask in zip(batch.split(_errors(batch)), batch.split(batch.mask), strict=True):
         counted = errors[mask & ~np.isnan(errors)]
@@ -254,7 +246,7 @@ def mean_errors(batch: Batch) -> list[float | None]:
 
 
 def worst(batch: Batch, count: int = PICTURED) -> list[int]:
-    """The trajectories with the largest mean error, largest first, at most one per group: a group's trajectories are often alike."""
+    """Return the trajectories with the largest mean error, largest first. At most one per group: a group's trajectories are often alike."""
     rated = [(error, i) for i, error in enumerate(mean_errors(batch)) if error is not None]
     of_group: dict[int, int] = {}
     for _, i in sorted(rated, key=lambda pair: -pair[0]):
@@ -263,7 +255,7 @@ def worst(batch: Batch, count: int = PICTURED) -> list[int]:
 
 
 def _errors(batch: Batch) -> Float64:
-    """[N]: exp(|rollout - old|); NaN where nothing was computed."""
+    """Return [N]: exp(|rollout - old|); NaN where nothing was computed."""
     if batch.old_logprobs is None:
         return np.full(batch.trajectory.size, np.nan)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""The trainer over HTTP: health, Prometheus, the curves of the run at `/`, and its samples."""
+"""The trainer's HTTP server: health, Prometheus metrics, the curves of the run at `/`, and its samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from headrace.http_access import FORM_PAGE
 from headrace.journal import JOURNAL, read_journal, size, surviving
 from headrace.samples import SampleFiles
 from headrace.service import Ready, create_app, problems
-from headrace_services.trainer.progress import Progress
+from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry.plots import render_page
-from headrace_services.trainer.telemetry.samples_page import OF, Order, render_samples
+from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 
 REFRESH_S = 10
-# Of metrics `<first>/<name>`: the family of gauges, and the label that holds the name.
+# For metrics `<first>/<name>`, by <first>: the family of gauges, and the label that holds the name.
 LABELLED = {
     "reward": ("reward_component", "component"),
     "reward_std": ("reward_component_std", "component"),
@@ -39,7 +39,7 @@ LABELLED = {
 
 
 def build_app(config: Config, ready: Ready, progress: Progress, failures: Callable[[], str] = str) -> FastAPI:
-    """The trainer's application. `failures`: what the page says of prompts that failed."""
+    """Make the trainer's application. `failures` returns the page's text about prompts that failed."""
 
     def stuck() -> str | None:
         silent, limit = progress.silent_s, config.trainer.collective_timeout_s
@@ -50,7 +50,7 @@ def build_app(config: Config, ready: Ready, progress: Progress, failures: Callab
 
     @functools.lru_cache(maxsize=1)
     def curves(nbytes: int, failed: str) -> str:
-        """The page of curves, cached by the journal's size: it only grows, and drawing takes up to a second."""
+        """Return the page of curves. It is cached by the journal's size, which only grows, because drawing takes up to a second."""
         return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", failed, REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
@@ -83,8 +83,8 @@ def build_app(config: Config, ready: Ready, progress: Progress, failures: Callab
 
 
 class Gauges(Collector):
-    """The newest value of every metric as `headrace_trainer_<name>`, validation as `headrace_trainer_validation_<name>`; what there is of
-    each reward component or environment has its name as a label."""
+    """The newest value of every metric as `headrace_trainer_<name>`, or `headrace_trainer_validation_<name>` from a validation. Metrics of
+    each reward component or environment have its name as a label."""
 
     def __init__(self) -> None:
         # by name: labels, and values by the value of the label

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from headrace.lineage import Origin
 from headrace.replay import Reservation
-from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Trajectory
+from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
 
-# What an environment names is bounded: trackers and Prometheus keep every name that they have ever seen.
+# Bounds on names given by environments: trackers and Prometheus keep every name that they have ever seen.
 MOST_COMPONENTS, LONGEST_NAME = 32, 64
 
 
-class Scored(NamedTuple):
-    """The reward components of one trajectory by name, and the seconds that its score took (`Score.timings`)."""
-
-    components: Mapping[str, float]
-    timings: Mapping[str, float]
-
-
 class Extent(NamedTuple):
-    """How much of a model one trajectory takes: tokens of its `prompt` (of the first path), those that the policy `wrote`, and those of
-    each of its `paths`, prompt included; the `calls` that are trained, the `roots` among all, and the tokens of contexts `rendered_again`
-    at roots behind the first."""
+    """The size of one trajectory, as a model sees it.
+
+    `prompt` counts the tokens of its prompt (in an episode, of the first path's), `wrote` those that the policy wrote, and `paths` those of
+    each path, prompt included. `calls` counts the calls that are trained, `roots` the roots among all calls, and `rendered_again` the
+    tokens of contexts at roots after the first.
+    """
 
     prompt: int
     wrote: int
@@ -37,7 +34,7 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, trajectory: AnyTrajectory, paths: Sequence[Trajectory]) -> Extent:
-        """`paths` are those of the trajectory."""
+        """Measure a trajectory, which has these `paths`."""
         calls, contexts = 1, [paths[0].prompt_token_ids.size]
         if isinstance(trajectory, EpisodeTrajectory):
             calls = sum(call.trained for call in trajectory.calls)
@@ -46,9 +43,21 @@ class Extent(NamedTuple):
         return cls(paths[0].prompt_token_ids.size, trajectory.length, lengths, calls, len(contexts), sum(contexts[1:]))
 
 
-def score_metrics(environments: Iterable[str], scores: Iterable[Scored]) -> dict[str, float]:
-    """Mean and standard deviation of each reward component, over the trajectories that have it, and the mean seconds that scores took, by
-    environment. `environments` has the name of each score's."""
+class TrajectoryReport(NamedTuple):
+    """What a rank reports of a trained trajectory, at this `place` of the batch: its origin, its score's `components` and `timings`, and
+    its extent."""
+
+    place: int
+    group_id: str
+    origin: Origin
+    components: dict[str, float]
+    timings: dict[str, float]
+    extent: Extent
+
+
+def score_metrics(environments: Iterable[str], scores: Iterable[Score | TrajectoryReport]) -> dict[str, float]:
+    """Return the mean and standard deviation of each reward component, over the trajectories that have it, and the mean seconds that scores
+    took, by environment. `environments` has the name of each score's environment."""
     components: dict[str, list[float]] = defaultdict(list)
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for environment, score in zip(environments, scores, strict=True):
@@ -66,17 +75,17 @@ def score_metrics(environments: Iterable[str], scores: Iterable[Scored]) -> dict
 
 
 def _fit(name: str) -> str:
-    """A name that an environment or a data set has given, as every tracker accepts it."""
+    """Turn a name given by an environment or a data set into one that every tracker accepts."""
     return re.sub(r"[^\w.: -]+", "_", name)[:LONGEST_NAME].strip(". ") or "_"
 
 
 def batch_metrics(
-    reservation: Reservation, groups: Sequence[Group], extents: Sequence[Extent], truncated: float
+    reservation: Reservation, groups: Sequence[Group], extents: Sequence[Extent], truncated: int
 ) -> dict[str, float]:
-    """Metrics of a batch: the environments' rewards, ages in steps, lengths in tokens.
+    """Return the metrics of a batch: the environments' rewards, ages in steps, lengths in tokens.
 
-    `groups` are the batch's, in its order; if they have several tasks, `environment_reward/<task>` is each task's mean reward.
-    `extents` are those of its trajectories, `truncated` is the number of them that were cut off at the length limit.
+    `groups` are the batch's, in its order. If they have several tasks, `environment_reward/<task>` is each task's mean reward. `extents`
+    are those of its trajectories. `truncated` counts the trajectories that were cut off at the length limit.
     """
     batch = reservation.trajectories
     group_of = dict(zip(reservation.groups, groups, strict=True))
@@ -106,9 +115,10 @@ def batch_metrics(
 def episode_metrics(
     environments: Iterable[str], extents: Iterable[Extent], episodes: Collection[str]
 ) -> dict[str, float]:
-    """What an episode came to, by environment: means of its trained calls, of the tokens that the policy wrote, of its roots
-    and of what these rendered again.
-    `environments` has the name of each trajectory's; `episodes` are those whose programs play them."""
+    """Return means over the episodes of each environment: trained calls, tokens that the policy wrote, roots, and tokens rendered again.
+
+    `environments` has the name of each trajectory's environment. `episodes` are the environments whose programs run episodes.
+    """
     played: dict[str, list[Extent]] = defaultdict(list)
     for environment, extent in zip(environments, extents, strict=True):
         if environment in episodes:
@@ -123,8 +133,8 @@ def episode_metrics(
 
 
 def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:
-    """Metrics of dynamic sampling: the groups scored since the previous batch, as a count and in batches of `generation_batch` groups,
-    and how many of them were filtered."""
+    """Return the metrics of dynamic sampling: the groups scored since the previous batch, as a count and in batches of `generation_batch`
+    groups, and how many of them were filtered."""
     return {
         "dynamic_sampling_num_gen_batches": reservation.scored / generation_batch,
         "dynamic_sampling_scored_groups": reservation.scored,

@@ -24,7 +24,6 @@ from headrace.journal import Kind, Line
 from headrace.printable import printable
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
-from headrace_services.trainer.telemetry.samples import over_completion
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +34,9 @@ ALARM_COLOUR = "#b3261e"
 GREY = "#888888"  # legible on white and on black
 POINTS = 200  # per curve of the page; a longer curve shows the means of this many parts
 SMOOTHING = 5  # steps of the learning curve's running mean
-CHANGES = 5  # of builds, the newest, that the page names
-SAME = 1e-6  # values that differ by less, relative to them, are drawn as one: no ticks could tell them apart
-NARROW = 0.06  # share of a picture's width that is too small for a label
+CHANGES = 5  # the newest changes of builds, which the page names
+SAME = 1e-6  # values with a smaller relative difference are drawn as one: no ticks could distinguish them
+NARROW = 0.06  # a smaller share of a picture's width gets no label
 
 SVG = "http://www.w3.org/2000/svg"
 ElementTree.register_namespace("", SVG)
@@ -48,7 +47,9 @@ mpl.rcParams["svg.fonttype"] = "none"  # text stays text: small, and in the page
 @dataclasses.dataclass(frozen=True)
 class Curve:
     label: str
-    metric: str  # a name that ends in `/<…>` is of all metrics that it fits, each by its own name after the label
+    metric: (
+        str  # a name that ends in `/<…>` stands for all metrics that match it, each with its own name after the label
+    )
     kind: Kind = "train"
 
 
@@ -60,7 +61,7 @@ class Chart:
     limit: float | None = None  # a line that should not be crossed
     # without the first step after each start of a trainer
     skips_start: bool = False
-    of_rewards: bool = False  # with a dotted line where an environment went on by another build
+    of_rewards: bool = False  # with a dotted line where an environment changed its build
 
 
 CHARTS = (
@@ -118,14 +119,28 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
 """
 
 
+def html_page(title: str, body: str, *, style: str = "", head: str = "", heading: str | None = None) -> str:
+    """Return a whole HTML page. `title` is text; the rest is HTML. `heading` is the text of its heading if that isn't the title."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}<title>{safe(title)}</title>'
+        f"<style>{STYLE}{style}</style></head><body><h1>{safe(heading or title)}</h1>{body}</body></html>\n"
+    )
+
+
+def safe(text: str) -> str:
+    """Return text of unknown origin as HTML: without markup, and with control characters escaped as in a terminal."""
+    return html.escape(printable(text, keep="\n\t"))
+
+
 # -- the page of curves ------------------------------------------------------------------------------------------------
 
 
 def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s: int | None = None) -> str:
-    """The page of curves: one HTML file without scripts or network access. Takes about a second for long runs: matplotlib draws each chart.
+    """Return the page of curves: one HTML file without scripts or network access. It takes about a second for long runs, because matplotlib
+    draws each chart.
 
-    `lines` are the run's surviving history, `failures` says what prompts failed of. With `refresh_s` it is the trainer's page: the browser
-    reloads it that often, and finds the samples.
+    `lines` are the run's surviving history. `failures` describes why prompts failed. With `refresh_s` it is the trainer's page: the browser
+    reloads it at that interval, and it links to the samples.
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     links = '<nav>curves · <a href="/samples">samples</a></nav>' if refresh_s else ""
@@ -138,11 +153,8 @@ def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s
         for said in (alarms(train[-1].step, train[-1].metrics) if train else ())
     )
     failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}"
-        f"<main>{cards or '<p>No step has been trained yet.</p>'}</main></body></html>\n"
-    )
+    main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
+    return html_page(title, f"{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
 
 
 def write_page(lines: Sequence[Line], path: Path, title: str, failures: str = "") -> None:
@@ -151,8 +163,8 @@ def write_page(lines: Sequence[Line], path: Path, title: str, failures: str = ""
 
 
 def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[Metric], path: Path) -> None:
-    """Write one HTML file with a chart of each curve that any of the runs has, by their names: of `metrics`, or of the page of curves if
-    there are none."""
+    """Write one HTML file with a chart for each curve that any of the runs has. The curves are those of `metrics`, or without any, those of
+    the page of curves. `histories` are by run name."""
     every_line = [line for lines in histories.values() for line in lines]
     wanted = [(chart, curve) for chart in CHARTS for curve in _named(chart.curves, every_line)]
     if metrics:
@@ -162,18 +174,14 @@ def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[
         drawn = [(run, points) for run, lines in histories.items() if (points := _points(curve, _shown(chart, lines)))]
         note = ", ".join(part for part in (curve.label, chart.note) if part)
         cards.append(_drawn_card(chart.title, note, drawn, chart.limit))
-    title = html.escape("Headrace, " + " and ".join(histories))
     facts = "".join(f"<p>{html.escape(run)}: {html.escape(summary(lines))}</p>" for run, lines in histories.items())
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
-        f"<body><h1>{title}</h1>{facts}<main>{''.join(cards)}</main></body></html>\n"
-    )
+    page = html_page("Headrace, " + " and ".join(histories), f"{facts}<main>{''.join(cards)}</main>")
     with atomic_write(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """Steps, newest reward, newest accuracy, seconds per step, and what the trainer waited for, in one line."""
+    """Return one line with steps, newest reward, newest accuracy, seconds per step, and what the trainer waited for."""
     train = [line for line in lines if line.kind == "train"]
     if not train:
         return "no step has been trained yet"
@@ -191,12 +199,13 @@ def summary(lines: Sequence[Line]) -> str:
 
 
 def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> str:
-    """One chart with its legend, which shows the newest values; "" if no curve has a value. `changes` are steps with a new build."""
+    """Draw one chart with its legend, which shows the newest values. Returns "" if no curve has a value. `changes` are steps with a new
+    build."""
     lines = _shown(chart, lines)
     found = [(curve.label, points) for curve in _named(chart.curves, lines) if (points := _points(curve, lines))]
     try:
         return _drawn_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
-    except Exception as error:  # a run is worth more than a picture of it
+    except Exception as error:  # a chart that can't be drawn must not stop the run
         log.exception("%s can't be drawn", chart.title)
         said = html.escape(
             printable(f"can't be drawn, its values are in metrics.jsonl: {type(error).__name__}: {error}")
@@ -205,7 +214,7 @@ def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> s
 
 
 def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
-    """The lines that a chart shows."""
+    """Return the lines that a chart shows."""
     if not chart.skips_start:
         return lines
     return [line for line in lines if not follows_start(line.metrics)]
@@ -218,7 +227,7 @@ def _drawn_card(
     limit: float | None,
     marks: Sequence[int] = (),
 ) -> str:
-    """A chart of these curves: label and points. `marks` are steps with a dotted line."""
+    """Draw a chart of these curves, each a label and points. `marks` are steps with a dotted line."""
     if not found:
         return ""
     drawn = found[: len(COLOURS)]
@@ -267,7 +276,7 @@ def _drawn_card(
 
 
 def _named(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
-    """The curves, with one for each metric that a name ending in `/<…>` fits, in the words in which they are shown."""
+    """Yield the curves with the labels that are shown. A name ending in `/<…>` becomes one curve for each metric that matches it."""
     for curve in curves:
         family, wild, _ = curve.metric.partition("/<")
         if not wild:
@@ -283,7 +292,7 @@ def _named(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
 
 
 def _called(curve: Curve, lines: Sequence[Line]) -> Curve:
-    """`accuracy` by its right name."""
+    """Give the curve of `accuracy` its right label."""
     if curve.metric != "accuracy":
         return curve
     partial = {line.metrics.get("partial_credit", 0.0) for line in lines if line.kind == "validation"}
@@ -291,7 +300,7 @@ def _called(curve: Curve, lines: Sequence[Line]) -> Curve:
 
 
 def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """Finite (step, value) points; if there are more than `POINTS`, the means of neighbours, each at the last of their steps."""
+    """Return the finite (step, value) points. Beyond `POINTS`, they are means of neighbours, each at the last of their steps."""
     found = [
         (line.step, value)
         for line in lines
@@ -302,7 +311,7 @@ def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
 
 
 def _svg(figure: Figure, hover: dict[str, list[str]]) -> str:
-    """The figure as an `<svg>` element. `hover` has the tooltip of each point of each line, by the line's gid."""
+    """Return the figure as an `<svg>` element. `hover` has the tooltip of each point of each line, by the line's gid."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(file.getvalue())
@@ -318,8 +327,8 @@ def _svg(figure: Figure, hover: dict[str, list[str]]) -> str:
 def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     """Write a PNG, 1600 x 900 pixels: training reward and held-out accuracy of a run's surviving history.
 
-    The reward of a step is drawn at the version that the step started from. With more than a dozen steps, single values are pale,
-    under a running mean over the last `SMOOTHING`.
+    The reward of a step is drawn at the version that the step started from. With more than a dozen steps, single values are pale, and a
+    running mean over the last `SMOOTHING` steps is drawn over them.
     """
     train = sorted((line.step, line.metrics["reward"]) for line in lines if line.kind == "train")
     validations = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
@@ -366,8 +375,8 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
 
 
 def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path) -> None:
-    """Write a PNG of the chosen trajectories, one below the other: log-probabilities of engine and trainer, their difference, and the
-    age of the weights that wrote each span."""
+    """Write a PNG of the chosen trajectories, one below the other: log-probabilities of engine and trainer, their difference, and the age
+    of the weights that wrote each span."""
     figure = Figure(figsize=(9, 1 + 2.4 * len(chosen)), dpi=140, layout="constrained")
     rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
     errors = mean_errors(batch)
@@ -384,7 +393,7 @@ def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path
 
 def _draw_tokens(axes: Axes, batch: Batch, i: int, step: int) -> None:
     trajectory = batch.trajectories[i].flat()
-    rollout, old = (over_completion(batch, i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
+    rollout, old = (batch.over_completion(i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
     difference = np.abs(rollout - old)
     places = np.arange(difference.size)
     axes.plot(places, rollout, color=COLOURS[0], lw=1.2, marker=".", ms=3, label="inference engine")

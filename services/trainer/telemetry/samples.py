@@ -1,40 +1,63 @@
-"""The samples of a trainer's batches and validations, as lines of its sample files (`headrace.samples`); a few of them are printed."""
+"""The samples of a trainer's batches and validations: lines of sample files (`headrace.samples`), blocks on a terminal, Markdown for
+trackers, and one HTML page without scripts, with a form that picks step, ranking and prompt."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from headrace.files import atomic_write
 from headrace.printable import printable
-from headrace.samples import StoredSample, record, rounded
+from headrace.samples import (
+    Kind,
+    SampleFiles,
+    SampleGroup,
+    StoredSample,
+    by_group,
+    choose_groups,
+    failed_groups,
+    record,
+    rounded,
+)
 from headrace.trajectory import AnyTrajectory, Float32, Score
 from headrace.trajectory import Group as TrajectoryGroup
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.telemetry.plots import html_page, safe
 
+Order = Literal["stored", "best", "worst"]
 
-def over_completion(batch: Batch, i: int, values: npt.NDArray[Any] | None) -> Float32:
-    """Spread a column `values` [N] over the completion of trajectory `i` (of an episode: `EpisodeTrajectory.flat`), [T]: its values at
-    policy tokens, NaN elsewhere, all NaN without a column."""
-    trajectory = batch.trajectories[i]
-    whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
-    if values is not None:
-        whole[trajectory.places] = values[batch.span_of(i)]
-    return whole
+OF = "^((train|val)(-(0|[1-9][0-9]{0,9}))?|failed)$"  # `train-12`: what step 12 trained on
+SHOWN = 20  # groups per page
+
+# The kinds of samples that are shown by step. Those of `val_failed` have no completion.
+_STEPS: Mapping[Kind, str] = {"train": "step", "val": "validation of version"}
+_ORDERS: Mapping[Order, str] = {"stored": "in their order", "best": "best first", "worst": "worst first"}
+_STYLE = """
+nav, form { margin: 0 0 16px } form > * { margin-right: 10px; font: inherit }
+main { display: block } section { margin-bottom: 14px } h2 { margin-bottom: 8px }
+pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+pre { margin: 0 0 8px; max-height: 24em; overflow: auto }
+.prompt { color: var(--faint) } .all { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 10px }
+.wide { grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)) } .said { max-height: 32em; overflow: auto; margin-bottom: 8px }
+.said pre { margin: 0; padding-left: 4ch; text-indent: -2ch; max-height: none } .said pre + .note { margin-top: 6px }
+article { border: 1px solid var(--line); border-left: 3px solid #b3261e; border-radius: 6px; padding: 8px 10px }
+article.good { border-left-color: #228833 } .failed { color: #b3261e }
+"""
 
 
 def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> dict[str, Any]:
-    """A line of `train_data_step<N>`, trajectory `i` of the batch, with NeMo RL's names where it has them."""
+    """Make the line of `train_data_step<N>` for trajectory `i` of the batch. Names are NeMo RL's where it has them."""
 
     def column(values: Float32 | Float64 | None) -> list[float] | None:
-        whole = None if values is None else over_completion(batch, i, values)
+        whole = None if values is None else batch.over_completion(i, values)
         return None if whole is None or np.isnan(whole).all() else rounded(whole)
 
     return {
@@ -42,8 +65,8 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
         **record(group, batch.trajectories[i], batch.scores[i]),
         "total_reward": float(batch.rewards[i]),
         "sample_loss_mask": float(batch.multipliers[i]),
-        "token_loss_mask": (over_completion(batch, i, batch.mask) == 1).astype(int).tolist(),
-        "advantages": rounded(over_completion(batch, i, batch.advantages)),
+        "token_loss_mask": (batch.over_completion(i, batch.mask) == 1).astype(int).tolist(),
+        "advantages": rounded(batch.over_completion(i, batch.advantages)),
         "prev_logprobs": column(batch.old_logprobs),
         "reference_policy_logprobs": column(batch.ref_logprobs),
         "teacher_logprobs": column(batch.teacher_logprobs),
@@ -51,7 +74,7 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
 
 
 def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
-    """A line of `val_data_step<N>`."""
+    """Make a line of `val_data_step<N>`."""
     return {
         "step": version,
         **record(group, trajectory, score),
@@ -60,7 +83,7 @@ def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTraje
 
 
 def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, reason: str) -> dict[str, Any]:
-    """A line of `val_failed_data_step<N>`: what was asked under this id has no score."""
+    """Make a line of `val_failed_data_step<N>`, for the group or problem with this id that has no score."""
     return {
         "step": version,
         "group": id_,
@@ -72,8 +95,8 @@ def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, rea
 
 
 def choose(samples: Sequence[StoredSample], count: int) -> list[StoredSample]:
-    """The `count` samples to show, best first: half have the highest rewards, half the lowest; with an odd count, one is from the
-    middle."""
+    """Return the `count` samples to show, best first: half with the highest rewards, half with the lowest. With an odd count, one is from
+    the middle."""
     order = sorted(samples, key=lambda sample: -_reward(sample))
     if len(order) <= count:
         return order
@@ -83,7 +106,7 @@ def choose(samples: Sequence[StoredSample], count: int) -> list[StoredSample]:
 
 
 def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
-    """Print a coloured block for each sample on a terminal, plain text elsewhere."""
+    """Print a block for each sample, in colour on a terminal, as plain text elsewhere."""
     for place, sample in enumerate(samples, start=1):
         colour = "green" if _reward(sample) > 0 else "red"
         reward = Text.assemble((f"reward {_reward(sample):g}", colour), f"  {_note(sample)}")
@@ -94,7 +117,7 @@ def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
 
 
 def as_markdown(samples: Sequence[StoredSample]) -> str:
-    """The samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
+    """Return the samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {_reward(sample):g}** ({_note(sample)})\n\n"
         + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.said))
@@ -110,3 +133,88 @@ def _reward(sample: StoredSample) -> float:
 def _note(sample: StoredSample) -> str:
     end = "cut off" if sample.truncated else "ended"
     return printable(f"{sample.task}, {len(sample.token_ids)} tokens, {end}, {sample.group}")
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: str) -> str | None:
+    """Return the page, or None if no samples of the step in `of` are kept. `of` matches `OF`; without a step it is the newest. Raises
+    `CodecError` for a file that can't be read."""
+    number = of.partition("-")[2]
+    kind: Kind = "val" if of.startswith("val") else "train"
+    kept = {each: files.steps(each) for each in _STEPS}
+    if of == "failed":
+        what, groups = "failed groups", failed_groups(files.failed())
+    elif number == "" and not kept[kind]:
+        what, groups = f"{_STEPS[kind]}: none yet", []
+    else:
+        step = int(number) if number else kept[kind][-1]
+        if step not in kept[kind]:
+            return None
+        of, what = f"{kind}-{step}", f"{_STEPS[kind]} {step}"
+        groups = by_group(files.samples(kind, step))
+    found = choose_groups(groups, None if order == "stored" else order, text, len(groups))
+    said = f"{len(found)} groups" + (f", {SHOWN} of them shown" if len(found) > SHOWN else "")
+    choices = [
+        (f"{each}-{step}", f"{_STEPS[each]} {step}") for each in kept for step in sorted(kept[each], reverse=True)
+    ]
+    form = (
+        '<nav><a href="/">curves</a> · samples</nav><form action="/samples" method="get">'
+        + _select("of", [*choices, ("failed", "failed groups")], of)
+        + _select("order", _ORDERS.items(), order)
+        + f'<input name="text" value="{safe(text)}" placeholder="text in the prompt"><button>show</button></form>'
+    )
+    main = f"<p>{what}: {said}</p><main>{''.join(map(_section, found[:SHOWN]))}</main>"
+    return html_page(f"{title}, samples", form + main, style=_STYLE, heading=title)
+
+
+def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[SampleGroup]) -> None:
+    """Write one HTML file with these groups, below lines of `facts` about them."""
+    said = "".join(f"<p>{safe(fact)}</p>" for fact in facts)
+    page = html_page(title, f"{said}<main>{''.join(map(_section, groups))}</main>", style=_STYLE)
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
+
+
+def _select(name: str, choices: Iterable[tuple[str, str]], chosen: str) -> str:
+    options = (
+        f'<option value="{safe(value)}"{" selected" if value == chosen else ""}>{safe(label)}</option>'
+        for value, label in choices
+    )
+    return f'<select name="{name}">{"".join(options)}</select>'
+
+
+def _section(group: SampleGroup) -> str:
+    mean = group.mean_reward
+    note = group.task + ("" if mean is None else f", mean reward {mean:.3g} of {len(group.samples)}")
+    note += "" if group.spread is None else f", spread {group.spread:.3g}"
+    note += "".join(f", build {build}" for build in group.builds)
+    expected = "" if group.expected is None else f"<pre><b>expected:</b> {safe(group.expected)}</pre>"
+    reason = f'<pre class="failed"><b>failed:</b> {safe(group.reason)}</pre>' if group.reason else ""
+    width = "all wide" if any(sample.calls for sample in group.samples) else "all"
+    return (
+        f'<section><h2>{safe(group.id)} <span class="note">{safe(note)}</span></h2><pre class="prompt">{safe(group.prompt)}</pre>'
+        f'{expected}{reason}<div class="{width}">{"".join(map(_article, group.samples))}</div></section>'
+    )
+
+
+def _article(sample: StoredSample) -> str:
+    worth = sample.status.lower() if sample.reward is None else f"reward {sample.reward:g}"
+    notes = [f"{name} {value:g}" for name, value in sample.components.items()]
+    notes += [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else [])]
+    said = "".join(f'<pre class="failed">{safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
+    good = ' class="good"' if sample.reward is not None and sample.reward > 0 else ""
+    return (
+        f'<article{good}>{_said(sample)}<div class="note"><b>{safe(worth)}</b> {safe(", ".join(notes))}</div>'
+        f"{said}</article>"
+    )
+
+
+def _said(sample: StoredSample) -> str:
+    calls = (
+        f'<div class="note">{safe(head)}</div>' + "".join(f"<pre>{safe(part)}</pre>" for part in parts)
+        for head, parts in sample.conversation
+    )
+    said = f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{safe(sample.content)}</pre>"
+    return said + (f"<pre><b>artifacts:</b> {safe(sample.left)}</pre>" if sample.left else "")

@@ -1,4 +1,4 @@
-"""What the trainer's loop drives besides `metrics.jsonl`: curves, trackers, samples, the train-inference alarm, GPU metrics."""
+"""The trainer's outputs besides `metrics.jsonl`: curves, trackers, samples, alarms, GPU metrics."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ from headrace_services.trainer.telemetry.samples import (
     training_record,
     validation_record,
 )
-from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from headrace_services.trainer.telemetry.trackers import enabled
+from headrace_services.trainer.telemetry.trackers import TrackerThread, enabled, tracker_metrics
 
 log = logging.getLogger(__name__)
 
-# how long a tracker may take to catch up at the end; a stopped trainer has less time, before it is killed
+# How long a tracker may take to catch up at the end. A stopped trainer has less time before it is killed.
 FINISH_S, STOP_S = 60.0, 10.0
-# Drawing the curves takes up to a second of a core that the training step could use: this many times as long passes before the next time,
-# and as many seconds before the first.
+# Drawing the curves takes up to a second of a core that the training step could use. The pause before the next drawing is this many times
+# as long as the last one took; the first is drawn after this many seconds.
 DRAWING_PAUSES = 50
 
 
 class Telemetry:
-    """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing.
+    """Starts, feeds and ends all of them on rank 0. Raises `ServiceError` for a tracker whose library is missing.
 
-    `failures`: what the page of curves says of prompts that failed.
+    `failures` returns the page's text about prompts that failed.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Telemetry:
         self._journal, self._failures = journal, failures
         self._title = f"Headrace, run {config.run.id}"
         self._settings = config.logger
-        self._limits = alarm.AlarmLimits.of(config)
+        self._limits = alarm.alarm_limits(config)
         self._folder = config.log_folder
         self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
         shown = config.logger.num_val_samples_to_print
@@ -76,7 +75,7 @@ class Telemetry:
             thread.start()
 
     def notify(self) -> None:
-        """The journal has a new line. Raises `ServiceError` if the curves could not be written."""
+        """Take note of a new line in the journal. Raises `ServiceError` if the curves could not be written."""
         for thread in self._trackers:
             thread.notify()
         if self._drawing is not None and self._drawing.done():
@@ -86,7 +85,7 @@ class Telemetry:
             self._drawing = asyncio.create_task(self._draw())
 
     async def draw_end(self) -> None:
-        """Draw the whole run: its page of curves, and its learning curve. Raises `ServiceError` for a full disk."""
+        """Draw the page of curves and the learning curve of the whole run. Raises `ServiceError` if the disk is full."""
         if self._drawing is not None:
             await self._drawing
         lines = await self._draw()
@@ -107,16 +106,15 @@ class Telemetry:
             await self._drawing
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
-        return self._samples.wanted or bool(
-            alarm.on_policy_violations(metrics, self._limits) or alarm.off_policy_violations(metrics, self._limits)
-        )
+        """Return whether the trajectories of a step with these metrics will be written or drawn. Gathering them from the ranks is
+        expensive."""
+        return self._samples.wanted or bool(alarm.limits_exceeded(metrics, self._limits))
 
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Write the samples of step `step` in the background, and check its metrics for alarms. Returns metrics to add.
-        `batch` is the whole batch if `wants_batch` asked for it, else None.
+        """Write the samples of step `step` in the background, and check its metrics for alarms. Returns metrics to add. `batch` is the
+        whole batch if `wants_batch` returned True, else None.
 
         Raises `ServiceError` if the samples of the previous step could not be written.
         """
@@ -129,11 +127,10 @@ class Telemetry:
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
-        found, old = (
-            judge(metrics, self._limits) for judge in (alarm.on_policy_violations, alarm.off_policy_violations)
-        )
-        self._off_policy.count(bool(old))
-        found += old if self._off_policy.is_alarm else []
+        found = alarm.limits_exceeded(metrics, self._limits)
+        self._off_policy.count(not all(excess.on_policy for excess in found))
+        if not self._off_policy.is_alarm:
+            found = [excess for excess in found if excess.on_policy]
         self._disagreement.count(bool(found))
         if self._disagreement.is_reported:
             assert batch is not None
@@ -151,8 +148,8 @@ class Telemetry:
     async def validated(
         self, version: int, evaluated: Sequence[Evaluated], failed: Sequence[tuple[str, Group | Problem, str]]
     ) -> None:
-        """Write and print what weights `version` generated in a validation, and write what `failed`, by id and with the reason. Raises
-        `ServiceError` for a full disk."""
+        """Write and print what weights `version` generated in a validation, and write the groups that `failed`, each with its id and the
+        reason. Raises `ServiceError` if the disk is full."""
         failures = [failure_record(version, *failure) for failure in failed]
         await asyncio.to_thread(self._samples.replace, "val_failed", version, failures)
         scored = [(one.group, trajectory, score) for one in evaluated for trajectory, score in one.trajectories]
@@ -169,10 +166,10 @@ class Telemetry:
             picture = alarm.picture_path(self._folder, step)
             draw_disagreement(batch, worst, step, picture)
             alarm.drop_old_pictures(self._folder)
-        log.warning("%s", alarm.message(step, found, alarm.error_by_age(batch), picture))
+        log.warning("%s", alarm.disagreement_message(step, found, alarm.error_by_age(batch), picture))
 
     async def _draw(self) -> list[Line]:
-        """Draw the page of curves from the surviving lines of the journal; returns those lines."""
+        """Draw the page of curves from the surviving lines of the journal, and return those lines."""
 
         def draw() -> list[Line]:
             lines, path = surviving(self._journal.read()), self._config.run_folder / CURVES

@@ -1,12 +1,18 @@
 """TensorBoard, Weights & Biases and MLflow: a run of Headrace is one run of each.
 
-Each delivers by its library's own means: TensorBoard writes event files; W&B's own process writes its files and uploads them (or leaves
-that to `wandb sync`, with `WANDB_MODE=offline`); MLflow writes to a SQLite file, or to a server with retries. No library
-knows which lines of `metrics.jsonl` it already has after a restart or a rewind: `tracker_thread` keeps track of that.
+Each delivers by its library's own means. TensorBoard writes event files. W&B's own process writes its files and uploads them, or leaves
+that to `wandb sync` with `WANDB_MODE=offline`. MLflow writes to a SQLite file, or to a server with retries.
+
+No library knows which lines of `metrics.jsonl` it has already after a restart or a rewind. So a `TrackerThread` feeds each tracker from
+that file, which is the source of truth: only the trainer writes it, and first. Each tracker's position in the file is stored beside the
+run. A tracker that fails does not disturb the run. The failure is logged and counted in the metrics `trackers/failures` and
+`trackers/lines_behind`. The tracker is reopened every half minute, and once more at the end. Once it works again, even after a restart, it
+gets every line that it missed. A tracker that is enabled late gets the run from its beginning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import importlib.util
@@ -15,23 +21,37 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.files import atomic_write, fsync
+from headrace.journal import Line, parse_lines, read_bytes, size, surviving
+from headrace.samples import SampleFiles
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.metric_names import tracked_name
+from headrace_services.trainer.telemetry.samples import as_markdown, choose
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+RETRY_S = 30.0
+
 
 @dataclasses.dataclass(frozen=True)
 class TrackerEntry:
-    """A `train` or `validation` line for a tracker. `number` counts all entries sent to it, from 0; `metrics` have their tracked
-    names (`train/loss`). `texts` (Markdown) and `pictures` (PNG files) of the step are by name."""
+    """A `train` or `validation` line for a tracker.
+
+    `number` counts all entries sent to it, from 0. `metrics` have their tracked names (`train/loss`). `texts` (Markdown) and `pictures`
+    (PNG files) of the step are by name.
+    """
 
     number: int
     step: int
@@ -42,24 +62,24 @@ class TrackerEntry:
 
 
 class Tracker(Protocol):
-    """One run of a tracker. Every method may raise whatever the library raises; the tracker is then reopened."""
+    """One run of a tracker. Every method may raise whatever the library raises. The tracker is then reopened."""
 
     run_id: str
 
     def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
-        """Write entries, which survive the process once this returns. With `rewound_to`, entries of that step and later ones are void; a
-        tracker that can removes them."""
+        """Write entries. They survive the process once this returns. With `rewound_to`, earlier entries of that step and later ones are
+        void; a tracker removes them if it can."""
 
     def close(self) -> None: ...
 
 
-# Opens a tracker on the run with this id, or on a new one for None.
+# Opens a tracker on the run with this id, or on a new run for None.
 Opener = Callable[[str | None], Tracker]
 
 
 def enabled(config: Config) -> Iterator[tuple[str, Opener]]:
-    """The trackers that are switched on, by name. Their libraries are imported when they are opened, not before. Raises `ServiceError`
-    naming the extra of a library that is missing."""
+    """Yield the enabled trackers, by name. Their libraries are imported only when they are opened. Raises `ServiceError` naming the extra
+    of a missing library."""
     logger = config.logger
     if logger.tensorboard_enabled:
         _require("tensorboard", "tensorboard")
@@ -82,7 +102,7 @@ def _require(tracker: str, *modules: str) -> None:
 
 
 class TensorBoard:
-    """The event files of one folder, which is the run's name; `purge_step` hides the steps that a rewind took back."""
+    """The event files in one folder, which TensorBoard shows as a run. `purge_step` hides the steps that a rewind undid."""
 
     def __init__(self, config: Config) -> None:
         self.run_id = config.logger.tensorboard.log_dir or str(config.log_folder / "tensorboard")
@@ -117,7 +137,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(self.run_id, purge_step=purge_step)
         file: Any = self._writer.file_writer  # there until `close`
-        # at step 0, which a rewind to the beginning hides; `add_hparams` would make a run of its own for them
+        # at step 0, which a rewind to the beginning hides; `add_hparams` would make a separate run for them
         for summary in hparams(self._parameters, {}):
             file.add_summary(summary, 0)
 
@@ -125,8 +145,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases, resumed after every restart.
 
-    W&B's own step never goes back, so each entry gets the next one, and curves are drawn over the metric `step`. A step that was
-    trained again after a rewind appears twice; the newest value counts.
+    W&B's own step never goes back, so each entry gets the next one, and curves are drawn over the metric `step`. A step that was trained
+    again after a rewind appears twice; the newest value counts.
     """
 
     def __init__(self, config: Config, run_id: str | None) -> None:
@@ -154,7 +174,7 @@ class WeightsAndBiases:
         )
         if self._run.offline and "WANDB_MODE" not in os.environ:
             log.warning(
-                "nobody is logged in to Weights & Biases (`wandb login`, or WANDB_API_KEY): the run is written to %s, and "
+                "not logged in to Weights & Biases (`wandb login`, or WANDB_API_KEY): the run is written to %s, and "
                 "`wandb sync %s` sends it",
                 self._run.dir, Path(self._run.dir).parent,
             )  # fmt: skip
@@ -175,23 +195,22 @@ class WeightsAndBiases:
 
 
 def _logged_in() -> bool:
-    """Whether Weights & Biases knows who sends it a run, or is told by WANDB_MODE not to ask."""
+    """Return whether there is a login for Weights & Biases, or WANDB_MODE makes it unnecessary."""
     import wandb
 
     if "WANDB_MODE" in os.environ:
         return True
     try:
         return wandb.login(verify=False, timeout=1)
-    except (wandb.errors.UsageError, TimeoutError):  # it would ask, and there is nobody to answer
+    except (wandb.errors.UsageError, TimeoutError):  # it would prompt for a key
         return False
 
 
 class MLflowRun:
-    """A run of MLflow, on a server or in a SQLite file beside the run; `run_id` None makes a new one, unless the configuration
-    names one.
+    """A run of MLflow, on a server or in a SQLite file beside the run. `run_id` None makes a new one, unless the configuration names one.
 
-    MLflow's parameters can't be changed, so they are those of the first start; the configuration of every start is kept as a file
-    (`config/<time>.json`). For a step that was trained again after a rewind both values are kept, and the newest is shown.
+    MLflow's parameters can't be changed, so they are those of the first start. The configuration of every start is stored as a file
+    (`config/<time>.json`). For a step that was trained again after a rewind, both values are kept and the newest is shown.
     """
 
     def __init__(self, config: Config, run_id: str | None) -> None:
@@ -205,7 +224,7 @@ class MLflowRun:
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
             store, files = f"sqlite:///{folder}/mlflow.db", files or str(folder / "mlflow")
-        # the registry of models is not used, and the small package has none for a database
+        # the model registry is not used, and mlflow-skinny supports none in a database
         self._client = MlflowClient(store, registry_uri=store if store.startswith("http") else folder.as_uri())
         known = run_id or settings.run_id
         if known is None:
@@ -254,12 +273,12 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def _allowed(name: str) -> str:
-    """The name without characters that MLflow does not accept: names of tasks and environments may have them."""
+    """Return the name without characters that MLflow rejects. Names of tasks and environments may have them."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
 def parameters(config: Config) -> dict[str, Any]:
-    """The whole configuration, without the passwords in addresses."""
+    """Return the whole configuration, with passwords in addresses masked."""
 
     def masked(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -282,3 +301,160 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+# -- feeding them -----------------------------------------------------------------------------------------------------
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A tracker's position: bytes of the file read, entries sent in total, and its id of the run (None: it has no id yet)."""
+
+    run_id: str | None = None
+    offset: int = 0
+    entries: int = 0
+
+
+class TrackerThread:
+    """Sends tracker `name` the lines of `journal` that it lacks, `samples_shown` trajectories of each validation, and alarm pictures."""
+
+    def __init__(self, name: str, opener: Opener, journal: Path, samples: SampleFiles, samples_shown: int = 0) -> None:
+        self.name = name
+        self.failures = 0
+        self._open = opener
+        self._journal = journal
+        self._samples = samples
+        self._samples_shown = samples_shown
+        self._file = samples.folder / f"{name}.json"
+        self._position = self._load()
+        self._tracker: Tracker | None = None
+        self._failing = False
+        self._wake = threading.Event()
+        self._finishing = threading.Event()
+        self._deadline = 0.0
+        # a tracker that hangs must not keep a finished trainer from exiting
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._wake.set()  # a tracker that can't be opened is reported at once
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Wake the thread, because the file has grown."""
+        self._wake.set()
+
+    def finish(self, deadline: float) -> None:
+        """Catch up once more and close. Returns at once; `join` waits until `deadline` (`time.monotonic`)."""
+        self._deadline = deadline
+        self._finishing.set()
+        self._wake.set()
+
+    def join(self) -> None:
+        """Wait for the end, at most until the deadline of `finish`. Log what the tracker still lacks."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive() or self.behind():
+            log.error(
+                "%s lacks %d lines of %s; the next start with this run.id sends them",
+                self.name, self.behind(), self._journal,
+            )  # fmt: skip
+
+    def behind(self) -> int:
+        """Return the number of lines of the file that the tracker lacks."""
+        return self._unread().count(b"\n")
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            if self._failing:
+                self._finishing.wait(RETRY_S)
+            else:
+                self._wake.wait()
+            self._wake.clear()
+            ending = self._finishing.is_set()
+            try:
+                self._catch_up()
+                if ending and self._tracker is not None:
+                    self._tracker.close()
+            except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything, and that must not stop the run
+                self._failed(error)
+            else:
+                if self._failing:
+                    log.warning("%s works again; it has every line of %s", self.name, self._journal)
+                self._failing = False
+
+    def _catch_up(self) -> None:
+        if self._tracker is None:
+            self._tracker = self._open(self._position.run_id)
+            self._save(Position(self._tracker.run_id, self._position.offset, self._position.entries))
+        data = self._unread()
+        if not data:
+            return
+        position, end = self._position, self._position.offset + len(data)
+        lines = [line for line in parse_lines(data.decode(), str(self._journal)) if line.kind != "retry"]
+        rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
+        if rewound_to is not None:
+            # lines of those steps are void, except for a validation of the version that was rewound to
+            whole = parse_lines(read_bytes(self._journal)[:end].decode(), str(self._journal))
+            lines = [line for line in surviving(whole) if line.step >= rewound_to]
+        entries = [self._entry(number, line) for number, line in enumerate(lines, start=position.entries)]
+        self._tracker.write(entries, rewound_to)
+        self._save(Position(position.run_id, end, position.entries + len(entries)))
+
+    def _entry(self, number: int, line: Line) -> TrackerEntry:
+        """Make the entry for a line, with the trajectories of a validation and the picture of an alarm if their files still exist."""
+        texts, pictures = {}, {}
+        samples = self._samples.samples("val", line.step) if line.kind == "validation" and self._samples_shown else []
+        if samples:
+            texts["validation/samples"] = as_markdown(choose(samples, self._samples_shown))
+        picture = alarm.picture_path(self._samples.folder, line.step)
+        if line.metrics.get("train_inference_alarm") and picture.exists():
+            pictures["train/disagreement"] = picture
+        metrics = {tracked_name(line.kind, name): value for name, value in line.metrics.items()}
+        return TrackerEntry(number, line.step, line.time, metrics, texts, pictures)
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        if not self._failing:
+            log.error(
+                "%s can't be written to (%s: %s). Training continues; every metric is in %s, and %s gets the lines it "
+                "misses once it works again",
+                self.name, type(error).__name__, " ".join(str(error).split())[:300], self._journal, self.name,
+            )  # fmt: skip
+        self._failing = True
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with contextlib.suppress(Exception):  # it has failed already, and is reopened
+                tracker.close()
+
+    def _unread(self) -> bytes:
+        """Return the complete lines after the position."""
+        return read_bytes(self._journal, self._position.offset)
+
+    def _load(self) -> Position:
+        """Return the saved position, limited to the journal's size, because a power cut may have removed lines. Raises `ServiceError` for a
+        file that `_save` did not write."""
+        if not self._file.exists():
+            return Position()
+        try:
+            position = msgspec.json.decode(self._file.read_bytes(), type=Position)
+        except msgspec.DecodeError as error:
+            raise ServiceError(
+                f"{self._file} can't be read ({error}); remove it: {self.name} then gets the whole run again, as a new one"
+            ) from error
+        return Position(position.run_id, min(position.offset, size(self._journal)), position.entries)
+
+    def _save(self, position: Position) -> None:
+        self._position = position
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self._file) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(position))
+            fsync(unfinished)
+
+
+def tracker_metrics(threads: Sequence[TrackerThread]) -> dict[str, float]:
+    """Return `trackers/failures` and `trackers/lines_behind`; nothing without a tracker."""
+    if not threads:
+        return {}
+    return {
+        "trackers/failures": float(sum(thread.failures for thread in threads)),
+        "trackers/lines_behind": float(max(thread.behind() for thread in threads)),
+    }

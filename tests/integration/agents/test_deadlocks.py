@@ -45,7 +45,7 @@ class Refits:
 
     async def _before(self, request: SampleRequest) -> None:
         if self._under_way:
-            raise ReplicaFenced("refit", "the replica takes no call until its refit is over")
+            raise ReplicaFenced("refit", "the replica takes no calls until its refit is over")
         await asyncio.sleep(0.01)
 
     async def to(self, version: int) -> None:

@@ -116,7 +116,7 @@ async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_
             builds.append(await scores(stub, 2.0))
             file.write_text("class Exact")
             async with asyncio.timeout(WAIT_S):
-                while b"The former one goes on" not in await process.stderr.readline():
+                while b"The previous environment stays attached" not in await process.stderr.readline():
                     pass
             builds.append(await scores(stub, 2.0))
             file.write_text(source.format(1.0))
@@ -140,7 +140,7 @@ async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_re
         attach = [*ENV, "attach", f"{file}:Exact", hub, "--name", "math"]
         refused = await asyncio.to_thread(subprocess.run, attach, capture_output=True, text=True, timeout=WAIT_S)
     assert refused.returncode == 1
-    assert f"the run at {hub} ({config.run_folder}) declares no environment 'math' that attaches" in refused.stderr
+    assert f"the run at {hub} ({config.run_folder}) declares no attached environment 'math'" in refused.stderr
     assert "env.math: {attached: true}" in refused.stderr
 
 
@@ -149,4 +149,4 @@ def test_the_token_for_another_machine_is_printed(config: Config) -> None:
     line = CliRunner().invoke(app, ["env", "token", "exact", "--run", folder]).stdout
     assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
     unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
-    assert "has no such environment in a process of its own (it has exact)" in str(unknown.exception)
+    assert "has no environment of this name in its own process; it has exact" in str(unknown.exception)

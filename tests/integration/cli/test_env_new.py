@@ -54,12 +54,12 @@ def test_its_configuration_is_accepted(made: Path, tiny_model: Path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Word", "small letters, digits and single underscores"),
-        ("a/b", "small letters, digits and single underscores"),
-        ("class", "small letters, digits and single underscores"),
-        ("math", "would hide Python's module math; give another name, math_reward perhaps"),
+        ("Word", "lower-case letters, digits and single underscores"),
+        ("a/b", "lower-case letters, digits and single underscores"),
+        ("class", "lower-case letters, digits and single underscores"),
+        ("math", "would hide Python's module math; give another name, for example math_reward"),
         ("headrace", "would hide Python's module headrace"),
-        ("there", "is there already; give another name"),
+        ("there", "already exists; give another name"),
     ],
 )
 def test_names_that_would_not_do_are_refused(

@@ -48,7 +48,7 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
 
         listed = said("groups", "list", "--run", folder, "--state", "queued", "--state", "failed")
         assert sorted(listed.split()) == ["e0-train-1", "e0-train-2", "failed", "queued"]
-        assert "--state lost: no such state" in refused("groups", "list", "--run", folder, "--state", "lost")
+        assert "--state lost is not a state" in refused("groups", "list", "--run", folder, "--state", "lost")
 
         out = tmp_path / "out.jsonl"
         assert "2 trajectories" in said("groups", "export", "--run", folder, "-o", out)
@@ -63,8 +63,8 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
         if not up:
             asyncio.run(server.stop())
         retry = ("groups", "retry", "--run", folder)
-        assert "which groups?" in refused(*retry)
-        assert "which groups?" in refused(*retry, "e0-train-1", "--all")
+        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry)
+        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry, "e0-train-1", "--all")
         assert "it is scoring" in refused(*retry, "e0-train-0")
         assert "not held by the buffer" in refused(*retry, "nobody")
         assert said(*retry, "--reason", "something else").startswith("0 groups")
@@ -75,4 +75,4 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}: no run there" in refused("groups", "list", "--run", tmp_path)
+    assert f"{tmp_path} is not a run" in refused("groups", "list", "--run", tmp_path)

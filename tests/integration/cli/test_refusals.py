@@ -94,7 +94,7 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     )
     assert done.returncode == 0, done.stderr
     assert "prompts: 3 to train on (left out: 1 duplicates), 0 to validate on" in done.stdout
-    assert "prompt lengths: 5 to 6 tokens, 5.3 in the mean; at most 63 are allowed" in done.stdout
+    assert "prompt lengths: 5 to 6 tokens, 5.3 on average; at most 63 are allowed" in done.stdout
     assert "steps: at most 0, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
     assert "warning: env.other.target 127.0.0.1:" in done.stderr
     assert "does not answer (UNAVAILABLE" in done.stderr
@@ -117,7 +117,7 @@ def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
     assert "has no tokenizer" in refused("config", "check", config, parts[0])
     raw = ("grpo=null", "ppo.adv_estimator.name=raw_reward", "value.model_name=./no-such-value")
     assert headrace("config", "check", config, *raw).returncode == 0
-    assert "value.model_name: there is no directory" in refused("config", "check", config, *raw[::2], "ppo={}")
+    assert "value.model_name: the directory " in refused("config", "check", config, *raw[::2], "ppo={}")
 
 
 def test_more_gpus_than_there_are_are_refused_with_the_plan(
@@ -149,7 +149,7 @@ def test_two_engines_over_each_other_are_refused(config: Path, tmp_path: Path, m
         ("data.train.0.data_path=none.jsonl", "data.train[0].data_path none.jsonl: can't be read"),
         ("data.train.0.input_key=question", "no field 'question' (input_key); it has 'input', 'output'"),
         ("data.train.0.prompt_file=none.txt", "prompt_file none.txt: can't be read"),
-        ("policy.model_name=./none", "policy.model_name: there is no directory ./none"),
+        ("policy.model_name=./none", "policy.model_name: the directory ./none does not exist"),
         ("policy.tokenizer.name=.", "policy.tokenizer.name: . has no"),
         ("checkpointing.metric_name=val:acuracy", "did you mean val:accuracy?"),
         ("checkpointing.metric_name=train:loss", "is not a metric of a checkpoint"),
@@ -218,7 +218,7 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
     Journal(folder / JOURNAL).append("train", 0, "a", {})
     said = refused("up", config, "grpo.seed=7", "grpo.max_num_steps=5")
-    assert "run test has trained steps, and can't go on" in said
+    assert "run test has trained steps, and can't continue" in said
     assert "grpo.seed: 42 -> 7" in said
     assert "max_num_steps" not in said
 
@@ -268,7 +268,7 @@ def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(
 ) -> None:
     environ = instead_of(tmp_path / "services", rollout="idle_rollout")
     said = error_of(headrace_process("up", config, f"policy.model_name={broken_model}", environ=environ))
-    assert "can't go on: exit code 1" in said
+    assert "can't continue: exit code 1" in said
     assert str(broken_model) in said
 
 

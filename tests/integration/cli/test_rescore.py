@@ -77,12 +77,12 @@ def test_what_fails_is_no_reward(tmp_path: Path, limits: Limits) -> None:
     file.write_text(REWARD.format(otherwise="1 / 0"))
     with kept_run(tmp_path, "kept", limits, fill) as (folder, _):
         text = said("rescore", folder, "--env", f"{file}:Exact", columns=200)
-        assert "2 got no reward, and count nowhere, nor do their groups: FAILED: ZeroDivisionError" in text
+        assert "2 got no reward, and are left out together with their groups: FAILED: ZeroDivisionError" in text
         assert ["1", "groups"] in [line.split()[:2] for line in text.splitlines()]
         file.write_text(REWARD.format(otherwise="1 / 0").replace("return 1.0", "return None"))
         done = headrace("rescore", folder, "--env", file)
         assert "0 rewards differ" in done.stdout
-        assert "mine.py scored no group whole" in error_of(done)
+        assert "mine.py scored no group completely" in error_of(done)
 
 
 def test_a_built_in_environment_scores_as_in_the_run(tmp_path: Path, limits: Limits) -> None:
@@ -120,12 +120,12 @@ def test_what_can_not_be_scored_again_is_refused(tmp_path: Path, limits: Limits)
     file.write_text(REWARD.format(otherwise="0.0"))
     with kept_run(tmp_path, "kept", limits, nothing) as (folder, _):
         empty = refused("rescore", folder, "--env", file)
-        assert "holds no scored trajectory; replay.retain_steps=N keeps those of the newest N steps" in empty
+        assert "holds no scored trajectory; replay.retain_steps=N keeps those of the newest N trained steps" in empty
         assert "(it is 0)" in empty
         unknown = refused("rescore", folder, "--env", "exact")
-        assert "the run has no such environment (math), and it is neither FILE.py nor HOST:PORT" in unknown
+        assert "is neither an environment of the run (math) nor FILE.py nor HOST:PORT" in unknown
         attached = ("--set", "env.far.attached=true")
-        assert "only the run itself reaches env.far" in refused("rescore", folder, "--env", "far", *attached)
+        assert "only the run itself can reach env.far" in refused("rescore", folder, "--env", "far", *attached)
         gone = refused("rescore", folder, "--env", tmp_path / "gone.py")
         assert "can't be read (No such file or directory)" in gone
     with kept_run(tmp_path, "other", limits, fill) as (folder, server):
@@ -134,4 +134,4 @@ def test_what_can_not_be_scored_again_is_refused(tmp_path: Path, limits: Limits)
         shutil.rmtree(folder / "replay")
         never = refused("rescore", folder, "--env", file)
         assert "run other is not up: its buffer can't be reached at 127.0.0.1:" in never
-        assert f"and {folder / 'replay'}, where it would be kept, is not there. To start it: headrace up " in never
+        assert f"and its folder {folder / 'replay'} doesn't exist. To start the run: headrace up " in never

@@ -58,12 +58,12 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     (checkpoints.path(8)).mkdir()  # half a copy: it would be in the way when version 8 is published again
     done = rewind(folder, "adder", 4)
     assert done.returncode == 0, done.stderr
-    assert "goes on from checkpoint 4" in done.stdout
+    assert "continues from checkpoint 4" in done.stdout
     assert checkpoints.published() == [2, 4]
     (aside,) = (folder / "checkpoints").glob("set-aside-*")
     assert sorted(path.name for path in aside.iterdir()) == ["WHY.txt", "step_10", "step_6", "step_8"]
     why = (aside / "WHY.txt").read_text()
-    assert "set back to checkpoint 4" in why
+    assert "set the run back to checkpoint 4" in why
     assert "6, 8, 10" in why
     after = everything(folder / "checkpoints")
     chain = after.pop(CHAIN)
@@ -81,15 +81,15 @@ def test_a_rewind_to_the_newest_changes_nothing(folder: Path, checkpoints: Check
     before = everything(folder / "checkpoints")
     done = rewind(folder, "adder", 10)
     assert done.returncode == 0
-    assert "is the newest already" in done.stdout
+    assert "is already the newest" in done.stdout
     assert everything(folder / "checkpoints") == before
 
 
 def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, checkpoints: Checkpoints) -> None:
     before = everything(folder / "checkpoints")
-    assert "no checkpoint of version 5: 2, 4, 6, 10" in refused(folder, "adder", 5)
-    assert "give run.id another name" in refused(folder, "adder", 0)
-    assert "subtracter: no run there; there is neither" in refused(folder, "subtracter", 4)
+    assert "no checkpoint of version 5; it has 2, 4, 6, 10" in refused(folder, "adder", 5)
+    assert "give another run.id" in refused(folder, "adder", 0)
+    assert "subtracter is not a run: neither" in refused(folder, "subtracter", 4)
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "run adder is already up" in refused(folder, "adder", 4)
@@ -126,5 +126,5 @@ def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, mo
     for newest, named in ((6, ("first", 6)), (4, (renamed, 4)), (2, ("first", 2, "--dir", "runs"))):
         done = headrace("rewind", *named)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"run first goes on from checkpoint {newest}; set aside in {renamed}/")
+        assert done.stdout.startswith(f"run first continues from checkpoint {newest}; newer ones are in {renamed}/")
         assert Checkpoints(renamed / "checkpoints", CheckpointingConfig()).newest() == newest

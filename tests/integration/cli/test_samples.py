@@ -54,7 +54,7 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         assert "held-out, sums, validation of version 3" in said("samples", folder, "--validation")
 
         assert "no samples of step 9" in refused("samples", folder, "--step", 9)
-        assert "there are those of 1, 2" in refused("samples", folder, "--step", 9)
+        assert "it has those of 1, 2" in refused("samples", folder, "--step", 9)
         assert "no samples in step 2 with 'nowhere' in the prompt" in refused("samples", folder, "--prompt", "nowhere")
         assert "give one of them" in refused("samples", folder, "--best", "--worst")
         assert "leave out --step" in refused("samples", folder, "--failed", "--step", 1)
@@ -105,7 +105,7 @@ def test_the_text_of_groups_in_the_buffer_of_failed_and_of_trained_ones(tmp_path
 
         asyncio.run(server.stop())  # it is started again to look at
         failed = said("samples", folder, "--failed")
-        assert failed.index("e0-train-2") < failed.index("e0-train-1"), "the newest first"
+        assert failed.index("e0-train-2") < failed.index("e0-train-1"), "newest first"
         assert "failed: its prompt is too long" in failed
         assert TRACE in failed
         assert "e0-train-1" not in said("samples", folder, "--failed", "-n", 1)
@@ -114,7 +114,7 @@ def test_the_text_of_groups_in_the_buffer_of_failed_and_of_trained_ones(tmp_path
         # a buffer that is gone leaves the completions
         (folder / "replay").rename(folder / "gone")
         left = headrace("samples", folder, "--failed")
-        assert "groups that failed without a completion are not shown" in left.stderr
+        assert "failed groups without a completion are not shown" in left.stderr
         assert TRACE in left.stdout
         (logs / "failed_data.jsonl").unlink()
         assert "can't be reached" in refused("samples", folder, "--failed")

@@ -55,7 +55,7 @@ async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Sup
     with pytest.raises(ServiceFailed) as failure:
         await supervisor.supervise(child(tmp_path, code))
     message = str(failure.value)
-    assert "service can't go on: exit code 70, after 2 restarts" in message
+    assert "service can't continue: exit code 70, after 2 restarts" in message
     assert message.endswith("  first words\n  last words")
     assert str(tmp_path / "service.log") in message
 

@@ -137,7 +137,7 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert version > 2
     assert trained(folder)[-1] == version - 1
     assert set(trained(folder)) >= set(range(version))
-    assert f"`run.id=test` goes on with this run, from checkpoint {version} ({newest})" in again.said()
+    assert f"`run.id=test` continues this run from checkpoint {version} ({newest})" in again.said()
 
 
 def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start) -> None:
@@ -148,7 +148,7 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start
         victim, before = run.pid_of("headrace.cli", f" {service} "), run.said().count(f"\n{name}: ready")
         os.kill(victim, signal.SIGKILL)
         assert gone(victim)
-        run.wait_for(f"{name}: killed by signal 9; starting it again")
+        run.wait_for(f"{name}: killed by signal 9; restarting it")
         eventually(partial(is_back, run, service, name, before), within_s=240)
         goes_on(run)
     assert run.stop(signal.SIGINT) == []
@@ -177,14 +177,14 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     if not real:
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
-        run.wait_for("The run goes on with the other replicas.")
-        assert "can't go on: exit code 1" in run.said()
+        run.wait_for("The run continues with the other replicas.")
+        assert "can't continue: exit code 1" in run.said()
         assert "this machine has no place for it" in run.said()
         (folder / "refused").unlink()
         goes_on(run)
 
     os.kill(replicas(run)[-1], signal.SIGSTOP)
-    run.wait_for("(run.hang_timeout_s); killed, to be started again")
+    run.wait_for("(run.hang_timeout_s); killed, to be restarted")
     goes_on(run)
 
     os.kill(run.pid_of("valkey-server"), signal.SIGSTOP)
@@ -238,9 +238,9 @@ def test_environments_are_started_attached_waited_for_started_again_and_repaired
         run.wait_for(f"\n{service}: http://127.0.0.1:")
     run.wait_for(f"waits for environment away at 127.0.0.1:{port}, ")
     run.wait_for("waits for environment mine, ")
-    run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
+    run.wait_for(f'no process is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
     run.wait_for(" s: it is broken: KeyError: 'anwser' (")
-    run.wait_for(f"; correct {misspelt}, and the run goes on\n")
+    run.wait_for(f"; fix {misspelt}, and the run continues\n")
     log = folder / "logs" / "environment-file.log"
     assert "Judge raised KeyError" in log.read_text()
     assert "completion: " in log.read_text()
@@ -259,17 +259,17 @@ def test_environments_are_started_attached_waited_for_started_again_and_repaired
     attach = [sys.executable, script, f"127.0.0.1:{hub}"]
     others = [subprocess.Popen([*serve, "--port", str(port)], stderr=subprocess.DEVNULL), subprocess.Popen(attach)]
     try:
-        run.wait_for(f"waits no longer for environment away at 127.0.0.1:{port}")
-        run.wait_for("waits no longer for environment mine")
+        run.wait_for(f"no longer waits for environment away at 127.0.0.1:{port}")
+        run.wait_for("no longer waits for environment mine")
         misspelt.write_text(JUDGE)
-        run.wait_for(f"environment-file: {misspelt} has changed; killed, to be started again")
+        run.wait_for(f"environment-file: {misspelt} has changed; killed, to be restarted")
         run.wait_for("step 1: reward")
         assert_attached(folder, "mine")
         others[1].kill()
         others[1].wait()
         others.append(subprocess.Popen(attach))
         os.kill(run.pid_of("environment", "fine"), signal.SIGKILL)
-        run.wait_for("environment-program: killed by signal 9; starting it again")
+        run.wait_for("environment-program: killed by signal 9; restarting it")
         goes_on(run)
         assert_attached(folder, "mine")
         assert run.stop(signal.SIGTERM) == []
@@ -305,13 +305,13 @@ def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_l
     light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
     unknown = up(1, f"env.mine.target={file}:Jugde", **light)
     assert unknown.ends() == 1
-    assert f"env.mine.target {file}:Jugde: {file} defines no Jugde; it has Judge" in unknown.said()
+    assert f"env.mine.target {file}:Jugde: {file} does not define Jugde; it defines Judge" in unknown.said()
     assert "replay: starting" not in unknown.said()
 
     file.write_text(f"import nonexistent_module\n{JUDGE}")
     raising = up(1, f"env.mine.target={file}:Judge", **light)
     assert raising.ends() == 1
-    assert "environment-mine can't go on: exit code 1 before it answered; the end of" in raising.said()
+    assert "environment-mine can't continue: exit code 1 before it answered; the end of" in raising.said()
     assert "No module named 'nonexistent_module'" in raising.said()
     assert "rollout-1: starting" not in raising.said()
 

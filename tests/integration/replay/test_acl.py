@@ -169,7 +169,7 @@ async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str
     async with connected(opened, role) as client:
         for name in library.built_in().transitions:
             if name not in allowed:
-                with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not do FCALL {function_name(name)} "):
+                with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not run FCALL {function_name(name)} "):
                     await client._connection.call(name)
 
 
@@ -199,7 +199,7 @@ FORBIDDEN = {
 async def test_no_role_does_what_another_is_there_for(opened: EmbeddedServer, role: str) -> None:
     async with connected(opened, role) as client:
         for name in FORBIDDEN[role]:
-            with pytest.raises(ReplayDenied, match=f"may not do FCALL {function_name(name)} "):
+            with pytest.raises(ReplayDenied, match=f"may not run FCALL {function_name(name)} "):
                 await client._connection.call(name)
 
 
@@ -228,7 +228,7 @@ OUTSIDE = [
 async def test_the_server_and_other_runs_are_out_of_reach(opened: EmbeddedServer, role: str) -> None:
     async with connected(opened, role) as client:
         for command in OUTSIDE:
-            with pytest.raises(ReplayDenied, match=f"'{RUN}-{role}' .* may not do {command[0]}"):
+            with pytest.raises(ReplayDenied, match=f"'{RUN}-{role}' .* may not run {command[0]}"):
                 await client._connection.command(*command)
 
 
@@ -243,11 +243,11 @@ async def test_people_who_read_write_nothing(opened: EmbeddedServer) -> None:
             ("PUBLISH", f"{key}:wake:work", "1"),
             ("SET", "headrace:run", "other"),
         ):
-            with pytest.raises(ReplayDenied, match="may not do"):
+            with pytest.raises(ReplayDenied, match="may not run"):
                 await client._connection.command(*command)
     for role in ("rollout", "trainer"):
         async with connected(opened, role) as client:
-            with pytest.raises(ReplayDenied, match="may not do SET"):
+            with pytest.raises(ReplayDenied, match="may not run SET"):
                 await client._connection.command("SET", "headrace:run", "other")
 
 
@@ -269,7 +269,7 @@ async def test_the_administrator_of_a_shared_server_loads_the_functions(opened: 
             ReplayDenied, match=rf"no functions of this build \({library.built_in().name}\).*`headrace functions \|"
         ):
             await library.load(replay.redis)
-        with pytest.raises(ReplayUnavailable, match=f"no functions of build {BUILD}"):
+        with pytest.raises(ReplayUnavailable, match=f"no functions of this program's build {BUILD}"):
             await replay.state()
         await admin.redis.function_load(CliRunner().invoke(app, ["functions"]).stdout)
         await library.load(replay.redis)
@@ -293,7 +293,9 @@ async def test_the_replay_service_loads_the_functions_of_a_server_of_its_own(ope
 @pytest.mark.parametrize("role", [*acl.ROLES, "up"])
 async def test_the_functions_of_another_build_are_refused(opened: EmbeddedServer, role: str) -> None:
     async with connected(opened, role) as client:
-        with pytest.raises(ReplayDenied, match=r"may not do FCALL hr_0a1b2c3d_state .* `headrace acl` of this version"):
+        with pytest.raises(
+            ReplayDenied, match=r"may not run FCALL hr_0a1b2c3d_state .* `headrace acl` of this version"
+        ):
             await client._connection.command("FCALL", "hr_0a1b2c3d_state", 1, f"hr:{{{RUN}}}")
 
 
@@ -315,7 +317,7 @@ async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: Embe
             *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
         )
     async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
-        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_\w+_deregister .* load the ACL"):
+        with pytest.raises(ReplayDenied, match=r"'stale' .* may not run FCALL hr_\w+_deregister .* load the ACL"):
             await ReplayClient(redis, RUN).deregister("r")
 
 

@@ -48,18 +48,18 @@ async def test_an_evaluated_group_that_can_not_be_read_has_failed_and_the_others
     assert not isinstance(good, CodecError)
     done, failed, unknown = await replay.evaluated(ids)
     assert ([one.group.id for one in done], unknown) == ([ids[0], ids[2]], [])
-    assert failed == {ids[1]: f"what was evaluated can't be read: {bad}"}
+    assert failed == {ids[1]: f"its trajectories can't be read: {bad}"}
 
 
 @pytest.mark.parametrize(
     ("info", "says"),
     [
-        ({"url": b"\xff"}, "no msgpack map"),
+        ({"url": b"\xff"}, "not a msgpack map"),
         ({"load": float("nan")}, 'load is "nan", not a finite number'),
         ({"pid": [1]}, "pid is"),
         ({7: "seven"}, 'a name in info is "7", not text'),
         (["here"], 'a name in info is "1", not text'),
-        (b"\xc1", "no msgpack map"),
+        (b"\xc1", "not a msgpack map"),
         (7, 'info is "7", not a map'),
     ],
     ids=["bytes", "nan", "list", "number as a name", "no map", "binary", "number"],
@@ -98,7 +98,7 @@ async def test_what_nobody_can_read_of_a_replica_is_shown_of_that_replica_alone(
     assert msgspec.json.decode(msgspec.json.encode(stats["replicas"])) == stats["replicas"]
     out = io.StringIO()
     show(out, await replay.state(), await replay.replicas(), [], await replay.bias(), None)
-    assert out.getvalue().count("what it says of itself can't be read (") == len(stored)
+    assert out.getvalue().count("its description of itself can't be read (") == len(stored)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ async def test_a_rendezvous_that_is_no_msgpack_is_refused(replay: ReplayClient, 
     timeline = (await replay.state()).timeline
     await replay.open_epoch("good", 0, timeline, {})
     before = await contents(replay)
-    with pytest.raises(InvalidCall, match=r"the rendezvous .* is no msgpack map"):
+    with pytest.raises(InvalidCall, match=r"the rendezvous .* is not a msgpack map"):
         await replay._connection.call("open_epoch", packed, epoch=nonce(), version=0, timeline=timeline)
-    with pytest.raises(InvalidCall, match=r"the rendezvous .* is no msgpack map"):
+    with pytest.raises(InvalidCall, match=r"the rendezvous .* is not a msgpack map"):
         await replay._connection.call(
             "begin_epoch", packed, epoch="good", logprobs=[-1.0], tolerance=1.0, mean_tolerance=1.0
         )

@@ -298,7 +298,7 @@ async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
     assert told["meters"]["generated"]["length"]["buckets"][0] == [4, 200]
     assert told["meters"]["failed"]["reward"] == {"count": 0, "mean": None, "deviation": None, "buckets": []}
     assert told["skews"][0] == {"quantity": "length", "deviations": -1, "trained": 4, "ended": 8}
-    said = "length of what is trained is 4 on average, of all that came to an end 8: -1.00 standard deviations"
+    said = "mean length of trained trajectories 4, of all that have ended 8: -1.00 standard deviations"
     events = [fields for _, fields in await replay.events("0", 1.0) if fields["kind"] == "selection bias"]
     assert [(event["quantity"], event["message"]) for event in events] == [("length", said)]
     assert [said in record.getMessage() for record in caplog.records if "bias" in record.getMessage()] == [True]

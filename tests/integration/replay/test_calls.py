@@ -289,7 +289,7 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
         await replay._connection.call("push", data, **fence, **in_columns(good) | {"newest": []})
     score = {"group": job.group.id, "index": job.trajectory.index, "token": job.token, "status": "FAILED"}
     for record in (b"", b"\xc1", msgspec.msgpack.encode({"status": "FAILED"}), msgspec.msgpack.encode({"message": 7})):
-        with pytest.raises(InvalidCall, match="says not what went wrong"):
+        with pytest.raises(InvalidCall, match="does not say what went wrong"):
             await replay._connection.call("score", record, scores=[score])
     for bad, said in (
         ({"status": "SCORED"}, 'reward is "nil", not a finite number'),

@@ -415,7 +415,7 @@ async def test_law_4_what_an_episode_said_before_it_began_anew_is_refused(replay
     assert again is not None
     before = await contents(replay)
     for first_call in (append(replay, lease, 0, 1), score(replay, lease, 0)):
-        with pytest.raises(LeaseLost, match="has begun anew"):
+        with pytest.raises(LeaseLost, match="has started over"):
             await first_call
     assert await contents(replay) == before
     await append(replay, again, 0, 1)

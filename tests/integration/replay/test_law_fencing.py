@@ -175,7 +175,7 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
     await replay.register(replica, {})  # again: it stays as it is
     assert len(await replay.lease(replica, 1)) == 1
     await replay.deregister(replica)
-    with pytest.raises(Fenced, match="enter under a new name"):
+    with pytest.raises(Fenced, match="register under a new name"):
         await replay.register(replica, {})
     with pytest.raises(NotVerified):
         await replay.lease(replica, 1)

@@ -98,7 +98,7 @@ async def test_law_6_at_the_limit_of_memory_everything_goes_on_that_does_not_fil
     await push_all(replay, first)
     await fill(replay)
 
-    full = "at its maxmemory and takes nothing more; raise maxmemory .*replay.max_bytes"
+    full = "at its maxmemory and accepts no more data; raise maxmemory .*replay.max_bytes"
     for refused in (
         replay.push(second, make_trajectory(second, 0)),
         replay.push(second, large(second, 0, 2**20)),  # its payload is staged

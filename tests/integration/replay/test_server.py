@@ -190,7 +190,7 @@ async def test_a_server_whose_limit_of_memory_is_near_that_of_the_payloads_is_re
             ServiceError, match=r"maxmemory 1342177280 is less than 1\.25 x replay.max_bytes 1073741825"
         ) as error:
             await check_server(redis, server.url, 2**30 + 1)
-        assert "`CONFIG SET maxmemory 1342177282`, or replay.max_bytes to 1073741824" in str(error.value)
+        assert "`CONFIG SET maxmemory 1342177282`, or set replay.max_bytes to 1073741824" in str(error.value)
 
 
 def test_a_server_that_loads_its_append_only_file_is_not_said_to_have_none() -> None:

@@ -84,7 +84,7 @@ async def test_a_client_proves_itself_by_its_certificate(
 ) -> None:
     await goes_through(url_of(tls, certificates, certificate="client"), run_id, limits)
     for certificate in (None, "stranger"):
-        with pytest.raises(ReplayDenied, match=r"no TLS .* asks for a client's certificate, give ssl_certfile"):
+        with pytest.raises(ReplayDenied, match=r"no TLS .* requires a client certificate, give ssl_certfile"):
             await ReplayClient.connect(url_of(tls, certificates, certificate=certificate), run_id)
 
 

@@ -48,7 +48,7 @@ async def scored(hub: Hub) -> float:
 async def test_nobody_attached_is_not_started_and_named_and_then_it_is_scored() -> None:
     async with start_hub(ATTACHED) as hub:
         (score,) = await hub.score([odd("abc")])
-        remedy = f'nobody is attached; run headrace.attach("127.0.0.1:{hub.port}", …, name="odd")'
+        remedy = f'no process is attached; run headrace.attach("127.0.0.1:{hub.port}", …, name="odd")'
         assert (score.status, score.message) == ("NOT_STARTED", remedy)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
             ready = await http.get("/readyz")
@@ -122,7 +122,7 @@ async def test_what_kills_two_processes_is_interrupted_and_the_third_lives() -> 
         (score,) = await hub.score([odd("die")])
         await hub.attached("odd", 16)
         assert of(score) == ("INTERRUPTED", None)
-        assert "an attached process has gone, while it was at work" in score.message
+        assert "an attached process has gone, while the trajectory was being scored" in score.message
         await until(lambda: sum(process.returncode is None for process in processes) == 1)
         assert of((await hub.score([odd("abc")]))[0]) == ("SCORED", 3)
 
@@ -282,7 +282,7 @@ async def test_on_a_terminal_a_line_shows_the_counts() -> None:
         ({"hub": "hub.internal:50390"}, r"hub 'hub.internal:50390' is on another machine: .*`headrace env token odd`"),
         ({"token": "a", "token_file": "b"}, "token and token_file 'b': give one of them"),
         ({"capacity": 0}, "capacity 0: give 1 or more"),
-        ({"token_file": "/nowhere"}, "/nowhere: can't be read"),
+        ({"token_file": "/nowhere"}, "/nowhere can't be read"),
     ],
 )
 def test_arguments_that_can_not_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
@@ -296,8 +296,11 @@ TOKENS = "scorer judge\noperator boss\nenvironment odd own\nenvironment other fo
 @pytest.mark.parametrize(
     ("token", "said"),
     [
-        ("foreign", "PERMISSION_DENIED: the token is that of environment other: who has it can't attach as 'odd'"),
-        ("judge", "PERMISSION_DENIED: /headrace.v1.RewardService/Attach is not for 'scorer'"),
+        (
+            "foreign",
+            "PERMISSION_DENIED: the token of environment other can't attach as 'odd'; use that of environment odd or operator",
+        ),
+        ("judge", "PERMISSION_DENIED: 'scorer' may not call /headrace.v1.RewardService/Attach"),
         ("wrong", "UNAUTHENTICATED"),
         ("own", None),
         ("environment odd own", None),
@@ -390,7 +393,7 @@ async def test_answers_to_unknown_work_second_and_late_answers_mean_nothing() ->
         assert (cancel.work_id, cancel.reason) == (late.work_id, "its deadline has passed")
         # it has no room until the withdrawn piece is answered
         (full,) = await hub.score([odd("a")])
-        assert (full.status, full.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        assert (full.status, full.message) == ("NOT_STARTED", "every attached process is at capacity")
         await mine.answer(late.work_id, 5.0, 5.0)
         await mine.grant(2)
         call = asyncio.create_task(hub.score([odd("a")]))
@@ -402,9 +405,9 @@ async def test_answers_that_break_the_contract_are_failed() -> None:
     async with start_hub(ATTACHED) as hub, peer(hub) as mine:
         await mine.register(2)
         for rewards, message in (
-            ((1.0,), "an attached process answered 1 results for 2 trajectories"),
+            ((1.0,), "an attached process returned 1 results for 2 trajectories"),
             ((float("nan"), 1.0), "not a finite number"),
-            ((), "answered 0 results"),
+            ((), "returned 0 results"),
         ):
             await mine.grant(2)
             call = asyncio.create_task(hub.score([odd("a")] * 2))
@@ -431,7 +434,7 @@ async def test_a_batch_is_split_to_fit_and_what_never_fits_is_invalid() -> None:
             ("INVALID", None),
             ("SCORED", 10),
         ]
-        assert "more than the attached process takes (4096)" in scores[3].message
+        assert "more than the attached process accepts (4096)" in scores[3].message
 
 
 async def test_a_score_of_100_mb_is_failed_and_those_beside_it_keep_their_reward() -> None:
@@ -511,7 +514,7 @@ async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes
         call = asyncio.create_task(hub.score([odd("a")] * 2))
         work = await mine.work()
         (refused,) = await hub.score([odd("a")])
-        assert (refused.status, refused.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        assert (refused.status, refused.message) == ("NOT_STARTED", "every attached process is at capacity")
         await mine.answer(work.work_id, 1.0, 1.0)
         assert [score.reward for score in await call] == [1, 1]
 
@@ -622,10 +625,10 @@ def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.Atta
         (
             [register(kind=reward_pb2.WORK_KIND_STEP)],
             "INVALID_ARGUMENT",
-            "sends WORK_KIND_SCORE and WORK_KIND_EPISODE alone",
+            "sends only WORK_KIND_SCORE and WORK_KIND_EPISODE",
         ),
         ([register(), register()], "INVALID_ARGUMENT", "event register: send register first and once"),
-        ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: the capacity is 1"),
+        ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: of the capacity 1"),
         ([register(), credit(1), credit(1)], "INVALID_ARGUMENT", "credit of 1 is an overdraft"),
         ([register(), credit(0)], "INVALID_ARGUMENT", "credit of 0 is an overdraft"),
         ([register(), credit(1, "orange")], "INVALID_ARGUMENT", "credit for 'orange'"),

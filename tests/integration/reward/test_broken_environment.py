@@ -287,7 +287,7 @@ async def test_a_judge_whose_budget_is_used_up_pauses_the_run_and_fails_no_group
         await enqueue(replay, [group(order) for order in range(GROUPS)])
         async with start_hub({"told": env}) as hub, scoring(replay, hub.port):
             await generate(replay, await healthy_replica(replay), lambda group, index: f"{group.id} {index}")
-            await broken(replay, said="env.told.budget 2: the run has sent so many requests")
+            await broken(replay, said="env.told.budget 2 is used up: the run has sent that many requests")
             counts = (await replay.state()).counts
         assert (counts.get("failed", 0), counts["scoring"]) == (0, GROUPS)
         assert len(server.requests) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,9 @@ async def test_programs_and_functions_earn_what_their_tests_say() -> None:
         ({}, "holds no tests"),
         ({"inputs": [], "outputs": []}, "has 0 inputs and 0 outputs"),
         ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
-        ({"inputs": [1], "outputs": ["1"]}, "that are no text"),
-        ({"inputs": ["1"], "outputs": [1]}, "that are no text"),
-        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "inputs that are no lists"),
+        ({"inputs": [1], "outputs": ["1"]}, "that are not text"),
+        ({"inputs": ["1"], "outputs": [1]}, "that are not text"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "inputs that are not lists"),
     ],
 )
 async def test_a_problem_without_tests_is_invalid(info: dict[str, Any], said: str) -> None:
@@ -222,7 +221,7 @@ async def test_nothing_of_a_program_is_left_for_the_next() -> None:
                 sample(look, {"inputs": [""], "outputs": ["True"]}),
             ]
         )
-    assert first.metadata["first_failure"]["why"].startswith("it ran out of its time")
+    assert first.metadata["first_failure"]["why"].startswith("it ran out of time")
     assert second.reward == 1
 
 
@@ -236,10 +235,9 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
         (unlucky,) = await hub.score([sample(slow, {"inputs": [""] * 9, "outputs": ["1"] * 9})])
     assert (late.status, late.reward) == ("SCORED", 0)
     assert (unlucky.status, unlucky.reward) == ("TIMED_OUT", None)
-    assert "none ran out of its time; raise timeout_s, or give fewer tests" in unlucky.message
+    assert "no test ran out of time; raise timeout_s, or give fewer tests" in unlucky.message
 
 
-@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="runs a program in Perl")
 async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:
     env = ENV | {"runs_with": ["perl"], "processes": 8}
     sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"
@@ -269,6 +267,6 @@ async def test_level_b_alone_refuses_to_run_programs_with_the_remedy() -> None:
 async def test_a_command_that_is_not_there_is_refused_at_the_start() -> None:
     pool = WorkerPool({"code": EnvConfig(runs_with=["no-such-thing"])}, 1)
     with pytest.raises(
-        ServiceError, match=r"env\.code\.runs_with can't be started \(no-such-thing: .*programs see /usr"
+        ServiceError, match=r"env\.code\.runs_with can't be started \(no-such-thing: .*programs see only /usr"
     ):
         await pool.start()

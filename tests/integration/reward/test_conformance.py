@@ -95,7 +95,7 @@ async def test_fault_4_a_status_without_a_reason() -> None:
     failed = trajectory_pb2.Result(status=trajectory_pb2.STATUS_FAILED)
     wrong = await blamed(each_by_itself(lambda each: scored(1) if each.completion else failed))
     assert set(wrong) == {"statuses", "odd completions"}
-    assert wrong["statuses"].startswith("'': STATUS_FAILED without a message that says why")
+    assert wrong["statuses"].startswith("'': STATUS_FAILED without a message that gives the reason")
 
 
 async def test_fault_5_rewards_at_random_though_it_says_that_it_is_deterministic() -> None:
@@ -112,7 +112,7 @@ async def test_fault_6_a_completion_on_which_it_hangs() -> None:
         return [scored(worth(each.completion)) for each in request.trajectories]
 
     wrong = await blamed(answer, timeout_s=3.0)
-    assert wrong == {"odd completions": "what a regular expression tries for ever: no answer within 3.0 s"}
+    assert wrong == {"odd completions": "text on which regular expressions backtrack for ever: no answer within 3.0 s"}
 
 
 async def test_fault_7_it_fails_on_what_is_not_ascii() -> None:
@@ -208,7 +208,7 @@ async def test_a_reward_with_a_failure_and_metadata_that_are_no_json() -> None:
 
     wrong = await blamed(each_by_itself(score))
     assert set(wrong) == {"statuses", "metadata", "odd completions"}
-    assert "reward 0 with a status that has none" in wrong["statuses"]
+    assert "reward 0 with a status that allows none" in wrong["statuses"]
     assert "metadata_json is not JSON" in wrong["metadata"]
 
 
@@ -275,7 +275,7 @@ async def test_room_that_a_cancelled_call_never_gives_back() -> None:
         return [scored(worth(each.completion)) for each in request.trajectories]
 
     wrong = await blamed(answer, timeout_s=3.0, capacity=4)
-    assert wrong == {"cancelled calls": "after a call that was given up it scores no more: NOT_STARTED (no room)"}
+    assert wrong == {"cancelled calls": "after a cancelled call it stopped scoring: NOT_STARTED (no room)"}
 
 
 async def test_what_need_not_be_there_is_noted_alone() -> None:
@@ -298,7 +298,7 @@ async def test_what_need_not_be_there_is_noted_alone() -> None:
 
 
 async def test_an_address_where_nobody_answers_is_one_clear_error() -> None:
-    with pytest.raises(ServiceError, match=r"no environment answers \(nobody within 0.2 s\); is it running"):
+    with pytest.raises(ServiceError, match=r"no environment answers \(no answer within 0.2 s\); is it running"):
         await found("127.0.0.1:1", timeout_s=0.2)
 
 
@@ -314,7 +314,7 @@ def test_the_command_says_what_is_wrong_and_how_to_mend_it(tmp_path: Path) -> No
     assert wrong.returncode == 1
     (line,) = [line.strip().split(maxsplit=3) for line in wrong.stdout.splitlines() if line.startswith("wrong")]
     assert line[1:] == ["golden", "samples", r"'\x1b[2Jfour': reward 8, not 1"]
-    assert "to mend golden samples: the environment or the sample is wrong" in wrong.stdout
+    assert "to fix golden samples: the environment or the sample is wrong" in wrong.stdout
     assert "\x1b" not in wrong.stdout
 
 
@@ -322,12 +322,12 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class A: pass\n")
     said = error_of(headrace("env", "check", file))
-    assert "no class in it derives from headrace.Environment (A); derive one from it" in said
+    assert "none of its classes derives from headrace.Environment (A); derive one from it" in said
     file.write_text(ENVIRONMENT.format(body="return 1") + "\n    def __init__(self, key):\n        pass\n")
     done = headrace("env", "check", file)
     assert done.returncode == 1
     assert done.stderr.startswith(
         f"error: {file}:Mine ended before it served anything:\n{file}:Mine: Mine() raised TypeError"
     )
-    assert "nowhere: neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
+    assert "nowhere is neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
     assert "give --name NAME" in error_of(headrace("env", "check", "127.0.0.1:1", "--token-file", file))

@@ -88,7 +88,7 @@ async def test_one_that_keeps_the_key_of_another_episode_is_found() -> None:
 
     found = await wrong(environment(keeps))
     assert found.keys() == {"episode keys"}
-    assert "calls under the key of one that had ended" in found["episode keys"]
+    assert "calls under the key of an ended episode" in found["episode keys"]
 
 
 async def test_one_that_makes_up_a_key_is_found() -> None:

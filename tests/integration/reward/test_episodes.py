@@ -199,7 +199,7 @@ async def test_without_a_grader_a_reward_is_wanted_and_nothing_is_scored(start: 
         left = await score(hub, episode(do="leave"))
         assert (left.status, left.message) == (
             "FAILED",
-            "the program says no reward; return one, or name who gives it (env.odd.grader)",
+            "the program returned no reward; return one, or name the environment that gives it (env.odd.grader)",
         )
         (refused,) = await hub.score([Sample("x", environment="odd")])
         assert (refused.status, refused.message.partition(",")[0]) == ("INVALID", "env.odd runs episodes")
@@ -223,7 +223,7 @@ def test_a_grader_can_prepare_for_the_problems_that_it_will_score() -> None:
 async def test_unknown_names_and_environments_without_programs_are_invalid() -> None:
     async with start_hub({"regex": {"pattern": "a"}, "mine": {"attached": True}}) as hub:
         for name, said in {
-            "odd": "environment 'odd' is not one of this run's (mine, regex); add env.odd to its configuration",
+            "odd": "this run has no environment 'odd' (it has: mine, regex); add env.odd to its configuration",
             "regex": "environment 'regex' runs no episodes; set env.regex.episodes",
             "mine": "environment 'mine' runs no episodes; set env.mine.episodes",
         }.items():
@@ -309,7 +309,7 @@ async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it
             full = await score(hub, episode())
         assert (full.status, full.message) == (
             "NOT_STARTED",
-            f"{target} runs 1 episodes, which is all that it runs at a time",
+            f"{target} runs 1 episodes, its maximum",
         )
         waiting = [asyncio.create_task(score(hub, episode())) for _ in range(2)]  # each for the one before
         await hub.environments()
@@ -327,7 +327,7 @@ async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it
         (episode_pb2.EpisodeOutcome(result=scored(7.0)), "reward 7 is not between"),
         (episode_pb2.EpisodeOutcome(result=scored(1.0), artifacts_json="[]"), "artifacts_json is a JSON list"),
         (episode_pb2.EpisodeOutcome(result=trajectory_pb2.Result(reward=1.0)), ""),
-        (episode_pb2.EpisodeOutcome(), "the program says no reward"),
+        (episode_pb2.EpisodeOutcome(), "the program returned no reward"),
     ],
 )
 async def test_law_7_failure_is_not_zero_what_breaks_the_contract_is_failed(
@@ -356,7 +356,7 @@ async def test_an_attached_process_that_only_scores_runs_no_episodes() -> None:
         refused = await score(hub, episode())
     assert (refused.status, refused.message) == (
         "NOT_STARTED",
-        "what is attached as odd has no `episode`; attach an environment that defines it",
+        "the environment attached as odd has no `episode`; attach one that defines it",
     )
 
 
@@ -421,7 +421,7 @@ async def test_an_outcome_that_no_message_holds_is_failed() -> None:
     ("function", "said"),
     [
         ("nowhere.at_all:play", "env.odd.function nowhere.at_all:play: nowhere.at_all can't be imported"),
-        ("tests.support.odd_program:plya", "has no function plya; name one that it has"),
+        ("tests.support.odd_program:plya", "has no function plya; name an existing one"),
         ("tests.support.reward_hub:until", None),
         ("os:getcwd", "it can't be called with one argument, the episode"),
     ],

@@ -18,7 +18,7 @@ from headrace.config.data import EnvConfig
 from headrace.errors import ConfigError
 from headrace.exposure import check
 from headrace.trajectory import Score
-from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore, question
+from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub
@@ -107,16 +107,16 @@ def always(*answer: Any) -> Answers:
     ("answers", "status", "words"),
     [
         (always({"reason": "", "score": 99}), "FAILED", "gave the score 99, which is not on the scale from 1 to 9"),
-        (always({"reason": "", "score": -(10**400)}), "FAILED", "answered no verdict"),
-        (always({"reason": "", "score": 5.5}), "FAILED", "answered no verdict"),
-        (always({"reason": "", "score": "5"}), "FAILED", "answered no verdict"),
-        (always({"reason": "", "score": True}), "FAILED", "answered no verdict"),
-        (always({"score": 5}), "FAILED", "answered no verdict"),
-        (always({"reason": "", "score": 5, "more": 1}), "FAILED", "answered no verdict"),
-        (always("I'd say 9"), "FAILED", "answered no verdict"),
-        (always("[" * 100_000), "FAILED", "answered no verdict"),
-        (always(200, b"{}"), "FAILED", "answered no verdict"),
-        (always(200, b'{"choices": []}'), "FAILED", "answered without a text"),
+        (always({"reason": "", "score": -(10**400)}), "FAILED", "gave an invalid verdict"),
+        (always({"reason": "", "score": 5.5}), "FAILED", "gave an invalid verdict"),
+        (always({"reason": "", "score": "5"}), "FAILED", "gave an invalid verdict"),
+        (always({"reason": "", "score": True}), "FAILED", "gave an invalid verdict"),
+        (always({"score": 5}), "FAILED", "gave an invalid verdict"),
+        (always({"reason": "", "score": 5, "more": 1}), "FAILED", "gave an invalid verdict"),
+        (always("I'd say 9"), "FAILED", "gave an invalid verdict"),
+        (always("[" * 100_000), "FAILED", "gave an invalid verdict"),
+        (always(200, b"{}"), "FAILED", "gave an invalid verdict"),
+        (always(200, b'{"choices": []}'), "FAILED", "answered without text"),
         (always(200, b'{"choices": [{"message": {"content": null}}]}'), "FAILED", "it may have refused"),
         (always(200, b"\xff" * 999_999), "FAILED", "answered more than 262144 bytes"),
         (always(307, b""), "FAILED", "answered 307"),
@@ -215,7 +215,9 @@ async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: 
     assert statuses == ["SCORED", "NOT_STARTED", "SCORED", "SCORED"]
     refused = scores[1]
     assert isinstance(refused, Score)
-    assert "env.polite.budget 2: the run has sent so many requests to its judges; raise it" in refused.message
+    assert (
+        "env.polite.budget 2 is used up: the run has sent that many requests to its judges; raise it" in refused.message
+    )
     assert len(server.requests) == 2
 
 

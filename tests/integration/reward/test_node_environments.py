@@ -120,7 +120,7 @@ async def test_what_is_not_done_in_time_is_timed_out_and_takes_its_room_until_it
         assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 1)]
         assert of((await hub.score([exact("hang")]))[0]) == ("TIMED_OUT", None)
         (full,) = await hub.score([exact("132")])
-        assert (full.status, full.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        assert (full.status, full.message) == ("NOT_STARTED", "every attached process is at capacity")
 
 
 async def test_a_name_that_the_run_doesn_t_have_ends_it_with_the_reason(node: Path) -> None:

@@ -85,7 +85,7 @@ async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
     assert {(score.environment, score.build) for score in scores[1:6]} == {("Odd", "2")}
     assert scores[6].status == "INVALID"
     assert scores[6].message == (
-        "environment 'orange' is not one of this run's (math, odd); add env.orange to its configuration"
+        "this run has no environment 'orange' (it has: math, odd); add env.orange to its configuration"
     )
 
 
@@ -181,7 +181,7 @@ async def test_an_environment_that_breaks_the_contract_is_failed() -> None:
         sample = Sample("x", environment="short")
         two, one = await hub.score([sample, sample]), await hub.score([sample])
     assert [score.status for score in two] == ["FAILED", "FAILED"]
-    assert "answered 1 results for 2 trajectories" in two[0].message
+    assert "returned 1 results for 2 trajectories" in two[0].message
     assert (one[0].status, one[0].reward) == ("FAILED", None)
     assert "reward absent" in one[0].message
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from headrace import Sample
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
-from headrace_services.reward.environments.reward_model import ModelProcess, RewardModel
 from headrace_services.reward.model_process import Conversation, ModelSpecification, RewardModelOnDevice
+from headrace_services.reward.reward_model import ModelProcess, RewardModel
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub, until
@@ -77,10 +77,10 @@ def test_what_is_too_long_has_no_reward_and_the_others_have_theirs(directory: Pa
     alone = model.rewards([conversation("132")])
     long, right = model.rewards([conversation("7" * CONTEXT), conversation("132")])
     assert isinstance(long, str)
-    assert f"tokens, and the model reads {CONTEXT}; raise max_model_len" in long
+    assert f"tokens, but the model reads at most {CONTEXT}; raise max_model_len" in long
     assert [right] == pytest.approx(alone, abs=1e-4)
     (short,) = on_device(directory, max_model_len=4).rewards([conversation("132")])
-    assert "the model reads 4" in str(short)
+    assert "the model reads at most 4" in str(short)
 
 
 async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a_time(
@@ -147,7 +147,7 @@ async def test_law_7_failure_is_not_zero_a_process_that_loads_dies_or_is_late_gi
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it has 3 labels, and a reward is one number; give a model with one"):
+    with pytest.raises(ValueError, match="it has 3 labels, but a reward is one number; give a model with one label"):
         on_device(make_reward_model(tmp_path / "three", labels=3))
     with pytest.raises(
         ServiceError, match=r"process of a reward model can't start: env\.helpful\.model_name .*nowhere"

@@ -42,7 +42,7 @@ class EvaluatingWorker(WorkerProcess):
     async def look_through(self, *completions: str) -> list[Score | None]:
         samples = [sample_to_wire(Sample(completion, environment="evaluating")) for completion in completions]
         wires = [sample.SerializeToString() for sample in samples]
-        found = await self.tell_at_sight("evaluating", wires, TIMEOUT_S)
+        found = await self.quick_results("evaluating", wires, TIMEOUT_S)
         return [None if result is None else score_from_wire(result) for result in found]
 
 
@@ -303,7 +303,7 @@ async def test_a_task_without_a_safe_rule_is_refused_by_name_at_the_start() -> N
     source = DataSourceConfig(dataset_name="reasoning_gym", task="composite", env_name="gym")
     pool = WorkerPool({"gym": EnvConfig(type="reasoning_gym")}, 1, [source])
     with pytest.raises(
-        ServiceError, match=r"env\.gym can't score the task 'composite'.*These work: ab, acre, .*chain_sum"
+        ServiceError, match=r"env\.gym can't score the task 'composite'.*use one of ab, acre, .*chain_sum"
     ):
         await pool.start()
 

@@ -204,7 +204,7 @@ async def test_the_sums_of_the_examples_are_played_and_again_once_their_process_
         (
             "echo-v1",
             {"retries": {"max_retries": 1}},
-            "env.played.verifiers: retries: a run begins failed episodes anew",
+            "env.played.verifiers: retries: a run itself restarts failed episodes",
         ),
         ("nowhere-v1", {}, "env.played.verifiers: .*taskset 'nowhere-v1' not found"),
     ],

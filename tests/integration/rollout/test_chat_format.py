@@ -227,7 +227,7 @@ async def test_the_token_that_ended_it_is_no_part_of_the_text_and_any_other_is(
     ):
         assert (await hermes.derender(ended))["content"] == content
     assert (await plain.derender(completion(tokenizer, "<|im_end|>")))["content"] == ""
-    with pytest.raises(RenderRefused, match="'absent' is not in what was written"):
+    with pytest.raises(RenderRefused, match="'absent' is not in the completion"):
         await hermes.derender(completion(tokenizer, "fine", stop_reason="absent"))
 
 

@@ -144,7 +144,7 @@ async def test_filtered_log_probabilities_are_the_trainer_s(
     warper = LogitsWarper(**{"temperature": 1.0, **sampling})
     for index in range(4):
         it = await generate(engine, lease(**sampling), index, "me")
-        packed = pack([it], (((0,),),), Packing(mode="padded", trajectories=1, tokens=None))
+        packed = pack([it], (((0,),),), Packing(mode="padded", paths=1, tokens=None))
         with torch.no_grad():
             found = policy.forward(packed, warper)
         np.testing.assert_allclose(it.logprobs, found.logprobs.numpy(), atol=1e-4)
@@ -197,7 +197,7 @@ async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
 
 async def test_tokens_of_weights_that_no_refit_has_named_never_leave(engine: Any) -> None:
     await engine.update_weight_version("default")
-    with pytest.raises(GenerationError, match="no refit has named"):
+    with pytest.raises(GenerationError, match="no refit has given a version"):
         await generate(engine, lease(), 0, "me")
 
 

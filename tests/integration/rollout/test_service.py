@@ -93,7 +93,7 @@ async def test_without_verified_weights_it_is_not_ready_and_leases_nothing(fleet
     group = await fleet.enqueue()
     page = await first.http.get("/readyz")
     assert page.status_code == 503
-    assert "waits for the trainer" in page.json()["reason"]
+    assert "waiting for the trainer" in page.json()["reason"]
     weights = (await first.http.get("/weights")).json()
     assert (weights["state"], weights["version"], weights["difference"]) == ("STALE", -1, None)
     assert (await fleet.replay.group(group))["state"] == "queued"

@@ -160,7 +160,7 @@ async def test_an_environment_attaches_over_tls_with_its_own_token(
         try:
             async with asyncio.timeout(60):
                 while not (result := (await stub.Score(request)).results[0]).HasField("reward"):
-                    assert "nobody is attached" in result.message
+                    assert "no process is attached" in result.message
                     await asyncio.sleep(0.05)
         finally:
             process.kill()

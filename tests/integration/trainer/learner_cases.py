@@ -80,7 +80,7 @@ def random_batch(count: int, seed: int = 0, prompts: int | None = None) -> Batch
 def unpacked(trajectories: Sequence[Trajectory]) -> PackedRows:
     """One padded micro-batch of all `trajectories` in their order, a row each."""
     rows = tuple(((i,),) for i in range(len(trajectories)))
-    return pack(trajectories, rows, Packing(mode="padded", trajectories=len(trajectories), tokens=None))
+    return pack(trajectories, rows, Packing(mode="padded", paths=len(trajectories), tokens=None))
 
 
 def by_hand(whole: Batch, old_logprobs: torch.Tensor) -> MicroBatch:

@@ -85,7 +85,7 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         (folder / kind).mkdir()
     dist.barrier()
-    learner.snapshot().write(folder / kind)
+    learner.snapshot()(folder / kind)
     dist.barrier()  # all ranks read what each has written
     metrics += steps(learner, range(2, STEPS))
     again = steps(Learner(chosen, folder / kind), range(2, STEPS))

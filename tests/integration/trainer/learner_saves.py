@@ -19,7 +19,7 @@ def train_and_save(model: Path, folder: Path, limit: int | None = None) -> None:
     checkpoints.start("t", learner.version)
     while True:
         train_step(learner, random_batch(4, learner.version))
-        learner.snapshot().write(checkpoints.begin(learner.version, "t"))
+        learner.snapshot()(checkpoints.begin(learner.version, "t"))
         state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
         if limit is not None:

@@ -29,7 +29,7 @@ def run_rank(model: Path, folder: Path) -> None:
         for rows in micro_batches:
             packed = pack(trajectories, rows, packing)
             values = policy.forward(packed, LogitsWarper()).logprobs
-            (2 * (values * factors(weights, packed.order).float()).sum()).backward()  # FSDP averages over ranks
+            (2 * (values * factors(weights, packed.indices).float()).sum()).backward()  # FSDP averages over ranks
         gradients = {}
         for key, parameter in policy.model.named_parameters():
             assert isinstance(parameter.grad, DTensor), key

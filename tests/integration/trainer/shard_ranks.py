@@ -133,7 +133,7 @@ def gradients(model: Path, how: str) -> tuple[bool, dict[str, Tensor]]:
     policy = PolicyModel(chosen)
     early = False
     for last in (False, True):
-        policy.expect_backward(last=last)
+        policy.placed.expect_backward(last=last)
         rows = PackedRows.of_tokens((IDS + 5 * dist.get_rank() + 2 * last) % 20)
         (dist.get_world_size() * policy.forward(rows, LogitsWarper()).logprobs.sum()).backward()
         early = early or (not last and any(isinstance(p.grad, DTensor) for p in policy.model.parameters()))
@@ -192,7 +192,7 @@ def copies(model: Path, folder: Path) -> None:
         saved.mkdir()
     dist.barrier()
     learner.probe(IDS)  # what a pass leaves behind is no weight to be saved
-    learner.snapshot().write(saved)
+    learner.snapshot()(saved)
     dist.barrier()  # all ranks read what each has written
     again, on = step(Learner(chosen, saved), STEPS), step(learner, STEPS)
     (folder / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "share": share, "again": again, "on": on}))

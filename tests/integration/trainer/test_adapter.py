@@ -45,7 +45,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         train_step(learner, random_batch(5, seed))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learner.snapshot().write(folder)
+        learner.snapshot()(folder)
     return learner, folder
 
 
@@ -81,7 +81,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     settings = adapted(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1}, init="uniform")
     straight = Learner(settings)
     train_step(straight, random_batch(5))
-    straight.snapshot().write(tmp_path)
+    straight.snapshot()(tmp_path)
     resumed = Learner(settings, tmp_path)
     for seed in range(1, 3):
         assert train_step(straight, random_batch(5, seed)) == train_step(resumed, random_batch(5, seed))
@@ -121,7 +121,7 @@ def test_gradients_are_clipped_and_reported_as_of_a_whole_model(tiny_model: Path
 def test_dropout_is_of_training_alone_and_is_drawn_again_in_the_same_way(tiny_model: Path, tmp_path: Path) -> None:
     dropping = Learner(adapted(tiny_model, dropout=0.5))
     train_step(dropping, random_batch(5))  # B is no longer 0
-    dropping.snapshot().write(tmp_path)
+    dropping.snapshot()(tmp_path)
     np.testing.assert_array_equal(dropping.probe(IDS), dropping.probe(IDS))
     again, plain = (Learner(adapted(tiny_model, dropout=dropout), tmp_path) for dropout in (0.5, 0.0))
     batches = [random_batch(5, 1), random_batch(5, 1)]
@@ -146,7 +146,7 @@ def test_dropout_is_the_same_in_a_layer_that_is_computed_again(tiny_model: Path)
 def test_what_is_no_adapter_is_refused(tiny_model: Path, trained: tuple[Learner, Path]) -> None:
     with pytest.raises(ValidationError, match=r"lora_cfg\.dim"):
         adapted(tiny_model, dim=0)
-    with pytest.raises(ServiceError, match="'lm_head' is not a linear layer of the policy; there are down_proj"):
+    with pytest.raises(ServiceError, match="'lm_head' is not a linear layer of the policy; it has down_proj"):
         Learner(adapted(tiny_model, target_modules=["lm_head"]))
     with pytest.raises(ServiceError, match=r"this adapter is not the one that policy\.lora_cfg describes"):
         Learner(adapted(tiny_model, dim=3), trained[1])

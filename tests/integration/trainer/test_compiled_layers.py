@@ -43,7 +43,7 @@ def batch(policy: PolicyModel, packing: Packing, seed: int) -> list[Tensor]:
             found.append(policy.forward(packed, LogitsWarper()).logprobs)
         values = policy.forward(packed, LogitsWarper()).logprobs
         found.append(values.detach())
-        (values * factors(weights_of(trajectories), packed.order)).sum().backward()
+        (values * factors(weights_of(trajectories), packed.indices)).sum().backward()
     gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
     for parameter in policy.model.parameters():
         parameter.grad = None
@@ -71,6 +71,6 @@ def test_compiled_layers_compute_the_same_and_rows_of_other_lengths_compile_noth
 def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-g++")
     with pytest.raises(
-        ServiceError, match=r"policy\.torch_compile true: torch compiles by 'no-such-g\+\+' here, and there"
+        ServiceError, match=r"policy\.torch_compile true: torch needs the compiler 'no-such-g\+\+', which"
     ):
         PolicyModel(settings(model, {"torch_compile": True}))

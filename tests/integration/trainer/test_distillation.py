@@ -82,7 +82,7 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(tiny_model: Path, other_mo
     model.resize_token_embeddings(19)
     model.save_pretrained(other_model)
     with pytest.raises(
-        ServiceError, match=r"teacher_model_name '.*other' has a vocabulary of 19, the policy '.*' one of 20"
+        ServiceError, match=r"teacher_model_name '.*other' has a vocabulary of 19, and the policy '.*' one of 20"
     ):
         Learner(distilled(tiny_model, other_model))
 

@@ -198,7 +198,7 @@ def test_branches_are_refused_by_the_name_of_what_needs_one_path(tiny_model: Pat
     with pytest.raises(BatchRejected) as refused:
         train_step(learner, batch(found, rewards))
     assert list(refused.value.groups) == ["branching"]
-    assert f"an episode with branches, and {reason} is computed along one path" in refused.value.groups["branching"]
+    assert f"an episode with branches, but {reason} needs a single path" in refused.value.groups["branching"]
     assert all(torch.equal(before[key], tensor) for key, tensor in weights(learner).items())
 
 

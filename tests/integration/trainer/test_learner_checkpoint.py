@@ -33,7 +33,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     straight = Learner(settings)
     for seed in range(2):
         train_step(straight, random_batch(5, seed))
-    straight.snapshot().write(tmp_path)
+    straight.snapshot()(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 2
     assert_same_weights(straight, resumed)
@@ -56,7 +56,7 @@ def test_training_changes_nothing_of_a_snapshot_that_is_written_meanwhile(
     train_step(learner, random_batch(4))
     snapshot = learner.snapshot()
     metrics = [train_step(learner, random_batch(4, seed)) for seed in (1, 2)]
-    snapshot.write(tmp_path)
+    snapshot(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert [train_step(resumed, random_batch(4, seed)) for seed in (1, 2)] == metrics
     assert_same_weights(learner, resumed)
@@ -64,7 +64,7 @@ def test_training_changes_nothing_of_a_snapshot_that_is_written_meanwhile(
 
 def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     saved, other = Learner(config(tiny_model)), Learner(config(tiny_model))
-    saved.snapshot().write(tmp_path)
+    saved.snapshot()(tmp_path)
     assert train_step(saved, random_batch(5)) == train_step(other, random_batch(5))
     assert_same_weights(saved, other)
 
@@ -76,7 +76,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
     train_step(learner, random_batch(5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learner.snapshot().write(tmp_path)
+        learner.snapshot()(tmp_path)
         assert not dist.is_initialized()
         assert Learner(config(tiny_model), tmp_path).version == 1
     assert not dist.is_initialized()
@@ -85,7 +85,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
 def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
     ids = np.arange(20, dtype=np.int32)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
 ) -> None:
     monkeypatch.setattr(backbone, "SHARD_SIZE", "1MB")
     learner = Learner(config(tiny_model))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     assert len([*(tmp_path / "policy").glob("model-*-of-*.safetensors")]) > 1
     assert_same_weights(learner, Learner(config(tiny_model), tmp_path))
 
@@ -112,7 +112,7 @@ def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
 def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     resumed = Learner(config(tiny_model, policy={"optimizer": {"kwargs": {"lr": 5e-5}}}), tmp_path)
     assert train_step(resumed, random_batch(5))["lr"] == 5e-5
 
@@ -121,7 +121,7 @@ def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_p
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     learner = Learner(settings)
     train_step(learner, random_batch(5))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 1
     assert_same_weights(learner, resumed)
@@ -131,18 +131,18 @@ def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_p
 def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
         Learner(config(tiny_model), tmp_path)
     (tmp_path / "training" / "state.json").unlink()
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
         Learner(config(tiny_model), tmp_path)
 
 
 def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
-    Learner(config(tiny_model)).snapshot().write(tmp_path)
+    Learner(config(tiny_model)).snapshot()(tmp_path)
     (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(ServiceError, match="an older build wrote its training state, pickled"):
         Learner(config(tiny_model), tmp_path)
@@ -170,7 +170,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     train_step(learner, random_batch(4, newest))
     checkpoints.start("u", newest)
     assert [*tmp_path.glob(".unfinished*")] == []
-    learner.snapshot().write(checkpoints.begin(learner.version, "u"))
+    learner.snapshot()(checkpoints.begin(learner.version, "u"))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}-u"]
 
 

@@ -83,7 +83,7 @@ def test_the_spread_of_rewards_is_measured_after_scaling(tiny_model: Path) -> No
 
 def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true_ones_dont(tiny_model: Path) -> None:
     settings = config(tiny_model, grpo=GROUPS)
-    limits = alarm.AlarmLimits.of(settings)
+    limits = alarm.alarm_limits(settings)
     first = two_groups()
     train_step(Learner(settings), first)
     assert first.old_logprobs is not None
@@ -102,17 +102,18 @@ def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true
     healthy = sampled_with(0.0, version=1)
     assert healthy["on_policy_token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert healthy["off_policy_tokens"] == 0.0
-    assert alarm.on_policy_violations(healthy, limits) == []
+    assert alarm.limits_exceeded(healthy, limits) == []
     wrong = sampled_with(0.2, version=1)
     assert wrong["on_policy_token_mult_prob_error"] == pytest.approx(np.exp(0.2), abs=1e-5)
-    assert [excess.metric for excess in alarm.on_policy_violations(wrong, limits)] == [
+    assert [excess.metric for excess in alarm.limits_exceeded(wrong, limits) if excess.on_policy] == [
         "on_policy_token_mult_prob_error",
         "on_policy_gen_kl_error",
     ]
     old = sampled_with(0.2, version=0)
     assert "on_policy_token_mult_prob_error" not in old
     assert old["off_policy_tokens"] == 1.0
-    assert len(alarm.off_policy_violations(old, limits)) == 1  # and an alarm once it lasts
+    # an alarm once it lasts
+    assert [excess.metric for excess in alarm.limits_exceeded(old, limits)] == [alarm.OFF_POLICY_METRIC]
 
 
 def kl_config(model: Path) -> Config:

@@ -152,7 +152,7 @@ def test_a_schedule_counts_trainer_steps_or_epochs(
     settings = ppo(tiny_model, algorithm={"scheduler_counts": counts, "ppo_epochs": 2}, policy=model, value=model)
     learner = Learner(settings)
     first = train_step(learner, random_batch(8))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     second = train_step(Learner(settings, tmp_path), random_batch(8, 1))
     assert (first["lr"], second["lr"]) == pytest.approx(rates)
     assert (first["critic/lr"], second["critic/lr"]) == pytest.approx(rates)
@@ -277,7 +277,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits_of_both_models(tiny_mode
     straight = Learner(settings)
     for seed in range(2):
         train_step(straight, random_batch(8, seed))
-    straight.snapshot().write(tmp_path)
+    straight.snapshot()(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.counters == straight.counters
     for seed in range(2, 4):
@@ -290,7 +290,7 @@ def test_a_value_model_is_loaded_by_transformers_and_may_start_another_run(tiny_
     settings = ppo(tiny_model)
     learner = Learner(settings)
     train_step(learner, random_batch(8))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     ids = torch.arange(10)[None]
     with torch.no_grad():
         hidden = AutoModel.from_pretrained(tmp_path / "value").eval()(input_ids=ids).last_hidden_state
@@ -306,7 +306,7 @@ def test_a_value_model_is_loaded_by_transformers_and_may_start_another_run(tiny_
 def test_a_checkpoint_without_a_value_model_is_refused_under_ppo(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(4))
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     with pytest.raises(ServiceError, match="value model"):
         Learner(ppo(tiny_model), tmp_path)
 

@@ -251,7 +251,7 @@ def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
     assert len(routers) == SMALL["num_hidden_layers"]
     assert moved >= before.keys() - routers
     assert moved.isdisjoint(routers) == frozen
-    learner.snapshot().write(tmp_path)
+    learner.snapshot()(tmp_path)
     again = Learner(settings, tmp_path)
     assert_same_weights(weights(again), weights(learner))
     for each in (learner, again):
@@ -337,7 +337,7 @@ def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
     assert learner.version == 0
     for use in (
         lambda: train_step(learner, random_batch(4)),
-        lambda: learner.snapshot().write(tmp_path),
+        lambda: learner.snapshot()(tmp_path),
         lambda: learner.probe(np.arange(5, dtype=np.int32)),
         learner.iter_weights,
     ):

@@ -77,7 +77,7 @@ async def test_law_3_one_build_a_reward_is_edited_in_a_cell_while_a_run_trains_a
     (later,) = {build for builds in others for build in builds}
     assert later != first
     assert [line.metrics["reward"] for line in lines] == [0.5] + [10.5] * (STEPS - 1)
-    assert f"step 1: environment sums scores by build {later}, after {first}" in trainer.said()
+    assert f"step 1: environment sums scores with build {later}, after {first}" in trainer.said()
     files = LineageFiles(trainer.config.checkpoint_folder / FOLDER)
     samples = SampleFiles(trainer.config.log_folder, None)
     for step in range(STEPS):

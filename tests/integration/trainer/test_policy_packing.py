@@ -67,9 +67,9 @@ def run(
         packed = pack(trajectories, rows, packing)
         places += packed.input_ids.numel()
         values = policy.forward(packed, warper).logprobs
-        weighted = torch.where(values.isneginf(), 0.0, values) * factors(weights_of(trajectories), packed.order)
+        weighted = torch.where(values.isneginf(), 0.0, values) * factors(weights_of(trajectories), packed.indices)
         weighted.sum().backward()
-        for i, own in by_trajectory(values.detach(), packed.order, trajectories).items():
+        for i, own in by_trajectory(values.detach(), packed.indices, trajectories).items():
             found[i] = own.numpy()
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     return found, gradients, places
@@ -120,10 +120,10 @@ def test_no_trajectory_sees_padding_or_another_trajectory(models: dict[str, Path
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
         with torch.no_grad():
-            before = by_trajectory(policy.forward(packed, LogitsWarper()).logprobs, packed.order, trajectories)
-            for i in packed.order:
+            before = by_trajectory(policy.forward(packed, LogitsWarper()).logprobs, packed.indices, trajectories)
+            for i in packed.indices:
                 values = policy.forward(poison_all_but(packed, rows, i), LogitsWarper()).logprobs
-                poisoned = by_trajectory(values, packed.order, trajectories)
+                poisoned = by_trajectory(values, packed.indices, trajectories)
                 assert torch.equal(poisoned[i], before[i]), (mode, i)
 
 

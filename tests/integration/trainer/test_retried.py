@@ -30,7 +30,8 @@ async def test_a_run_that_ended_goes_on_with_the_failed_groups_that_are_retried(
     train = [line.metrics for line in trainer.journal() if line.kind == "train"]
     assert train[-1]["failed_prompts_total"] == sum(metrics["failed_prompts"] for metrics in train) > 0
     assert re.search(
-        r"step \d: (\d) prompts failed since the step before; of all, \d prompts failed\. Of the newest", trainer.said()
+        r"step \d: (\d) prompts failed since the step before; in total, \d prompts failed\. Of the newest",
+        trainer.said(),
     )
     steps = before["trained"] // PROMPTS
     check_history(trainer, steps)

@@ -21,8 +21,7 @@ from headrace.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.memory import plan
-from headrace_services.trainer.network.backbone import reduces_once
-from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
+from headrace_services.trainer.network.backbone import fill, on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import config, random_batch
@@ -105,8 +104,7 @@ def test_the_ranks_together_read_what_the_files_hold(
 def test_a_rank_without_an_expert_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert (
-            "its 1 experts, sharded by equal numbers over 2 ranks, leave some of them without one"
-            in found["one expert"]
+            "its 1 experts, sharded in equal numbers over 2 ranks, leave some ranks without one" in found["one expert"]
         )
 
 

@@ -17,10 +17,16 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.journal import Journal
 from headrace.samples import SampleFiles
-from headrace_services.trainer.telemetry import tracker_thread
+from headrace_services.trainer.telemetry import trackers
 from headrace_services.trainer.telemetry.alarm import picture_path
-from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from headrace_services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
+from headrace_services.trainer.telemetry.trackers import (
+    Opener,
+    TrackerEntry,
+    TrackerThread,
+    enabled,
+    parameters,
+    tracker_metrics,
+)
 from tests.support.processes import eventually
 from tests.support.stored_samples import sample, write
 
@@ -140,7 +146,7 @@ def test_weights_and_biases_gets_every_line_in_one_run_without_a_login_or_a_netw
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
     config = config_of(tmp_path, "wandb", num_val_samples_to_print=1)
     two_lives(config, journal)
-    assert "nobody is logged in to Weights & Biases" in caplog.text
+    assert "not logged in to Weights & Biases" in caplog.text
     losses = [(0, 0.0), (1, 0.1), (2, 0.2), (2, 7.0), (3, 8.0)]
     # a process of W&B's own writes them, on a busy machine after the tracker is closed
     eventually(lambda: losses_in(config.log_folder) == losses)
@@ -243,7 +249,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
     assert tracker_metrics([thread]) == {"trackers/failures": float(thread.failures), "trackers/lines_behind": 0.0}
     assert thread.failures >= 1
     assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
-    assert caplog.text.count("recorder is back") == 1
+    assert caplog.text.count("recorder works again") == 1
     assert opened[0] is None
     assert set(opened[1:]) == {"r"}
 
@@ -251,7 +257,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
 def test_a_tracker_that_is_back_gets_its_lines_without_waiting_for_the_next_one(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker_thread, "RETRY_S", 0.001)
+    monkeypatch.setattr(trackers, "RETRY_S", 0.001)
     written: list[TrackerEntry] = []
     caught_up = threading.Event()
     failures = iter([True, True])

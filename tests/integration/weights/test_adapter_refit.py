@@ -129,7 +129,7 @@ async def test_an_engine_computes_with_each_adapter_and_refuses_one_that_it_does
 
         def train(version: int) -> None:
             train_step(run.learner, random_batch(8, version))
-            run.learner.snapshot().write(tmp_path / str(version))
+            run.learner.snapshot()(tmp_path / str(version))
 
         def expected(version: int, ids: list[int]) -> np.ndarray:
             """By transformers alone, with what a checkpoint has merged."""
@@ -161,7 +161,7 @@ async def test_an_engine_computes_with_each_adapter_and_refuses_one_that_it_does
         await replica.inject("adapter")
         report = await run.refit(3)
         assert report.verified == ()
-        assert "the engine's adapter is not what was received" in report.refused["a"]
+        assert "the engine's adapter differs from what was received" in report.refused["a"]
         assert "model.layers.0.mlp.down_proj.lora_B.weight first" in report.refused["a"]
         await replica.inject(None)
         report = await run.refit(3)

@@ -85,7 +85,7 @@ def test_an_abort_that_blocks_holds_nobody_up_and_the_process_says_that_it_must_
     closed.add(channel)
     closed.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
-    with pytest.raises(Restartable, match=r"group g of nccl has a call that was given up.* only a new process"):
+    with pytest.raises(Restartable, match=r"group g of nccl has an abandoned call .* only a new process"):
         closed.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)

@@ -44,7 +44,7 @@ FAULTY = {
     "weight_transfer_config": {"backend": "faulty-load"},
 }
 FAULTS = {
-    "tensor": "1 parameters of the engine are not what was received, model.layers.1.self_attn.qkv_proj.bias first",
+    "tensor": "1 parameters of the engine differ from what was received, the first is model.layers.1.self_attn.qkv_proj.bias",
     "copy": "a packed copy of model.layers.0.mlp.down_proj.weight",
     "head": "a packed copy of lm_head.weight",
     "load": "injected",

@@ -369,4 +369,7 @@ def test_a_tensor_that_arrives_with_other_bytes_is_named(fleet: Fleet) -> None:
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
     channel = Torn.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
     send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
-    assert fleet.peers[0].expect("error")["message"] == "1 tensors arrived with other bytes than were sent, d first"
+    assert (
+        fleet.peers[0].expect("error")["message"]
+        == "1 tensors arrived with bytes that differ from those sent, the first is d"
+    )

@@ -62,7 +62,7 @@ def test_the_validation_prompts_with_their_system_prompt(tmp_path: Path) -> None
     shown = said("data", "show", path, "--split", "validation")
     assert "<sys>1<user>2+2<asst>" in shown
     assert shown.count("── ") == 1
-    assert "there is no prompt to show in data.validation" in refused(
+    assert "data.validation has no prompts to show" in refused(
         "data", "show", run(tmp_path, *SUMS), "--split", "validation"
     )
 

@@ -105,7 +105,7 @@ def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_con
     run = config()
     plan = device_plan.planned(run, gpus(1), CUDA)
     assert plan is not None
-    of_trainer, of_replica = (device_plan.told(plan, run, child) for child in ("trainer", "rollout-1"))
+    of_trainer, of_replica = (device_plan.device_variables(plan, run, child) for child in ("trainer", "rollout-1"))
     assert of_trainer == {"CUDA_VISIBLE_DEVICES": "GPU-0", "HEADRACE_TRAINER__GPU_MEMORY_FRACTION": "0.5"}
     assert of_replica == {
         "CUDA_VISIBLE_DEVICES": "GPU-0",
@@ -118,8 +118,8 @@ def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_con
     assert loaded.policy.generation.vllm_cfg.gpu_memory_utilization == 0.45
     configured = config(trainer={"gpu_memory_fraction": 0.7}, vllm={"gpu_memory_utilization": 0.2})
     for child in ("trainer", "rollout-1"):
-        assert device_plan.told(plan, configured, child) == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
-    assert device_plan.told(plan, run, "reward")["CUDA_VISIBLE_DEVICES"] == ""
+        assert device_plan.device_variables(plan, configured, child) == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
+    assert device_plan.device_variables(plan, run, "reward")["CUDA_VISIBLE_DEVICES"] == ""
     assert device_plan.lines(plan)[-1].startswith("shared ")
 
 

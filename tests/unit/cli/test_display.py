@@ -159,7 +159,7 @@ def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> Non
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "waits for environment told at 127.0.0.1:5, 3 s: no answer",
         "waits for environment told at 127.0.0.1:5, 64 s: no answer",
-        "waits no longer for environment told at 127.0.0.1:5",
+        "no longer waits for environment told at 127.0.0.1:5",
     ]
     summary.waits = [Wait("environment told", 0.4, "\x1b[2Jgone")]
     assert r"waits for environment told, 0 s: \x1b[2Jgone" in shown(draw(summary))
@@ -196,7 +196,7 @@ def test_status_counts_failed_prompts_by_their_reasons() -> None:
     ]
     state = RunState("adder", "t", "i", 3, 0, 9, False, {"failed": 7})
     assert list(failed_lines(state, ["the engine refused it", *reasons], Path("runs/adder"))) == [
-        ("failed", "7 prompts; `headrace samples runs/adder --failed` shows them. Of the newest 3:"),
+        ("failed", "7 prompts; `headrace samples runs/adder --failed` shows them. Reasons of the newest 3:"),
         ("", "2 x scoring failed 3 times: FAILED: KeyError (my_env.py:8)"),
         ("", "1 x the engine refused it"),
     ]
@@ -222,7 +222,7 @@ def test_the_end_says_which_key_decided_it() -> None:
     run.validation[2] = {"accuracy": 0.5}
     said = why_it_ended(config, run)
     assert said == (
-        "ended after 2 of 4 steps: the prompts were used up 1 times (grpo.max_num_epochs); with more, run.id=r goes on"
+        "ended after 2 of 4 steps: the prompts were used up 1 times (grpo.max_num_epochs); with a higher value, run.id=r continues"
     )
     run.validation[2] = {"accuracy": 0.95}
     assert "val:accuracy has reached grpo.stop_at_validation_threshold 0.9" in (why_it_ended(config, run) or "")
@@ -235,7 +235,10 @@ def test_a_run_that_goes_on_says_from_where_or_that_no_step_is_left(tmp_path: Pa
     assert continues(config) is None
     for version, said in (
         (3, f"continues from checkpoint 3 ({tmp_path}/r/checkpoints/step_3)"),
-        (4, "checkpoint 4 is the last step: nothing is left to train; a higher grpo.max_num_steps continues the run"),
+        (
+            4,
+            "checkpoint 4 is the last step, so nothing is left to train; a higher grpo.max_num_steps continues the run",
+        ),
     ):
         checkpoint = config.checkpoint_folder / f"step_{version}"
         checkpoint.mkdir(parents=True)

@@ -80,7 +80,7 @@ def test_an_override_that_does_nothing_is_refused(config: Config, tmp_path: Path
         ["policy.generation.max_new_tokens=9", "rollout.replicas=3", "data.train.0.seed=0"], config, evaluation
     )
     for override in ("policy.model_name=other", "ppo.seed=7", "rollout.port=9"):
-        with pytest.raises(ConfigError, match=r"an evaluation sets .* itself; leave this out"):
+        with pytest.raises(ConfigError, match=r"an evaluation sets .* itself; leave it out"):
             refuse_ignored([override], config, evaluation)
 
 
@@ -124,7 +124,7 @@ def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config
     values["data"]["validation"].append(SUMS | {"system_prompt": None})
     values["data"]["default"]["system_prompt"] = "Mine."
     config = Config.model_validate(values)
-    with pytest.raises(ConfigError, match=r"differ in system_prompt.*by --set data\.default\.system_prompt=VALUE"):
+    with pytest.raises(ConfigError, match=r"differ in system_prompt.*with --set data\.default\.system_prompt=VALUE"):
         data_sets([str(tmp_path / "sums.jsonl")], config, [])
     found = data_sets([str(tmp_path / "sums.jsonl")], config, ["data.default.system_prompt=Mine."])
     assert found["sums"] is not None
@@ -133,7 +133,7 @@ def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config
 
 def test_data_sets_that_are_not_there(config: Config) -> None:
     with pytest.raises(
-        ConfigError, match=r"missing\.jsonl: no such data set; give validation or train, a file or folder"
+        ConfigError, match=r"missing\.jsonl is not a data set; give validation or train, an existing file"
     ):
         data_sets(["missing.jsonl"], config, [])
     nothing = config.model_copy(update={"data": config.data.model_copy(update={"train": [], "validation": []})})
@@ -159,14 +159,14 @@ def test_what_was_found_in_a_table_and_why_prompts_failed() -> None:
     assert sums.split() == wanted.split()
     assert words.split() == ["words", "0", "1", *["-"] * 8]
     first, second = failures(reports)
-    assert first.startswith("sums: 2 of 5 prompts failed and count nowhere: late")
+    assert first.startswith("sums: 2 of 5 prompts failed and are left out of the results: late")
     assert "\x1b" not in first
-    assert second == "words: 1 of 1 prompts failed and count nowhere: broken"
+    assert second == "words: 1 of 1 prompts failed and are left out of the results: broken"
 
 
 def test_a_model_that_no_run_made_needs_a_configuration(tmp_path: Path) -> None:
     error = error_of(headrace("eval", "nobody/nothing"))
-    assert "there is no run of this name here; to evaluate a model that no run made, give --config FILE" in error
+    assert "no run of this name exists here; to evaluate a model that no run made, give --config FILE" in error
     (tmp_path / "config.json").write_text("{}")
     assert "give --config FILE" in error_of(headrace("eval", tmp_path))
-    assert "there is no folder" in error_of(headrace("eval", tmp_path, "--json", tmp_path / "no" / "out.json"))
+    assert "no does not exist" in error_of(headrace("eval", tmp_path, "--json", tmp_path / "no" / "out.json"))

@@ -23,7 +23,7 @@ def test_runs_are_listed_with_how_they_stand_and_why(tmp_path: Path) -> None:
     past_run(tmp_path, "first", 2).rename(tmp_path / "renamed")
     failed = past_run(tmp_path, "broken", 0)
     with pytest.raises(ValueError, match="trainer"), recorded(failed, Stopped):
-        raise ValueError(f"the trainer can't go on; its log:\n  line\n  error: {HOSTILE}")
+        raise ValueError(f"the trainer can't continue; its log:\n  line\n  error: {HOSTILE}")
     (past_run(tmp_path, "damaged", 1) / JOURNAL).write_text("{}\n")
     rows = {line.split()[0]: line for line in said("runs", "--dir", tmp_path).splitlines()}
     assert rows["adder"].split()[1] == "finished"
@@ -31,7 +31,7 @@ def test_runs_are_listed_with_how_they_stand_and_why(tmp_path: Path) -> None:
     assert "val:accuracy 0.5 at step 4" in rows["adder"]
     assert "2 of 1000000" in rows["renamed"]
     assert "failed" in rows["broken"]
-    assert f"the trainer can't go on; its log: … error: {SHOWN}" in rows["broken:"]
+    assert f"the trainer can't continue; its log: … error: {SHOWN}" in rows["broken:"]
     assert "unreadable" in rows["damaged"]
     assert "not a line of metrics" in rows["damaged:"]
 
@@ -52,11 +52,11 @@ def test_two_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "secret" not in text
     assert not any(own in text for own in ("run.id", "trainer.port"))
     assert "train:reward" not in said("runs", "compare", "old", "new", "--metric", "accuracy")
-    assert "--metric val:nothing: neither run has it" in refused(
+    assert "--metric val:nothing: neither run has this metric" in refused(
         "runs", "compare", "old", "new", "--metric", "val:nothing"
     )
-    assert "are one run" in refused("runs", "compare", "old", "old")
-    assert "no run there" in refused("runs", "compare", "old", "third")
+    assert "are the same run" in refused("runs", "compare", "old", "old")
+    assert "is not a run" in refused("runs", "compare", "old", "third")
 
 
 def test_the_page_of_a_comparison_has_both_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_status_of_a_run_that_is_down_is_what_its_folder_says(
         assert "best          val:accuracy 0.5 at step 4" in text
         assert f"headrace samples {folder}" in text
         assert f"headrace up {folder / 'config.yaml'}" in text
-    assert "no run there" in refused("status", tmp_path / "nothing")
+    assert "is not a run" in refused("status", tmp_path / "nothing")
     text = said("status", folder.rename(tmp_path / "first"))
     assert "run           first" in text
-    assert "go on         rename the folder to adder; or start a new run from its weights" in text
+    assert "continue      rename the folder to adder; or start a new run from its weights" in text

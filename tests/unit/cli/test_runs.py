@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
     journal.append("validation", 0, "a", {})
     runs.prepare(file, ["grpo.seed=7"])
     journal.append("train", 0, "a", {})
-    with pytest.raises(ConfigError, match=r"adder has trained steps, and can't go on (.|\n)*grpo\.seed: 42 -> 7"):
+    with pytest.raises(ConfigError, match=r"adder has trained steps, and can't continue (.|\n)*grpo\.seed: 42 -> 7"):
         runs.prepare(file, ["grpo.seed=7"])
     journal.path.unlink()
     checkpoint = tmp_path / "adder" / "checkpoints" / "step_3"

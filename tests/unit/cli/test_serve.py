@@ -61,8 +61,14 @@ def test_beyond_the_loopback_interface_there_is_a_guard_and_the_certificate() ->
     ("host", "environ", "tls", "insecure", "error"),
     [
         ("127.0.0.1", {}, False, False, None),
-        ("0.0.0.0", {}, True, True, "nothing is served without a key; set VLLM_API_KEY"),
-        ("server.internal", KEY, False, False, "without TLS; give --tls-cert and --tls-key"),
+        ("0.0.0.0", {}, True, True, "a key is required beyond the loopback interface; set VLLM_API_KEY"),
+        (
+            "server.internal",
+            KEY,
+            False,
+            False,
+            "TLS is required beyond the loopback interface; give --tls-cert and --tls-key",
+        ),
         ("0.0.0.0", KEY, True, False, None),
         ("0.0.0.0", KEY, False, True, None),
     ],

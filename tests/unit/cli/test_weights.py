@@ -57,7 +57,7 @@ def test_a_run_and_its_step(run: Path, name: str, step: int) -> None:
 
 def test_step_0_is_the_initial_model(run: Path) -> None:
     assert weights.find("adder@0").model == "initial"
-    with pytest.raises(ConfigError, match=r"initial \(policy\.model_name\), and there is no such directory"):
+    with pytest.raises(ConfigError, match=r"initial \(policy\.model_name\), which is not a directory here"):
         weights.find_local("adder@0")
     model(run.parents[1] / "initial")
     assert weights.find_local("adder@0").name == "adder@0"
@@ -78,12 +78,12 @@ def test_a_checkpoint_off_the_chain_is_none_of_the_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("adder@5", r"adder@5: no such checkpoint in .*; there are 2, 4, 6, and 0"),
+        ("adder@5", r"adder@5: .* has no such checkpoint; it has 2, 4, 6, and 0"),
         ("adder@-1", r"'-1' is not a step; give latest, best or a number \(2, 4, 6\)"),
         ("adder@newest", "'newest' is not a step"),
-        ("adder@", "which step"),
-        ("other@2", "other@2: no run there; there is neither other/config.yaml nor runs/other/config.yaml"),
-        ("runs", "neither a config.yaml of a run nor a config.json of a model"),
+        ("adder@", "adder@ names no step"),
+        ("other@2", "other@2 is not a run: neither other/config.yaml nor runs/other/config.yaml exists"),
+        ("runs", "neither the config.yaml of a run nor the config.json of a model"),
     ],
 )
 def test_what_is_not_there_is_named_with_what_is(run: Path, name: str, error: str) -> None:
@@ -94,16 +94,14 @@ def test_what_is_not_there_is_named_with_what_is(run: Path, name: str, error: st
 def test_what_there_is_no_best_of(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step_2")
     shutil.rmtree(run / "checkpoints" / "step_4")
-    with pytest.raises(
-        ConfigError, match="no checkpoint has val:accuracy, so nothing says which is best; name one of 6"
-    ):
+    with pytest.raises(ConfigError, match="no checkpoint has val:accuracy, so the best is unknown; give one of 6"):
         weights.find("adder@best")
     shutil.rmtree(run / "checkpoints" / "step_6" / "policy")
-    with pytest.raises(ServiceError, match="policy holds no model; name another step"):
+    with pytest.raises(ServiceError, match="policy holds no model; give another step"):
         weights.find("adder")
     shutil.rmtree(run / "checkpoints")
     for name in ("adder", "adder@best"):
-        with pytest.raises(ConfigError, match=r"there is no checkpoint in .*adder@0 is the initial model"):
+        with pytest.raises(ConfigError, match=r"adder: .* has no checkpoint; adder@0 is the initial model"):
             weights.find(name)
 
 
@@ -142,10 +140,10 @@ def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path)
     output = tmp_path / "out"
     output.mkdir()
     assert headrace("export", "adder", "-o", output).returncode == 0
-    assert "there is something in this folder" in error_of(headrace("export", "adder", "-o", output))
-    assert "there is a file of this name" in error_of(headrace("export", "adder", "-o", output / "config.json"))
+    assert "the folder is not empty" in error_of(headrace("export", "adder", "-o", output))
+    assert "config.json is a file" in error_of(headrace("export", "adder", "-o", output / "config.json"))
     inside = run / "checkpoints" / "step_6" / "policy" / "copy"
-    assert "inside the model's own folder" in error_of(headrace("export", "adder", "-o", inside))
+    assert "is inside the model's own folder" in error_of(headrace("export", "adder", "-o", inside))
     # a folder that was exported is a model like any other, and keeps its card
     assert headrace("export", output, "-o", tmp_path / "again").returncode == 0
     assert (tmp_path / "again" / CARD).read_text() == (output / CARD).read_text()

@@ -32,7 +32,7 @@ def check(tmp_path: Path, *overrides: str) -> Config:
             r"ppo.adv_estimator.name: gdpo is an estimator of grpo; write a `grpo` section",
         ),
         (["grpo.adv_estimator.name=opd"], "opd without grpo.adv_estimator.teacher_model_name"),
-        (["grpo.adv_estimator.teacher_model_name=x"], "which has no teacher: leave it out, or set name: opd"),
+        (["grpo.adv_estimator.teacher_model_name=x"], "which has no teacher; leave it out, or set name: opd"),
         (["grpo.adv_estimator.name=gspo"], "'gspo' should be 'grpo'"),
         (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo: only gdpo weighs"),
         (
@@ -41,16 +41,16 @@ def check(tmp_path: Path, *overrides: str) -> Config:
         ),
         (
             ["grpo.adv_estimator.minus_baseline=false"],
-            "minus_baseline false with name grpo: it is of reinforce_plus_plus",
+            "minus_baseline false with name grpo: only reinforce_plus_plus uses it",
         ),
-        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: it is of reinforce_plus_plus alone"),
+        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: only reinforce_plus_plus uses it"),
         (
             ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"],
-            "kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true",
+            "kl_to_go true without a KL penalty in the rewards; set loss_fn.use_kl_in_reward true",
         ),
         (
             ["loss_fn.use_kl_in_reward=true"],
-            "loss_fn.use_kl_in_reward true with grpo.adv_estimator.name grpo, which has no rewards of tokens",
+            "loss_fn.use_kl_in_reward true with grpo.adv_estimator.name grpo, which has no token rewards",
         ),
         (
             ["loss_fn.use_kl_in_reward=true", "ppo.adv_estimator.name=raw_reward"],
@@ -130,7 +130,7 @@ def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
     assert check(tmp_path, on, coefficient).warnings == []
     assert check(tmp_path, on, buffer).warnings == []
     assert check(tmp_path, on, coefficient, buffer).warnings == [
-        "grpo.reward_shaping.overlong_buffer_penalty does nothing: stop_properly_penalty_coef takes the place of the overlong "
+        "grpo.reward_shaping.overlong_buffer_penalty has no effect: stop_properly_penalty_coef replaces the overlong "
         "penalty; leave one of the two out"
     ]
     path = tmp_path / "run.yaml"
@@ -140,5 +140,5 @@ def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
     )
     said = CliRunner().invoke(app, ["config", "check", str(path)])
     assert said.exit_code == 0
-    assert said.stderr.startswith("warning: grpo.reward_shaping.overlong_buffer_penalty does nothing")
+    assert said.stderr.startswith("warning: grpo.reward_shaping.overlong_buffer_penalty has no effect")
     assert "valid" in said.stdout

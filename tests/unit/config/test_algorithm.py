@@ -94,14 +94,17 @@ def test_a_schedule_is_written_as_nemo_rl_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("policy.scheduler.2.milestones=[50, 60]", "2 schedulers follow each other at 1 milestones, not 2"),
-        ("policy.scheduler.2.milestones=[0]", "milestones [0] do not ascend from 1"),
-        ("policy.scheduler.0.name=torch.optim.lr_scheduler.LambdaLR", "'torch.optim.lr_scheduler.LambdaLR' is not"),
+        ("policy.scheduler.2.milestones=[50, 60]", "2 schedulers need 1 milestones, not 2"),
+        ("policy.scheduler.2.milestones=[0]", "milestones [0] are not ascending steps of 1 or more"),
+        (
+            "policy.scheduler.0.name=torch.optim.lr_scheduler.LambdaLR",
+            "unknown scheduler 'torch.optim.lr_scheduler.LambdaLR'",
+        ),
         (
             "policy.scheduler.0.kwargs.gamma=2",
             "LinearLR takes no gamma; it takes end_factor, start_factor, total_iters",
         ),
-        ("policy.scheduler.0.milestones=[3]", "give name and kwargs, or milestones alone"),
+        ("policy.scheduler.0.milestones=[3]", "name and milestones; give name and kwargs"),
         ("ppo={policy_training_start_step: 5, max_num_steps: 5}", "the policy would never be trained"),
     ],
 )

@@ -15,7 +15,7 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"math": {"ngram": 3}}, r"env\.math\.ngram 3 is an option of repetition, not of type math: leave it out"),
+        ({"math": {"ngram": 3}}, r"env\.math\.ngram 3 is an option of repetition, not of type math; leave it out"),
         (
             {"x": {"target": "a.py:A", "pattern": "y"}},
             r"env\.x\.pattern 'y' is an option of regex, not of a custom environ",
@@ -23,47 +23,53 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
         ({"math": {"extract": "choice", "tolerance": 0.1}}, r"env\.math\.tolerance 0\.1 with extract choice"),
         ({"math": {"tolerance": 0}}, r"greater than 0"),
         ({"reasoning_gym": {"extract": "choice"}}, r"env\.reasoning_gym\.extract choice is for math"),
-        ({"regex": {}}, r"env\.regex\.pattern null: give the regular expression"),
+        ({"regex": {}}, r"env\.regex\.pattern null; give the regular expression"),
         ({"regex": {"pattern": "("}}, r"env\.regex\.pattern '\(' is not a regular expression \(missing \)"),
         (
             {"format": {"tags": ["<think>"]}},
-            r"env\.format\.tags '<think>' is not the name of a tag: give a name without <",
+            r"env\.format\.tags '<think>' is not the name of a tag; give a name without <",
         ),
         ({"format": {"tags": ["a", "a"]}}, r"names a tag twice"),
-        ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null bound nothing"),
+        ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null limit nothing"),
         ({"length": {"min_tokens": 5, "max_tokens": 4}}, r"env\.length\.max_tokens 4 is less than min_tokens 5"),
-        ({"code": {"wall_s": 60}}, r"env\.code\.wall_s 60 is not less than timeout_s 60, which all tests have: lower"),
+        (
+            {"code": {"wall_s": 60}},
+            r"env\.code\.wall_s 60 is not less than timeout_s 60, the limit of all tests; lower",
+        ),
         ({"code": {"extract": "choice"}}, r"env\.code\.extract choice is for math"),
         ({"code": {"runs_with": []}}, r"at least 1 item"),
-        ({"llm_judge": {"rubric": "x"}}, r"env\.llm_judge\.judges \[\]: give one or more"),
-        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge\.rubric null: say what the judges go by"),
+        ({"llm_judge": {"rubric": "x"}}, r"env\.llm_judge\.judges \[\] is empty; give one or more"),
+        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge\.rubric null; give the criteria for the judges"),
         (
             {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
             r"env\.llm_judge\.scale \[5, 1\]: the best score",
         ),
         (
             {"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}},
-            r"vote majority without threshold: give",
+            r"vote majority without threshold; give",
         ),
         (
             {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
             r"match pattern",
         ),
-        ({"reward_model": {}}, r"env\.reward_model\.model_name null: name the model"),
+        ({"reward_model": {}}, r"env\.reward_model\.model_name null; name the model"),
         ({"reward_model": {"model_name": "x", "device": "tpu"}}, r"match pattern"),
-        ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
+        ({"combine": {}}, r"env\.combine\.parts {} is empty; name the environments"),
         (
             {"both": {"type": "combine", "parts": {"math": 1}}},
-            r"env\.both\.parts\.math is not another environment .*\(none\)",
+            r"env\.both\.parts\.math is not under env, .* name one of none",
         ),
-        ({"both": {"type": "combine", "parts": {"both": 1}}}, r"env\.both\.parts\.both is not another environment"),
+        (
+            {"both": {"type": "combine", "parts": {"both": 1}}},
+            r"env\.both\.parts\.both is not under env, or is a combination itself",
+        ),
         (
             {"both": {"type": "combine", "combine": "product", "parts": {"math": 0.5}}, "math": {}},
             r"env\.both\.parts\.math 0\.5 with combine product, which has no weights",
         ),
         (
             {"both": {"type": "combine", "gate": "format", "parts": {"math": 1}}, "math": {}, "format": {}},
-            r"env\.both\.gate 'format' is none of its parts \(math\)",
+            r"env\.both\.gate 'format' is not one of its parts \(math\)",
         ),
         (
             {
@@ -71,12 +77,12 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
                 "math": {},
                 "format": {},
             },
-            r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others': raise it",
+            r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others'; raise it",
         ),
         ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
         (
             {"both": {"type": "combine", "parts": {"math": 1}, "require_stop": True}, "math": {}},
-            r"env\.both\.require_stop true: give it to those of its parts",
+            r"env\.both\.require_stop true is not for a combination; set it for the parts",
         ),
     ],
 )

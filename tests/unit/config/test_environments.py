@@ -38,7 +38,7 @@ def test_an_environment_is_built_in_served_or_started(
         ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5': give one of them"),
         ({"target": "my_env.py:Exact", "command": ["x"]}, "target 'my_env.py:Exact' and command"),
         ({"type": "math", "command": ["x"]}, "type 'math' and command"),
-        ({"target": "127.0.0.1:5", "attached": True}, "and attached True: give one of them, .*attached to false"),
+        ({"target": "127.0.0.1:5", "attached": True}, "and attached true: give one of them, .*attached to false"),
         ({"attached": True, "port": 5}, "port 5 is for an environment that `headrace up` starts"),
         ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS nor the host:port"),
         ({"target": "my_env:Exact"}, "target 'my_env:Exact' is neither"),

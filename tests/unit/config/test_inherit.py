@@ -142,8 +142,8 @@ def test_two_ways_to_one_file_are_no_cycle(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("defaults: gone.yaml", "gone.yaml: can't read the configuration (No such file or directory) (defaults of "),
-        ("defaults: {a: b}", "defaults: {'a': 'b'} is neither a path nor a list of paths"),
-        ("defaults: [a, 1]", "defaults: ['a', 1] is neither a path nor a list of paths"),
+        ("defaults: {a: b}", "defaults: {a: b} is neither a path nor a list of paths"),
+        ("defaults: [a, 1]", "defaults: [a, 1] is neither a path nor a list of paths"),
     ],
     ids=["missing", "mapping", "number"],
 )
@@ -291,7 +291,7 @@ def test_an_error_in_a_value_shows_the_interpolation_it_came_from(tmp_path: Path
 
 def test_an_override_inside_what_is_taken_from_elsewhere_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, run="env: {a: {type: math}, b: '${env.a}'}")
-    assert "env.b is '${env.a}', which has no keys of its own; give env.b whole" in refusal(path, "env.b.timeout_s=1")
+    assert "env.b is '${env.a}', not a section of keys; set env.b as a whole" in refusal(path, "env.b.timeout_s=1")
 
 
 @given(st.lists(st.sampled_from(["$", "{", "}", "\\", "a.b", ":", ",", "'", " "]), max_size=12).map("".join))

@@ -159,7 +159,7 @@ def test_an_unknown_key_shows_its_value(file: Path) -> None:
         ("HEADRACE_GRPO__NUM_PROMPTS_PER_STEPS", "grpo.num_prompts_per_step"),
         ("HEADRACE_GRP__SEED", "HEADRACE_GRPO__SEED"),
         ("HEADRACE_GRPO_SEED", "HEADRACE_"),
-        ("HEADRACE_ZZZZ", "no such section"),
+        ("HEADRACE_ZZZZ", "the section does not exist"),
     ],
 )
 def test_an_unknown_variable_is_an_error_too(file: Path, variable: str, near: str) -> None:
@@ -188,10 +188,10 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
         ("run.id='../up'", "run.id: '../up' string should match pattern"),
         ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
-        ("grpo.stop_at_validation_metric=accuracy", "with stop_at_validation_threshold None: give both, or neither"),
+        ("grpo.stop_at_validation_metric=accuracy", "with stop_at_validation_threshold null: give both, or neither"),
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
-        ('env={"my env": {type: math}, adder: {type: math}}', "an environment's name is 1 to 64 letters, digits and ._-"),
+        ('env={"my env": {type: math}, adder: {type: math}}', "is not a valid name; use 1 to 64 letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),
@@ -231,10 +231,27 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("grpo:\n  seed: 1\n  - 2\n", "line 3: not valid YAML"),
-        ("grpo:\n  seed: 1\n  seed: 2\n", "line 3: not valid YAML: the key 'seed' is given twice"),
+        ("grpo:\n  seed: 1\n  seed: 2\n", "line 3: not valid YAML: the key 'seed' is given twice; remove one of them"),
         ("grpo: [1\n", "not valid YAML"),
         ("- 1\n", "a list, not a mapping"),
-        ("1: {}\n", "the key 1 is not text"),
+        ("1: {}\n", "line 1: not valid YAML: the key 1 is not text; put it in quotes"),
+        ("grpo:\n  true: 3\n", "line 2: not valid YAML: the key true is not text; put it in quotes"),
+        ("grpo:\n  null: 4\n", "line 2: not valid YAML: the key null is not text; put it in quotes"),
+        ("grpo:\n  on: 4\n", "line 2: not valid YAML: the key on is not text; put it in quotes"),
+        ("policy: {hf_config_overrides: {\n1: 2}}", "line 2: not valid YAML: the key 1 is not text"),
+        (
+            "grpo:\n\tseed: 1\n",
+            "line 2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs",
+        ),
+        (
+            "run: {}\n---\nrun: {}\n",
+            "line 2: not valid YAML: but found another document; keep one of them",
+        ),
+        ("run: *a\n", "line 1: not valid YAML: found undefined alias 'a'; give its anchor (&name) before it"),
+        ("grpo: [1\n", "but got '<stream end>'; close the bracket"),
+        ("run: 'a\n", "found unexpected end of stream; close the quote or bracket"),
+        ("just text\n", "text, not a mapping; write sections"),
+        ("7\n", "a number, not a mapping; write sections"),
         ("run: !!python/object:os.system {}\n", "not valid YAML"),
         ("run: {id: \x00}\n", "not valid YAML"),
         (
@@ -249,7 +266,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("grpo:\n  seed: !!int ''\n", "line 2: not valid YAML: '' is not a valid int"),
         ("grpo:\n  seed: !!bool abc\n", "line 2: not valid YAML: 'abc' is not a valid bool"),
         ("grpo:\n  seed: !!float abc\n", "line 2: not valid YAML: 'abc' is not a valid float"),
-        (f"grpo:\n  seed: {'9' * 5000}\n", "line 2: not valid YAML: '9999"),
+        (
+            f"grpo:\n  seed: {'9' * 6000}\n",
+            f"line 2: not valid YAML: '{'9' * 57}…' is not a valid int; correct it, or put it in quotes",
+        ),
         ("run:\n  id: !!timestamp 2021-13-45\n", "line 2: not valid YAML: could not determine a constructor"),
         ("run:\n  id: !!set {a}\n  dir: ${run.id}\n", "line 2: not valid YAML: could not determine a constructor"),
     ],
@@ -268,6 +288,12 @@ TEN_LEVELS = [f"${{x{n}}}" for n in range(10)]
 INTO_TEXT = "x0: ten letters\n" + "".join(f"x{n + 1}: '{text * 10}'\n" for n, text in enumerate(TEN_LEVELS))
 INTO_LISTS = "x0: a\n" + "".join(f"x{n + 1}: {[text] * 10}\n" for n, text in enumerate(TEN_LEVELS))
 INTO_NUMBERS = "x0: 10\n" + "".join(f"x{n}: '${{mul:${{x{n - 1}}},${{x{n - 1}}}}}'\n" for n in range(1, 40))
+
+
+def nested(levels: int) -> str:
+    return "${mul:2," * levels + "1" + "}" * levels
+
+
 INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
 
 
@@ -277,15 +303,23 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
         (BOMB, "more than 100000 values once its aliases"),
         (MERGED, "more than 100000 values once its aliases"),
         (CHAIN, "nested more than 100 levels deep"),
-        ("run: " + "[" * 5000 + "]" * 5000, "nested more than 100 levels deep"),
+        (
+            "run: " + "[" * 5000 + "]" * 5000,
+            "nested more than 100 levels deep; shorten it, as no configuration needs that",
+        ),
         ("run: " + "{a: " * 150 + "}" * 150, "nested more than 100 levels deep"),
-        ("run: &a [*a]", "an alias (*name) stands inside the value"),
-        ("run: &a {b: {c: *a}}", "an alias (*name) stands inside the value"),
+        ("run: &a [*a]", "an alias (*name) is inside the value"),
+        ("run: &a {b: {c: *a}}", "an alias (*name) is inside the value"),
         ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
         (INTO_TEXT, f"x5: '{'${x4}' * 10}' can't be resolved: the interpolations make more than 100000 values"),
         (INTO_LISTS, "x5.7: '${x4}' can't be resolved: the interpolations make more than 100000 values"),
         (INTO_NUMBERS, "x9: '${mul:${x8},${x8}}' can't be resolved: mul makes a number of more than 1000 bits"),
         (INTO_ONE, "it holds more than 100 interpolations"),
+        (
+            f"run: {{id: '{nested(200)}'}}",
+            f"{nested(200)[:157]}…' can't be resolved: it holds more than 100 interpolations",
+        ),
+        (f"run: {{id: '{nested(99)}'}}", "run.id: "),
     ],
     ids=[
         "bomb",
@@ -300,6 +334,8 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
         "interpolations-into-lists",
         "interpolations-into-numbers",
         "interpolations-into-one",
+        "interpolations-inside-interpolations",
+        "as-many-as-may-be",
     ],
 )
 @pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
@@ -341,8 +377,8 @@ def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
         ("grpo.seed=[1", "grpo.seed: not valid YAML"),
         ("run.id={{ x }}", "run.id: not valid YAML: a key is a mapping; put text that begins with { or [ in quotes"),
         ("grpo.seed=!!int abc", "grpo.seed: not valid YAML: 'abc' is not a valid int"),
-        ("data.train.7.size=3", "data.train is a list of 2, and '7' none of 0 to 1"),
-        ("data.train.first.size=3", "data.train is a list of 2, and 'first' none of 0 to 1"),
+        ("data.train.7.size=3", "data.train has 2 items; index '7' is out of range (0 to 1)"),
+        ("data.train.first.size=3", "data.train has 2 items; index 'first' is out of range (0 to 1)"),
     ],
 )
 def test_an_override_that_is_none_is_refused(file: Path, override: str, said: str) -> None:

@@ -21,7 +21,7 @@ def test_the_interpreter_called_code_there_is_not_taken_for_the_tests_called_cod
     text = "data: {default: {env_name: code}}\n"
     (line,) = refusal(tmp_path, text)
     assert line.startswith(
-        "env.code: an interpreter for several turns there, which gives no rewards; to test programs set"
+        "env.code: in NeMo RL this is an interpreter for several turns, which gives no rewards; to test programs set"
     )
     config, _ = read(tmp_path, text + "env: {code: {_override_: true, target: 'localhost:9'}}")
     assert config.env["code"].target == "localhost:9"
@@ -31,7 +31,7 @@ def test_the_interpreter_called_code_there_is_not_taken_for_the_tests_called_cod
 
 def test_a_data_set_that_is_not_read_says_how_to_bring_it(tmp_path: Path) -> None:
     (line,) = refusal(tmp_path, "data: {train: {dataset_name: open_assistant}}")
-    assert line.startswith("data.train.0.dataset_name: 'open_assistant' is not read; bring it as a JSONL file")
+    assert line.startswith("data.train.dataset_name: 'open_assistant' is not supported; convert it to a JSONL file")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_file_in_openai_s_format_is_one_of_conversations(tmp_path: Path) -> No
         assert (train.dataset_name, train.data_path, train.input_key) == (None, "a.jsonl", key)
         assert (train.output_key, train.system_prompt) == (None, "Hi")
     (line,) = refusal(tmp_path, text.format(more=", tool_key: tools"))
-    assert line.startswith("data.train.0.tool_key")
+    assert line.startswith("data.train.tool_key")
 
 
 def test_processors_and_data_sets_of_ones_own(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_processors_and_data_sets_of_ones_own(tmp_path: Path) -> None:
     (train,) = read(tmp_path, "data: {train: {processor: multichoice_qa_processor}}")[0].data.train
     assert train.processor == "multichoice_qa_processor"
     (line,) = refusal(tmp_path, "data: {train: {processor: nemo_gym_data_processor}}")
-    assert "'nemo_gym_data_processor' is none of math_hf_data_processor" in line
-    assert "name it FILE.py:NAME" in line
+    assert "'nemo_gym_data_processor' is not one of math_hf_data_processor" in line
+    assert "name it as FILE.py:NAME" in line
 
 
 def test_a_file_of_ones_own_and_lists_of_sets(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_several_data_loaders_are_taken_with_their_example_and_a_function_of_one
     config, _ = read(tmp_path, SEVERAL)
     assert config.data.use_multiple_dataloader
     assert config.prompts_of_each_set == 4
-    problem = "a function of the seed alone"
+    problem = "depends only on the seed"
     assert any(problem in line for line in refusal(tmp_path, SEVERAL, "data.custom_dataloader=mine.mix"))
     read(tmp_path, "data: {custom_dataloader: mine.mix}\n")  # not called there either
 
@@ -174,7 +174,7 @@ def test_a_reward_model_is_the_built_in_one(tmp_path: Path) -> None:
         ),
         (
             "env.reward_model.checkpoint_path=/x",
-            "env.reward_model.checkpoint_path: '/x' (command line): checkpoints of NeMo RL are not read",
+            "env.reward_model.checkpoint_path: '/x' (command line): NeMo RL checkpoints can't be read",
         ),
     ):
         (line,) = refusal(tmp_path, REWARD_MODEL, more)

@@ -154,9 +154,11 @@ def test_megatron_s_adapter_is_the_same_but_for_the_names_of_layers(tmp_path: Pa
     peft = "enabled: true, dim: 4, lora_A_init_method: xavier, lora_B_init_method: zero, lora_dtype: null, exclude_modules: []"
     config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, peft: {{{peft}}}}}}}")
     assert (config.policy.lora_cfg.enabled, config.policy.lora_cfg.dim) == (True, 4)
-    (line,) = refusal(tmp_path, "policy: {megatron_cfg: {enabled: true, peft: {target_modules: [linear_qkv]}}}")
+    (line,) = refusal(
+        tmp_path, "policy: {megatron_cfg: {enabled: true, peft: {enabled: true, target_modules: [linear_qkv]}}}"
+    )
     assert "policy.megatron_cfg.peft.target_modules: [linear_qkv]" in line
-    assert "name these in policy.lora_cfg" in line
+    assert "give those in policy.lora_cfg" in line
 
 
 def test_an_unknown_key_is_an_error_that_names_the_nearest_and_its_file(tmp_path: Path) -> None:
@@ -220,11 +222,11 @@ def test_an_unknown_key_that_asks_for_something_is_refused_with_its_value_and_th
         ),
         (
             ["policy.dtensor_cfg.sequence_parallel.below=1"],
-            "policy.dtensor_cfg.sequence_parallel: has no keys of its own (command line); give it one value",
+            "policy.dtensor_cfg.sequence_parallel: is not a section of keys (command line); give it one value",
         ),
         (
             ["grpo.async_grpo=null", "async_rl.sampler=in_order"],
-            "async_rl.sampler.name: 'in_order' is no section; give name and its bound (command line)",
+            "async_rl.sampler.name: 'in_order' is not a section; give name and its bound (command line)",
         ),
     ],
     ids=[
@@ -276,7 +278,7 @@ data_plane: {{enabled: true, backend: simple}}
 def test_a_file_that_trains_by_something_else_says_that_alone(tmp_path: Path, section: str) -> None:
     text = f"grpo: null\n{section}: {{max_num_steps: 3}}\nloss_fn: {{unheard: 3}}\n"
     assert refusal(tmp_path, text) == [
-        f"{section}: Headrace trains by reinforcement learning: give a file with a section grpo or ppo"
+        f"{section}: Headrace trains by reinforcement learning; give a file with a section grpo or ppo"
     ]
 
 
@@ -289,7 +291,7 @@ def test_the_reason_that_matters_most_comes_first_in_at_most_ten_lines(tmp_path:
         "grpo.max_rollout_turns",
         "grpo.unheard_0",
     ]
-    assert said[9:] == ["and 14 more, shown once these are solved"]
+    assert said[9:] == ["and 14 more, shown once these are fixed"]
 
 
 def test_the_translator_is_imported_for_a_file_of_nemo_rl_alone(tmp_path: Path) -> None:
@@ -317,9 +319,7 @@ def test_names_of_older_releases(tmp_path: Path) -> None:
     assert config.checkpointing.metric_name == "val:accuracy"
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.1, 0.3)
     (line,) = refusal(tmp_path, "checkpointing: {metric_name: val_speed}")
-    assert (
-        line == "checkpointing.metric_name: 'val_speed' is neither val:… nor train:…; write val:accuracy, for example"
-    )
+    assert line == "checkpointing.metric_name: 'val_speed' is neither val:… nor train:…; write for example val:accuracy"
 
 
 def test_the_models_own_configuration_is_overridden(tmp_path: Path) -> None:
@@ -350,12 +350,12 @@ def test_check_says_that_it_was_read_as_a_file_of_nemo_rl(tmp_path: Path) -> Non
     path = recipe(tmp_path, "policy: {tokenizer: {new: null}}")
     refused = CliRunner().invoke(app, ["config", "check", str(path)])
     assert "prompt_file prompts/think.txt: can't be read" in str(refused.exception)
-    assert "read as a file of NeMo RL: " in refused.output
+    assert "read as a NeMo RL file: " in refused.output
     (tmp_path / "prompts").mkdir()  # beside the file that names it
     (tmp_path / "prompts" / "think.txt").write_text("Think: {}")
     output = CliRunner().invoke(app, ["config", "check", str(path)]).stdout
     assert "valid; strictly on-policy" in output
-    assert "read as a file of NeMo RL: " in output
+    assert "read as a NeMo RL file: " in output
     told: dict[str, list[str]] = {}
     found: list[str] = []
     for line in output.partition("used by another name:")[2].replace("\n      ", " ").splitlines():
@@ -367,14 +367,14 @@ def test_check_says_that_it_was_read_as_a_file_of_nemo_rl(tmp_path: Path) -> Non
     assert any(
         line.startswith("cluster.{gpus_per_node, num_nodes}: processes, not nodes") for line in told["not applicable:"]
     )
-    assert "policy.tokenizer.new: unknown to Headrace, and null, false or empty" in told["not applicable:"]
+    assert "policy.tokenizer.new: unknown to Headrace, but null, false or empty" in told["not applicable:"]
     assert "loss_fn.sequence_is_aggregation: sum" in told["implied:"]
     assert max(map(len, output.splitlines()[1:])) <= 120
 
 
 def test_show_prints_what_loads_again_as_headraces_own(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["config", "show", str(recipe(tmp_path))]).output
-    assert "# read as a file of NeMo RL: " in shown
+    assert "# read as a NeMo RL file: " in shown
     again = tmp_path / "again.yaml"
     again.write_text(shown)
     examined = examine(again, [], {})

@@ -38,7 +38,7 @@ BEFORE_THE_FIRST_STEP = {
     "services/trainer/network/backbone.py": {"policy.max_total_sequence_length"},
     # of another run: a new one, from these weights
     "services/trainer/control/resume.py": {"data.train", "data.validation", "policy.model_name"},
-    "services/trainer/learning/training_state.py": {"policy.model_name"},
+    "services/trainer/learning/optimizer.py": {"policy.model_name"},
 }
 
 

@@ -29,11 +29,14 @@ def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"python": None}, "env.echo.python null: name the Python that verifiers is installed in"),
-        ({"verifiers": {}}, r"env.echo.verifiers {} names no environment: give taskset: {id: NAME}"),
+        ({"python": None}, "env.echo.python null; name the Python that verifiers is installed in"),
+        ({"verifiers": {}}, r"env.echo.verifiers {} names no environment; give taskset: {id: NAME}"),
         ({"verifiers": {"taskset": "echo-v1"}}, "names no environment"),
-        ({"episodes": False, "public": []}, "env.echo.episodes false: a verifiers environment runs episodes"),
-        ({"public": ["task", "answer"]}, r"env.echo.public \['task', 'answer'\]: its tasks are all that"),
+        ({"episodes": False, "public": []}, "env.echo.episodes false, but a verifiers environment runs episodes"),
+        (
+            {"public": ["task", "answer"]},
+            r"env.echo.public \['task', 'answer'\]: a verifiers environment gets only the task",
+        ),
         ({"function": "a:b"}, "env.echo.function 'a:b' is an option of function, not of type verifiers"),
         ({"type": "math", "verifiers": {}}, "env.echo.python 'p' is an option of verifiers, not of type math"),
     ],
@@ -49,7 +52,7 @@ def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
         (
             ECHO,
             {"dataset_name": "arithmetic"},
-            "env_name 'echo' is of type verifiers, which has tasks of its own alone",
+            "env_name 'echo' is of type verifiers, which has only its own tasks",
         ),
         ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo', which is of another type"),
         (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers, .* leave it out"),

@@ -20,7 +20,7 @@ from headrace import Sample
 from headrace.config.data import DataConfig
 from headrace.errors import ConfigError
 from headrace.wire import sample_from_wire, sample_to_wire
-from headrace_services.trainer.data import Problem, digest_of, files, load_problems
+from headrace_services.trainer.data import Problem, digest_of, load_problems, rows
 
 
 @pytest.fixture(autouse=True)
@@ -116,12 +116,15 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"input": "a", "output": "1", "w": NaN}', "NaN is no JSON number"),
-        ('{"input": "a", "output": "1", "w": 1e999}', "field 'w' holds what can't be carried .*write it as text"),
-        ('{"input": "a\\ud800", "output": "1"}', "field 'input' holds what can't be carried .*surrogates"),
-        ('{"input": "a", "output": "\\ud800"}', "field 'answer' holds what can't be carried .*surrogates"),
-        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' holds what can't be carried"),
-        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deep"),
+        ('{"input": "a", "output": "1", "w": NaN}', "NaN is not a JSON number"),
+        (
+            '{"input": "a", "output": "1", "w": 1e999}',
+            "field 'w' can't be stored as JSON and msgpack .*write it as text",
+        ),
+        ('{"input": "a\\ud800", "output": "1"}', "field 'input' can't be stored as JSON and msgpack .*surrogates"),
+        ('{"input": "a", "output": "\\ud800"}', "field 'answer' can't be stored as JSON and msgpack .*surrogates"),
+        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' can't be stored as JSON and msgpack"),
+        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
         ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
         ("\0\x1b[2J", "Expecting value"),
     ],
@@ -169,7 +172,7 @@ def test_whatever_a_file_holds_its_line_is_named_or_its_problem_can_be_carried(
 def test_a_line_that_is_no_line_of_prompts_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_LONGEST_LINE", 100)
+    monkeypatch.setattr(rows, "_LONGEST_LINE", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1", "output": "1"}\n' + "x" * 1000)
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the line has 100 characters or more"):
@@ -184,7 +187,7 @@ def test_a_bad_row_of_a_table_or_a_list_is_named(tmp_path: Path) -> None:
         read(write(tmp_path, "t.json", rows))
     dated = [{"input": "1", "output": "1", "at": datetime.date(2026, 1, 1)}]
     with pytest.raises(
-        ConfigError, match=r"row 0 of .*t\.parquet: field 'at' holds .*date.*; write it as text, or leave"
+        ConfigError, match=r"row 0 of .*t\.parquet: field 'at' can't be stored .*date.*; write it as text, or leave"
     ):
         read(write(tmp_path, "t.parquet", dated))
 

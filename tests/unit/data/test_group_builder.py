@@ -118,5 +118,5 @@ def test_messages_that_the_chat_template_has_no_form_for_are_named() -> None:
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template; name one that has by policy\.tokenizer\.name"):
+    with pytest.raises(ConfigError, match=r"no chat template; name a tokenizer with one in policy\.tokenizer\.name"):
         builder(tokenizer)

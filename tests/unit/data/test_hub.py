@@ -169,10 +169,10 @@ def test_prompt_and_system_prompt_come_from_files(place: Path, end: str) -> None
     ("text", "said"),
     [
         (None, "prompt_file cot.txt: can't be read"),
-        ("no place", "prompt_file cot.txt: nothing says where the problem goes; write {} there"),
+        ("no place", "prompt_file cot.txt: it has no place for the problem; write {} where the problem goes"),
         (
             "{} \\boxed{x}",
-            "prompt_file cot.txt: {x} names no field of questions, which has 'answer'; .* {{ and }} for braces",
+            "prompt_file cot.txt: {x} is not a field of questions, which has 'answer'; .* {{ and }} for braces",
         ),
         (
             "{} \\boxed{",

@@ -137,9 +137,9 @@ def test_an_entry_of_any_task_survives_json_and_is_scored_the_same(task: str) ->
         ({}, r"data\.train\[0\]: give dataset_name"),
         (
             {"dataset_name": "arithmetic", "task_config": {"digits": 0}},
-            r"arithmetic takes digits alone, a number from 1 to 9",
+            r"arithmetic takes only digits, a number from 1 to 9",
         ),
-        ({"dataset_name": "arithmetic", "task_config": {"digit": 2}}, r"arithmetic takes digits alone"),
+        ({"dataset_name": "arithmetic", "task_config": {"digit": 2}}, r"arithmetic takes only digits"),
         ({"dataset_name": "reasoning_gym", "task": "chain_sums"}, r"task 'chain_sums' is not a task .*chain_sum,"),
         ({**CHAIN_SUM, "task_config": {"terms": 2}}, r"chain_sum refuses it .*terms"),
         ({**CHAIN_SUM, "task_config": {"min_terms": 3, "max_terms": 2}}, r"chain_sum refuses it"),
@@ -216,7 +216,9 @@ def test_an_evaluation_reads_no_training_set_that_it_does_not_ask(tmp_path: Path
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: there is no problem in it"):
+    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: the data set has no problem"):
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
-    with pytest.raises(ValueError, match=r"evaluate\.mine null: the run's own data sets are validation and train"):
+    with pytest.raises(
+        ValueError, match=r"evaluate\.mine is null, but is not one of the run's own data sets, validation and train"
+    ):
         data(evaluate={"mine": None})

@@ -94,7 +94,7 @@ def test_what_is_left_out_and_what_ends_the_run_is_said(tmp_path: Path) -> None:
     held.write_text('{"input": "2+2", "output": "4"}\n')
     made = prompts(tmp_path, "1+1", "1+1", "2+2", "3+3", validation={"data_path": str(held), "env_name": "math"})
     assert made.counts.lines(config(tmp_path, max_num_epochs=3, num_prompts_per_step=2)) == [
-        "prompts: 2 to train on (left out: 1 duplicates, 1 that validation has), 1 to validate on",
+        "prompts: 2 to train on (left out: 1 duplicates, 1 held out for validation), 1 to validate on",
         "steps: at most 1, when the prompts are used up (grpo.max_num_epochs 3), of grpo.max_num_steps 1000000",
     ]
     two = config(tmp_path, max_num_steps=1, num_prompts_per_step=2)

@@ -132,7 +132,12 @@ def test_a_set_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
     [
         ((2,), 4, {}, r"use_multiple_dataloader true with 1 data sets"),
         ((2, 2), 5, {}, r"num_prompts_per_step 5 is not a multiple of the 2 data sets"),
-        ((2, 2), 6, {"num_prompts_per_dataloader": 2}, r"times data\.num_prompts_per_dataloader 2: a batch would not"),
+        (
+            (2, 2),
+            6,
+            {"num_prompts_per_dataloader": 2},
+            r"times data\.num_prompts_per_dataloader 2, so a batch would not",
+        ),
     ],
     ids=["one-set", "uneven", "uneven-turns"],
 )

@@ -81,8 +81,14 @@ def test_weights_are_shares_as_they_are_written(weights: list[float | None], sha
         ({"train": [{"weight": 0}]}, "greater than 0"),
         ({"train": [{"weight": float("inf")}]}, "finite"),
         ({"validation": [{"weight": 2}]}, r"validation\[0\]\.weight 2: every problem of a validation set is asked"),
-        ({"train": [{"weight": 2}, {}], "use_multiple_dataloader": True}, "use_multiple_dataloader true draws as many"),
-        ({"train": [{"weight": 0.33333}, {"weight": 0.66667}]}, "come out even after 100000 prompts alone; round them"),
+        (
+            {"train": [{"weight": 2}, {}], "use_multiple_dataloader": True},
+            "use_multiple_dataloader true draws equally many",
+        ),
+        (
+            {"train": [{"weight": 0.33333}, {"weight": 0.66667}]},
+            "need 100000 prompts to reach their exact shares; round them",
+        ),
     ],
 )
 def test_weights_that_can_t_be_followed_are_refused(data: dict[str, Any], said: str) -> None:

@@ -14,7 +14,8 @@ from headrace.config.data import EnvConfig
 from headrace.tagged_json import to_json
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace.wire import sample_from_wire, sample_to_wire
-from headrace_services.reward.environments import Extract, extract_answer, make
+from headrace_services.reward.environments import make
+from headrace_services.reward.environments.base import Extract, extract_answer
 from headrace_services.reward.environments.math import Math
 from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 from headrace_services.reward.environments.reasoning_gym import ReasoningGym
@@ -28,7 +29,7 @@ from headrace_services.reward.scoring_worker import score_one
 def test_a_score_told_at_sight_is_what_math_verify_says(expected: object, said: str) -> None:
     environment = Math("math", EnvConfig(type="math"))
     sample = Sample(said, extra_env_info={"answer": expected})
-    found = environment.at_sight(sample)
+    found = environment.quick_score(sample)
     assert found in (None, environment.judge(sample))
     plain = {"132", "-7", "7", "-0", "0", "12", "9" * 18}
     assert (found is not None) == (str(expected) in plain and said in plain)

@@ -177,7 +177,7 @@ def test_it_begins_on_no_more_than_concurrency_and_says_so_of_the_others(concurr
     scores = scorer(environment(score, concurrency=concurrency), *"abcdefgh")
     assert [score.status for score in scores] == ["SCORED"] * concurrency + ["NOT_STARTED"] * (8 - concurrency)
     assert most == concurrency
-    expected = f"Mine is at work on {concurrency} of the {concurrency} calls that its concurrency allows"
+    expected = f"Mine is working on {concurrency} of the {concurrency} calls that its concurrency allows"
     assert scores[-1].message == expected
 
 

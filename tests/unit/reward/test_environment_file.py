@@ -47,8 +47,8 @@ def test_a_class_is_loaded_with_the_modules_beside_its_file(file: Path) -> None:
     [
         (None, "can't be read (No such file or directory)"),
         ("class Exact(:\n", "is not valid Python: invalid syntax (my_env.py, line 1)"),
-        (FINE.replace("Exact", "Exakt"), "defines no Exact; it has Exakt, Other"),
-        ("", "defines no Exact; it has no class"),
+        (FINE.replace("Exact", "Exakt"), "does not define Exact; it defines Exakt, Other"),
+        ("", "does not define Exact; it defines no class"),
         (
             FINE.replace('if __name__ == "__main__":\n    ', ""),
             "line 12 of {file} serves an environment as soon as the file is loaded",
@@ -96,9 +96,9 @@ def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, name
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("class A(Environment): ...\nclass B(headrace.Environment): ...", "it has A, B; name one"),
-        ("class A: ...", "no class in it derives from headrace.Environment (A); derive one from it"),
-        ("", "no class in it derives from headrace.Environment (it has none); derive one from it"),
+        ("class A(Environment): ...\nclass B(headrace.Environment): ...", "has several environments: A, B; name one"),
+        ("class A: ...", "none of its classes derives from headrace.Environment (A); derive one from it"),
+        ("", "none of its classes derives from headrace.Environment (it has none); derive one from it"),
     ],
 )
 def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str) -> None:
@@ -110,7 +110,7 @@ def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str)
 
 @pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
 def test_what_names_no_python_file_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{target}: not a Python file; give FILE.py, or FILE.py:CLASS"):
+    with pytest.raises(ConfigError, match=f"^{target} is not a Python file; give FILE.py, or FILE.py:CLASS"):
         environment_file.load(environment_file.completed(target))
 
 
@@ -143,7 +143,7 @@ def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said:
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
     config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
-    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge': no such program"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge' is not a program"):
         environment_processes.check(config)
 
 
@@ -160,13 +160,13 @@ def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file:
     checked = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exact"])
     assert checked.exit_code == 0, checked.output
     assert checked.stdout.splitlines()[1:] == [
-        "environment away: 127.0.0.1:5, which the run waits for if it isn't there",
+        "environment away: 127.0.0.1:5; the run waits until it is up",
         "environment program: `headrace up` starts sh -c 'x y'",
         f"environment file: `headrace up` serves {file}:Exact",
     ]
     refused = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exakt"])
     assert isinstance(refused.exception, ConfigError)
-    assert "defines no Exakt" in str(refused.exception)
+    assert "does not define Exakt" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

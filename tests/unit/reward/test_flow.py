@@ -128,7 +128,7 @@ def test_a_piece_returns_its_credit_once() -> None:
     flow = Flow(4)
     flow.grant(4)
     flow.send("a", 3)
-    with pytest.raises(CodecError, match="credit of 1 is an overdraft: the capacity is 4, of which 3 are not answered"):
+    with pytest.raises(CodecError, match="credit of 1 is an overdraft: of the capacity 4, 3 are not answered"):
         flow.grant(1)
     assert (flow.answer("a"), flow.answer("a"), flow.answer("unknown")) == (True, False, False)
     flow.grant(3)

@@ -9,7 +9,8 @@ import pytest
 from headrace import Sample, Score
 from headrace.config.data import EnvConfig
 from headrace.wire import sample_to_wire
-from headrace_services.reward.environments import choice, extract_answer, make
+from headrace_services.reward.environments import make
+from headrace_services.reward.environments.base import choice, extract_answer
 from headrace_services.reward.scoring_worker import score_one
 
 
@@ -138,7 +139,7 @@ def test_length_falls_off_on_both_sides(tokens: int, reward: float) -> None:
 def test_length_needs_no_child() -> None:
     environment = make("brief", EnvConfig(type="length", max_tokens=3))
     sample = Sample("x", completion_token_ids=(1, 2, 3, 4))
-    assert environment.at_sight(sample) == environment.judge(sample)
+    assert environment.quick_score(sample) == environment.judge(sample)
 
 
 @pytest.mark.parametrize(

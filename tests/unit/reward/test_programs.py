@@ -205,7 +205,7 @@ async def test_what_it_has_no_room_for_is_not_started_and_a_thread_keeps_its_roo
     refused = scored(await programs.run(given()))
     assert (refused.status, refused.message) == (
         "NOT_STARTED",
-        "mine runs 1 of the 1 episodes that it runs at a time",
+        "mine is already running 1 of at most 1 episodes",
     )
     assert scored(await first).status == "TIMED_OUT"
     assert scored(await programs.run(given())).status == "NOT_STARTED"  # its thread goes on
@@ -235,7 +235,7 @@ def test_an_environment_without_a_program_says_that_it_runs_none(serve_environme
         def score(self, sample: headrace.Sample) -> float:
             return 1.0
 
-    with pytest.raises(Exception, match="Exact runs no episodes; define `async def episode"):
+    with pytest.raises(Exception, match="Exact does not run episodes; define `async def episode"):
         serve_environment(Exact()).episode([])
 
 
@@ -349,7 +349,7 @@ def test_an_outcome_survives_the_wire_and_what_cannot_be_sent_is_failed() -> Non
         assert outcome_from_wire(outcome_to_wire(outcome)) == outcome
     spoilt = outcome_from_wire(outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0), {"end": {1}})))
     assert scored(spoilt).status == "FAILED"
-    assert "what it leaves can't be sent: artifacts is not JSON" in scored(spoilt).message
+    assert "its artifacts can't be sent: artifacts is not JSON" in scored(spoilt).message
     forged = episode_pb2.EpisodeOutcome(result=outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0))).result)
     forged.artifacts_json = "[1]"
     assert scored(outcome_from_wire(forged)).status == "FAILED"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
-from headrace_services.reward.recent import Recent
+from headrace_services.reward.recent import RecentResults
 
 
 def scored(took_ms: float | None) -> Result:
@@ -12,7 +12,7 @@ def scored(took_ms: float | None) -> Result:
 
 
 def test_times_are_those_of_scores_and_failures_are_counted_apart() -> None:
-    recent = Recent(100.0)
+    recent = RecentResults(100.0)
     failures = [trajectory_pb2.STATUS_FAILED, trajectory_pb2.STATUS_TIMED_OUT, trajectory_pb2.STATUS_NOT_STARTED]
     recent.note([scored(took) for took in range(1, 100)], 9.0, 110.0)
     recent.note([scored(None), *(Result(status=status) for status in failures)], 2.0, 110.0)
@@ -22,7 +22,7 @@ def test_times_are_those_of_scores_and_failures_are_counted_apart() -> None:
 
 
 def test_what_is_older_than_a_minute_is_forgotten() -> None:
-    recent = Recent(0.0)
+    recent = RecentResults(0.0)
     recent.note([scored(10.0)] * 3, 1.0, 1.0)
     recent.note([scored(20.0)], 1.0, 50.0)
     found = recent.summary(70.0)

@@ -91,13 +91,13 @@ def test_more_samples_than_it_has_room_for_are_scored_all_the_same() -> None:
     ("text", "said"),
     [
         (None, "can't be read (No such file or directory)"),
-        ("\n", "has no sample"),
-        ('{"completion": "4"}\n{"completion": 4}\n', ":2: no sample (Expected `str`, got `int`"),
+        ("\n", "has no samples"),
+        ('{"completion": "4"}\n{"completion": 4}\n', ":2: not a sample (Expected `str`, got `int`"),
         (
             '{"completion": "4", "rewrad": 1}',
-            ":1: no sample (Object contains unknown field `rewrad`); a line is an object of completion,",
+            ":1: not a sample (Object contains unknown field `rewrad`); write an object of completion,",
         ),
-        ("{", ":1: no sample (Input data was truncated)"),
+        ("{", ":1: not a sample (Input data was truncated)"),
     ],
 )
 def test_a_file_of_samples_that_is_none_is_named(tmp_path: Path, text: str | None, said: str) -> None:
@@ -120,7 +120,7 @@ def test_a_file_of_samples_that_is_none_is_named(tmp_path: Path, text: str | Non
         ({"status": "INVALID"}, Score("INVALID", message="no"), None),
         ({"components": {"format": 1}}, Score("SCORED", 1.0, {"format": 1.0, "more": 2.0}), None),
         ({"components": {"format": 1}}, Score("SCORED", 1.0, {"format": 0.5}), "component format 0.5, not 1"),
-        ({"components": {"format": 1}}, Score("SCORED", 1.0), "no component format"),
+        ({"components": {"format": 1}}, Score("SCORED", 1.0), "component format is missing"),
     ],
 )
 def test_a_golden_sample_says_how_a_score_differs(

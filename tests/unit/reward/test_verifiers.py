@@ -21,7 +21,7 @@ from headrace.errors import ConfigError
 from headrace.program_verifiers import VerifiersProgram, check
 from headrace.programs import Programs
 from headrace.scripted_policy import ScriptedPolicy
-from headrace.verifiers_worker import Relay, Tasks, Unfit, outcome, policy_of, retried, row_of, sources
+from headrace.verifiers_worker import Relay, Tasks, UnsupportedEnvironment, outcome, policy_of, retried, row_of, sources
 
 WAIT_S = 60.0
 TASK = {"index": 0, "key": "k0"}
@@ -75,7 +75,7 @@ def test_the_reward_is_the_rubrics_with_its_parts() -> None:
         ),
         (ended(trace({"right": reward(1.0)}), ok=False, errors=[error("finalize() raised")]), "finalize() raised"),
         (ended(trace({"right": reward(1.0)}), trace({}, "judge", False, [error("no judge")]), ok=False), "no judge"),
-        (ended(trace({"right": reward(1.0)}), ok=False), "is not ok, and says no error"),
+        (ended(trace({"right": reward(1.0)}), ok=False), "is not ok, but has no error"),
         (ended(trace({"right": reward(1.0), "brief": None})), "brief was not computed (agent_completed)"),
         (ended(trace({})), "records no reward"),
         (ended(trace({"right": reward(1.0)}), trace({"right": reward(0.0)})), "solver was run 2 times in one episode"),
@@ -100,9 +100,11 @@ def test_the_end_of_the_traceback_goes_along() -> None:
 def test_one_agent_is_the_policy() -> None:
     mine, other = Made(client=None), Made(client="https://…")
     assert policy_of({"judge": other, "solver": mine}) == "solver"
-    with pytest.raises(Unfit, match="its agents solver and judge would all be the policy, each with a reward"):
+    with pytest.raises(
+        UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with its own reward"
+    ):
         policy_of({"solver": mine, "judge": mine})
-    with pytest.raises(Unfit, match=r"its agents \(judge\) have a client each, so that none is the policy"):
+    with pytest.raises(UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so none is the policy"):
         policy_of({"judge": other})
 
 
@@ -164,15 +166,15 @@ def test_a_task_is_found_by_its_place_and_has_the_key_that_its_row_has() -> None
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"index": 1, "key": "other"}, r"task 1 is another than .* \(its key is k1, and was other\)"),
-        ({"index": 2, "key": "k2"}, "there is no task 2: the task set has 2"),
+        ({"index": 1, "key": "other"}, r"task 1 has changed since .* \(its key is k1, and was other\)"),
+        ({"index": 2, "key": "k2"}, "task 2 does not exist: the task set has 2"),
         ({"index": -1, "key": "k1"}, "names no task"),
         ({"index": "1", "key": "k1"}, "names no task"),
         (None, "names no task"),
     ],
 )
 def test_another_task_is_not_played_in_its_place(asked: Any, why: str) -> None:
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(UnsupportedEnvironment, match=why):
         Tasks(Two()).find(asked)
 
 
@@ -182,7 +184,7 @@ def test_a_task_set_that_raises_says_so() -> None:
             yield task(0)
             raise OSError("the hub is away")
 
-    with pytest.raises(Unfit, match="its task set can't be loaded: OSError: the hub is away"):
+    with pytest.raises(UnsupportedEnvironment, match="its task set can't be loaded: OSError: the hub is away"):
         Tasks(Broken())
 
 
@@ -266,7 +268,7 @@ async def test_what_is_no_reward_stays_none(tmp_path: Path, answer: Any, status:
 @pytest.mark.parametrize(
     ("python", "why"),
     [
-        ("nowhere/bin/python", r"env.e.python 'nowhere/bin/python': no such program; give the Python"),
+        ("nowhere/bin/python", r"env.e.python 'nowhere/bin/python' is not a program; give the path of the Python"),
         (sys.executable, r"env.e.verifiers: .* can't import verifiers .*; install it there"),
         ("/bin/false", r"env.e.verifiers: /bin/false ended with status 1"),
     ],

@@ -228,5 +228,5 @@ def test_law_7_failure_is_not_zero_a_status_that_is_not_an_environments_to_give_
 def test_a_name_that_no_record_can_keep_fails_its_score(field: str) -> None:
     score = score_from_wire(pb.Result(status=pb.STATUS_SCORED, reward=1.0, **{field: "é" * 129}))
     assert (score.status, score.reward) == ("FAILED", None)
-    assert f"the environment answered {field} 'ééé" in score.message
+    assert f"the environment returned {field} 'ééé" in score.message
     assert len(score.encode()) < 1000

@@ -71,7 +71,7 @@ def test_each_kind_has_credit_of_its_own(capacities: tuple[int, int], events: li
 @pytest.mark.parametrize(
     ("registered", "said"),
     [
-        (register((pb.WORK_KIND_STEP, 1)), "its kind is 2; this hub sends WORK_KIND_SCORE and WORK_KIND_EPISODE alone"),
+        (register((pb.WORK_KIND_STEP, 1)), "its kind is 2; this hub sends only WORK_KIND_SCORE and WORK_KIND_EPISODE"),
         (register((pb.WORK_KIND_EPISODE, 1), (pb.WORK_KIND_EPISODE, 1)), "offered twice for WORK_KIND_EPISODE"),
         (register((pb.WORK_KIND_EPISODE, 0)), "its capacity is 0"),
     ],
@@ -84,5 +84,5 @@ def test_offers_that_cannot_be_taken(registered: pb.Register, said: str) -> None
 def test_two_builds_under_one_name_are_refused() -> None:
     both = register((pb.WORK_KIND_SCORE, 1))
     both.offers.extend(register((pb.WORK_KIND_EPISODE, 1), build="2").offers)
-    with pytest.raises(CodecError, match="offers of 'mine' are of builds '1' and '2'; give one"):
+    with pytest.raises(CodecError, match="offers of 'mine' have builds '1' and '2'; give a single build"):
         AttachedStream(both, 1024**2)

@@ -28,7 +28,7 @@ def request(**changes: Any) -> SampleRequest:
         ({"token_ids": (-1,)}, "invalid", r"token_ids\[0\] is -1"),
         ({"token_ids": (2**80,)}, "invalid", r"token_ids\[0\] is 1208925819614629174706176"),
         ({"stop_token_ids": (3, 99)}, "invalid", r"stop_token_ids\[1\] is 99"),
-        ({"token_ids": (3,) * 5}, "context", "5 tokens, which with max_new_tokens 6 is more than .* 10"),
+        ({"token_ids": (3,) * 5}, "context", "5 tokens, which with max_new_tokens 6 exceed .* 10"),
         ({"max_new_tokens": 10**30}, "context", "max_new_tokens 1000000"),
     ],
 )
@@ -84,10 +84,10 @@ def test_a_completion_says_what_ended_it() -> None:
     [
         ({"finish_reason": "abort"}, "ended it with 'abort' after 3 tokens"),
         ({"token_ids": []}, "ended it with 'length' after 0 tokens"),
-        ({"logprobs": None}, "not of the 3 sampled tokens"),
+        ({"logprobs": None}, "not those of the 3 sampled tokens"),
         ({"logprobs": SimpleNamespace(token_ids=[5, 6, 7], logprobs=[-1.0, float("nan"), 0.0])}, "not finite"),
-        ({"weight_versions": None}, "no refit has named"),
-        ({"weight_versions": [SimpleNamespace(version="default", start=0)]}, "no refit has named"),
+        ({"weight_versions": None}, "no refit has given a version"),
+        ({"weight_versions": [SimpleNamespace(version="default", start=0)]}, "no refit has given a version"),
     ],
 )
 def test_what_the_engine_gave_that_is_no_whole_completion_is_an_error(changes: dict[str, Any], said: str) -> None:
@@ -100,4 +100,4 @@ def test_an_unknown_parser_is_refused_with_the_nearest() -> None:
     assert unknown_name("hermes", known) is None
     assert unknown_name(None, known) is None
     assert str(unknown_name("hermse", known)).endswith("did you mean hermes?")
-    assert str(unknown_name("zzz", known)).endswith("there are hermes, llama3_json, qwen3_xml")
+    assert str(unknown_name("zzz", known)).endswith("it has hermes, llama3_json, qwen3_xml")

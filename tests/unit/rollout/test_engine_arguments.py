@@ -196,10 +196,10 @@ def vllm_config(
         ({"model": {"use_mla": True}}, "enforce_eager=true"),
         ({"model": {"is_moe": True}, "moe": "flashinfer_trtllm"}, "moe_backend flashinfer_trtllm"),
         ({"model": {"is_moe": True}, "lora": True}, "refit adapter: the replica is a mixture of experts"),
-        ({"model": {"use_mla": True}, "lora": True, "device": "cpu"}, "latent attention (MLA), for which it is not"),
+        ({"model": {"use_mla": True}, "lora": True, "device": "cpu"}, "latent attention (MLA), where this is not"),
         (
             {"parallel": {"tensor_parallel_size": 2}, "lora": True},
-            "tensor parallel (2 ways), for which it is not proved",
+            "tensor parallel (2 ways), where this is not proved",
         ),
     ],
 )

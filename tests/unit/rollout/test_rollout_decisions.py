@@ -247,7 +247,7 @@ def test_a_quarantined_replica_lets_go_of_what_it_held_and_does_nothing_more() -
 
 def test_a_quarantined_replica_says_why_and_what_to_do() -> None:
     status = ReplicaStatus(state="QUARANTINED", quarantined="its refit failed", refused="of older date")
-    assert status.problem() == "quarantined, because its refit failed; restart this replica once the cause is mended"
+    assert status.problem() == "quarantined, because its refit failed; fix the cause, then restart this replica"
 
 
 CALLS = frozenset({"t"})

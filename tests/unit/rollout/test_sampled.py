@@ -63,13 +63,13 @@ def test_three_replicas_write_one_trajectory() -> None:
 
 def test_law_2_age_tokens_of_unnamed_weights_never_leave() -> None:
     for labels in ([], [("default", 0)], [("3", 0), ("default", 1)]):
-        with pytest.raises(GenerationError, match="no refit has named"):
+        with pytest.raises(GenerationError, match="no refit has given a version"):
             written("one", [5, 6], labels)
 
 
 def test_log_probabilities_of_other_tokens_are_refused() -> None:
     sampled = SampledTokens(lease(), 0, "one")
-    with pytest.raises(GenerationError, match="are not of the 2 sampled tokens"):
+    with pytest.raises(GenerationError, match="are not those of the 2 sampled tokens"):
         sampled.add(output([5, 6], [5, 7]))
 
 

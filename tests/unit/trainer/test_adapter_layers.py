@@ -36,7 +36,7 @@ def test_layers_are_named_by_the_last_part_or_by_a_pattern_of_the_whole() -> Non
 
 
 def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> None:
-    there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    there = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     with pytest.raises(
         ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn' is not a linear layer .*{there}"
     ):
@@ -49,5 +49,5 @@ def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> No
         ServiceError, match=r"policy\.lora_cfg\.enabled true: the policy has no layers of torch's Linear"
     ):
         targets([], LoRAConfig(enabled=True, target_modules=["q_proj"]))
-    with pytest.raises(ServiceError, match=f"no linear layer is left to put an adapter beside; {there}"):
+    with pytest.raises(ServiceError, match=f"no linear layer is left for an adapter; the policy has {there}"):
         named(exclude_modules=["*"])

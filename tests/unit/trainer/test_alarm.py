@@ -30,15 +30,16 @@ def config(**changes: Any) -> Config:
     return Config.model_validate({"policy": {"precision": "float32"}, **changes})
 
 
-LIMITS = alarm.AlarmLimits.of(config())
+LIMITS = alarm.alarm_limits(config())
 
 
-def alarmed(steps: Sequence[Mapping[str, float]], limits: alarm.AlarmLimits) -> list[bool]:
+def alarmed(steps: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> list[bool]:
     """Of which steps there is an alarm, as `Telemetry.trained` decides it."""
     stale, found = alarm.Streak(alarm.OFF_POLICY_STEPS), []
     for metrics in steps:
-        stale.count(bool(alarm.off_policy_violations(metrics, limits)))
-        found.append(bool(alarm.on_policy_violations(metrics, limits)) or stale.is_alarm)
+        exceeded = [excess.on_policy for excess in alarm.limits_exceeded(metrics, limits)]
+        stale.count(not all(exceeded))
+        found.append(any(exceeded) or stale.is_alarm)
     return found
 
 
@@ -80,7 +81,7 @@ def alarmed(steps: Sequence[Mapping[str, float]], limits: alarm.AlarmLimits) -> 
 def test_when_trainer_and_inference_are_said_to_disagree(
     steps: Sequence[Mapping[str, float]], changes: Mapping[str, Any], expected: Sequence[bool]
 ) -> None:
-    assert alarmed(steps, alarm.AlarmLimits.of(config(**changes))) == expected
+    assert alarmed(steps, alarm.alarm_limits(config(**changes))) == expected
 
 
 @pytest.mark.parametrize(
@@ -222,23 +223,21 @@ def test_the_error_is_told_by_the_replica_that_sampled_the_tokens() -> None:
 )
 def test_apart_is_who_exceeds_the_limit_and_the_others_by_far(errors: dict[str, float], age: float, apart: str) -> None:
     found = {name: alarm.ReplicaDisagreement(10 * error, 10 * age, 10) for name, error in errors.items()}
-    assert alarm.apart(found, 1.05) == set(apart)
-    assert alarm.apart(found, None) == set()
+    assert alarm.outliers(found, 1.05) == set(apart)
+    assert alarm.outliers(found, None) == set()
 
 
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     picture = Path("runs/a/logs/disagreement_step7.png")
-    found = alarm.on_policy_violations({"on_policy_token_mult_prob_error": 1.25}, LIMITS)
-    said = alarm.message(7, found, {0: 1.25, 2: 1.4}, picture)
+    found = alarm.limits_exceeded({"on_policy_token_mult_prob_error": 1.25}, LIMITS)
+    said = alarm.disagreement_message(7, found, {0: 1.25, 2: 1.4}, picture)
     for part in ("step 7", "1.25, above 1.05", "0: 1.25", "2: 1.4", "precision", "disagreement_step7.png"):
         assert part in said
     assert "learning rate" not in said
-    old = alarm.message(7, alarm.off_policy_violations({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
+    old = alarm.disagreement_message(7, alarm.limits_exceeded({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
     for part in ("0.75, above 0.5", "beyond the clip", "learning rate", "age bound"):
         assert part in old
-    # what is said follows from what was looked at, whatever the metric is called
-    named = alarm.LimitExceeded("token_mult_prob_error", 1.25, 1.05, on_policy=True)
-    assert "the current weights sampled these tokens" in alarm.message(7, [named], {}, None)
+    assert "the current weights sampled these tokens" in said
 
 
 def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
     checkpoints: Checkpoints, publish: Publish, content: str
 ) -> None:
     (publish(1) / "state.json").write_text(content)
-    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to go on"):
+    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to continue"):
         checkpoints.state(1)
 
 
@@ -170,7 +170,7 @@ def test_a_trainer_that_wakes_up_after_its_successor_has_started_harms_nothing(
         lambda: old.add_metrics(4, "old", {"val:accuracy": 1.0}),
     ):
         with pytest.raises(
-            ServiceError, match=r"timeline old is not the newest of the chain \(timeline new went on from"
+            ServiceError, match=r"timeline old is not the newest of the chain \(timeline new continued from"
         ):
             late()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -410,7 +410,7 @@ def test_a_start_from_what_another_trainer_removed_or_abandoned_meanwhile_is_ref
         other.publish(of("other", version + 4), {})
     assert other.published() == [8]
     for version in (2, 4, 6):
-        with pytest.raises(Restartable, match=rf"step_{version}, which this trainer was to go on from, is gone"):
+        with pytest.raises(Restartable, match=rf"step_{version}, which this trainer should continue from, is gone"):
             one.start(f"late-{version}", version)
     assert other.published() == [8]
     other.require_newest("other")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from headrace.checkpoints import cannot_write_checkpoint
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ReplayUnavailable, ServiceError, WrongStep
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
@@ -25,7 +26,7 @@ from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.learner import CheckpointSnapshot
+from headrace_services.trainer.network.backbone import Write
 
 
 class Disk:
@@ -49,13 +50,19 @@ class Learner:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.snapshots: list[weakref.ref[CheckpointSnapshot]] = []
+        self.snapshots: list[weakref.ref[Write]] = []
 
-    def snapshot(self) -> CheckpointSnapshot:
+    def snapshot(self) -> Write:
         assert all(snapshot() is None for snapshot in self.snapshots), "one is in memory at a time"
-        made = CheckpointSnapshot([("policy", self._disk.write)], None)
-        self.snapshots.append(weakref.ref(made))
-        return made
+
+        def write(folder: Path) -> None:
+            try:
+                self._disk.write(folder / "policy")
+            except OSError as error:
+                raise cannot_write_checkpoint(folder, error) from error
+
+        self.snapshots.append(weakref.ref(write))
+        return write
 
 
 class Buffer:
@@ -303,7 +310,7 @@ class TwoRanks(LeadRank):
         self.ranks.size = 2
         self.others: bool | ServiceError = False
 
-    def _send(self, do: str, *arguments: Any) -> None:
+    def _announce(self, name: str, arguments: Sequence[Any]) -> None:
         pass
 
     def saved(self) -> bool:

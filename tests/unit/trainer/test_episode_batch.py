@@ -61,14 +61,14 @@ def test_what_micro_batches_count_of_a_trajectory_adds_up(size: int) -> None:
     trees, rewards = random_episodes(12)
     found = batch(trees, rewards, step=1, max_age=0)
     found.advantages = found.rollout_logprobs.astype(np.float64)
-    packing = Packing(mode="padded", trajectories=size, tokens=None)
+    packing = Packing(mode="padded", paths=size, tokens=None)
     seen: Counter[int] = Counter()
     shares, sequences = np.zeros(len(found)), 0.0
     for rows in plan(found.paths, packing):
         packed = pack(found.paths, rows, packing)
-        tokens = MicroBatch.of(found, packed.order, torch.device("cpu"))
-        own = list(dict.fromkeys(found.owners[list(packed.order)].tolist()))
-        places = found.tokens_of_paths(packed.order)
+        tokens = MicroBatch.of(found, packed.indices, torch.device("cpu"))
+        own = list(dict.fromkeys(found.owners[list(packed.indices)].tolist()))
+        places = found.tokens_of_paths(packed.indices)
         seen.update(places.tolist())
         assert tokens.advantages.tolist() == pytest.approx(found.advantages[places].tolist())
         assert [own[i] for i in tokens.trajectory.tolist()] == found.trajectory[places].tolist()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.flops import DATA_SHEETS, Architecture, peak_of
+from headrace_services.trainer.telemetry.throughput import DATA_SHEETS, Architecture, peak_of
 from tests.integration.trainer.learner_cases import config as learner_config
 from tests.support.trainer import batch, trajectory
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_services.trainer.learning.algorithms.grpo import group_advantages
+from headrace_services.trainer.learning.algorithms.statistics import group_advantages
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 
@@ -41,7 +41,7 @@ def test_a_group_of_two_is_normalised_by_its_own_deviation() -> None:
 
 def test_a_group_of_one_is_its_own_baseline() -> None:
     assert group_advantages(np.array([[0.7]]), leave_one_out=False, normalize=True).tolist() == [[0.0]]
-    with pytest.raises(ValueError, match="no others"):
+    with pytest.raises(ValueError, match="no other trajectories"):
         group_advantages(np.array([[0.7]]), leave_one_out=True, normalize=True)
 
 

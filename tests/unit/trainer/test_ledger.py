@@ -33,7 +33,7 @@ def test_the_ended_are_read_from_the_buffer_s_bitmap(places: set[int]) -> None:
     for place in places:
         bitmap[place // 8] |= 128 >> place % 8
     assert list(ended_orders(Ended(len(places), 0, bytes(bitmap)))) == sorted(places)
-    with pytest.raises(ServiceError, match=f"holds the places of {len(places)}"):
+    with pytest.raises(ServiceError, match=f"has the places of {len(places)}"):
         ended_orders(Ended(len(places), 1, bytes(bitmap)))
 
 

@@ -6,25 +6,27 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from headrace.trajectory import AnyTrajectory
+from headrace.trajectory import AnyTrajectory, Score
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.metrics import (
     LONGEST_NAME,
     MOST_COMPONENTS,
     Extent,
-    Scored,
     batch_metrics,
     episode_metrics,
     sampling_metrics,
     score_metrics,
 )
-from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter
+from headrace_services.trainer.telemetry.throughput import Architecture, Peak, StepTimes, ThroughputMeter
 from tests.support.episodes import call, episode
 from tests.support.trainer import trajectory
 from tests.unit.trainer.loop_cases import group, reservation
+
+
+def score_of(components: dict[str, float], timings: dict[str, float]) -> Score:
+    return Score("SCORED", 1.0, components, timings=timings)
 
 
 def extent(record: AnyTrajectory) -> Extent:
@@ -71,7 +73,7 @@ def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_onc
     meter = ThroughputMeter(architecture, Peak(1.0, "a data sheet"))
     times = StepTimes(1.0, 1.0, {"policy_training": 1.0}, 0, 0, 0, 0)
     work = Work(17, 0, (4**2 + 11**2 + 2**2) / 2)
-    rates = meter.metrics(times, [one.paths for one in extents], Devices(1, 1), work)
+    rates = meter.metrics(times, [one.paths for one in extents], work, training_devices=1, generating_devices=1)
     assert (rates["performance/samples_per_sec"], rates["performance/tokens_per_sec"]) == (2, 17)
     assert rates["performance/train_flops_per_gpu"] * 1e12 == pytest.approx(6 * 17 + 6 * (4**2 + 11**2 + 2**2))
 
@@ -125,10 +127,10 @@ def test_components_and_environments_are_labels_and_those_that_are_gone_are_not_
 
 def test_components_have_mean_and_spread_over_those_that_have_them_and_scores_their_times() -> None:
     scores = [
-        Scored({"format": 1.0, "correct": 0.0}, {"waiting": 1.0, "environment": 0.5}),
-        Scored({"format": 1.0, "correct": 1.0}, {"waiting": 2.0, "environment": 1.5}),
-        Scored({"format": 0.0}, {"waiting": 4.0, "environment": 0.0}),
-        Scored({}, {}),  # of an earlier build
+        score_of({"format": 1.0, "correct": 0.0}, {"waiting": 1.0, "environment": 0.5}),
+        score_of({"format": 1.0, "correct": 1.0}, {"waiting": 2.0, "environment": 1.5}),
+        score_of({"format": 0.0}, {"waiting": 4.0, "environment": 0.0}),
+        score_of({}, {}),  # of an earlier build
     ]
     metrics = score_metrics(["math", "math", "code", "code"], scores)
     assert metrics == {
@@ -146,7 +148,7 @@ def test_components_have_mean_and_spread_over_those_that_have_them_and_scores_th
 
 def test_names_that_an_environment_makes_up_are_bounded() -> None:
     names = ["../up", "a\n" + "b" * 200, "", ".", *(f"c{number:03}" for number in range(100))]
-    metrics = score_metrics(["math"], [Scored(dict.fromkeys(names, 1.0), {})])
+    metrics = score_metrics(["math"], [score_of(dict.fromkeys(names, 1.0), {})])
     assert len(metrics) == 2 * MOST_COMPONENTS
     parts = {name.partition("/")[2] for name in metrics}
     assert all(0 < len(part) <= LONGEST_NAME and "/" not in part and "\n" not in part for part in parts)

@@ -47,7 +47,7 @@ def packings(draw: st.DrawFn) -> Packing:
     tokens = draw(st.none() | st.integers(19, 80))
     return Packing(
         mode="padded" if tokens is None else draw(st.sampled_from(["padded", "packed"])),
-        trajectories=draw(st.integers(1, 6)) if tokens is None else None,
+        paths=draw(st.integers(1, 6)) if tokens is None else None,
         tokens=tokens,
         algorithm=draw(st.sampled_from(sorted(BIN_PACKING))),
         multiple=draw(st.sampled_from([1, 8, 64])),
@@ -110,8 +110,8 @@ def test_no_micro_batch_is_over_its_budget(trajectories: list[Trajectory], packi
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
         if packing.tokens is None:
-            assert packing.trajectories is not None
-            assert len(packed.order) <= packing.trajectories
+            assert packing.paths is not None
+            assert len(packed.indices) <= packing.paths
         else:
             assert packed.input_ids.numel() <= packing.tokens
             assert packing.mode == "padded" or len(rows) == 1
@@ -128,13 +128,13 @@ def test_what_a_token_may_see_spells_its_own_trajectory_up_to_it(
     columns.advantages = np.zeros(columns.trajectory.size)
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
-        assert list(packed.order) == order_of(rows)
+        assert list(packed.indices) == order_of(rows)
         seen_by = visible(packed)
         width = packed.input_ids.shape[1]
-        owners = [i for i in packed.order for _ in range(int(trajectories[i].loss_mask.sum()))]
-        tokens = MicroBatch.of(columns, packed.order, torch.device("cpu"))
-        assert [packed.order[place] for place in tokens.trajectory] == owners
-        seen = dict.fromkeys(packed.order, 0)
+        owners = [i for i in packed.indices for _ in range(int(trajectories[i].loss_mask.sum()))]
+        tokens = MicroBatch.of(columns, packed.indices, torch.device("cpu"))
+        assert [packed.indices[place] for place in tokens.trajectory] == owners
+        seen = dict.fromkeys(packed.indices, 0)
         for place, target, i in zip(packed.before.tolist(), packed.targets.tolist(), owners, strict=True):
             r, q = divmod(place, width)
             own = trajectories[i]
@@ -200,10 +200,10 @@ def test_values_go_to_a_micro_batch_and_back_to_where_they_came_from(
     back = np.full(values.size, -1)
     for rows in plan(trajectories, packing):
         packed = pack(trajectories, rows, packing)
-        places = columns.tokens_of(packed.order)
+        places = columns.tokens_of(packed.indices)
         flat = values[places]
         assert flat.size == packed.targets.numel()
-        assert flat.tolist() == [t + 100 * i for i in packed.order for t in range(columns.lengths[i])]
+        assert flat.tolist() == [t + 100 * i for i in packed.indices for t in range(columns.lengths[i])]
         back[places] = flat
     assert back.tolist() == values.tolist()
 
@@ -213,8 +213,8 @@ def test_a_pass_that_keeps_pace_has_one_place_and_no_value() -> None:
     packed = pack([], (), packing)
     assert packed.input_ids.shape == (1, 1)
     assert packed.targets.numel() == packed.before.numel() == 0
-    assert packed.order == ()
-    assert batch([]).tokens_of(packed.order).size == 0
+    assert packed.indices == ()
+    assert batch([]).tokens_of(packed.indices).size == 0
     assert plan([], packing) == []
 
 
@@ -227,7 +227,7 @@ def test_a_row_of_tokens_counts_all_but_the_first() -> None:
 
 def test_a_trajectory_that_does_not_fit_is_refused() -> None:
     packing = Packing("padded", None, 4, "first_fit_decreasing", 1, share_prompts=False)
-    with pytest.raises(ValueError, match="a trajectory of 5 tokens does not fit into 4"):
+    with pytest.raises(ValueError, match="a path of 5 tokens does not fit into 4"):
         plan([trajectory([1, 2], [3, 4, 5])], packing)
 
 
@@ -286,7 +286,7 @@ def test_an_item_larger_than_a_bin_is_refused(fill: Callable[[list[int], int], l
 )
 def test_packing_is_what_the_policy_s_keys_say(keys: dict[str, Any], training: bool, expected: Any) -> None:
     packing = Packing.of(PolicyConfig.model_validate(keys), training=training)
-    assert (packing.mode, packing.trajectories, packing.tokens, packing.multiple) == expected
+    assert (packing.mode, packing.paths, packing.tokens, packing.multiple) == expected
 
 
 @pytest.mark.parametrize(

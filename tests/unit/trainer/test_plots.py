@@ -104,14 +104,14 @@ def test_the_page_says_where_an_environment_went_on_by_another_build() -> None:
 
     dotted = "stroke-dasharray: 1,"
     page = render_page(history("1", "1", "<b>\x1b[2J"), "run")
-    assert r"step 2: environment exact scores by build &lt;b&gt;\x1b[2J, after 1" in page
+    assert r"step 2: environment exact scores with build &lt;b&gt;\x1b[2J, after 1" in page
     assert page.count(dotted) == 1  # in the chart of rewards
     same = render_page(history("1", "1", "1"), "run")
     assert dotted not in same
-    assert "scores by build" not in same
+    assert "scores with build" not in same
     often = render_page(history(*map(str, range(20))), "run")
-    assert often.count("scores by build") == CHANGES
-    assert "step 19: environment exact scores by build 19, after 18" in often
+    assert often.count("scores with build") == CHANGES
+    assert "step 19: environment exact scores with build 19, after 18" in often
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.progress import Heartbeat, Progress, silent_ranks
+from headrace_services.trainer.distributed import Heartbeat, Progress, Ranks, silent_ranks
 
 
 def test_idle_is_never_silence_and_each_mark_is_a_sign_of_life() -> None:

@@ -44,7 +44,7 @@ def test_start_restores_where_the_checkpoint_before_is_not_known_to_be_published
     assert restore_reason(CHECKPOINT, run_state(committed=2), before=2) is None
     found = restore_reason(CHECKPOINT, run_state(committed=1), before=2)
     assert found is not None
-    assert "no version after 1" in found
+    assert "its newest published version is 1" in found
 
 
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
@@ -80,6 +80,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
     taken = CHECKPOINT.model_copy(update={"prompts": "then"})
     check_prompts(taken, folder, "then")
     with pytest.raises(
-        ServiceError, match=r"Put it back; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
+        ServiceError, match=r"Restore it; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
     ):
         check_prompts(taken, folder, "now")

@@ -131,8 +131,8 @@ def test_components_are_scaled_and_ordered_by_name() -> None:
 @pytest.mark.parametrize(
     ("scores", "weights", "words"),
     [
-        ([{}, {}], None, "environment 'math' scored with reward components none: gdpo weighs two or more"),
-        ([{"a": 1.0}, {"a": 0.0}], None, "environment 'math' scored with reward components a: gdpo"),
+        ([{}, {}], None, "environment 'math' scored with reward components none, and gdpo needs two or more"),
+        ([{"a": 1.0}, {"a": 0.0}], None, "environment 'math' scored with reward components a, and gdpo"),
         (
             [{"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0}],
             None,

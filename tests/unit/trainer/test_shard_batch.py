@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace_services.trainer.control.rank import TrainerRank, shard_batch, split_evenly, split_groups
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.telemetry.metrics import Extent, Scored
+from headrace_services.trainer.telemetry.metrics import TrajectoryReport
 from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.loop_cases import reservation
 
@@ -39,16 +40,18 @@ def test_what_the_ranks_read_comes_together_in_the_batchs_order() -> None:
     trajectories = [trajectory([1], [2] * (place + 1)) for place in range(4)]
     whole = batch(trajectories, components=[{"c": float(place)} for place in range(4)])
 
-    def read(ranks: Ranks) -> tuple[list[Scored], list[Extent]]:
-        rank = TrainerRank(configured(share_prompts=False), ranks, lambda keys: [])
-        rank._batch = whole.take([[3, 0], [2, 1]][ranks.rank])
-        return rank.scored(), rank.extents()
+    whole.advantages = np.arange(10.0)
 
-    (scores, extents), (other, other_extents) = on_ranks(read, 2)
-    assert [score.components["c"] for score in scores] == [0, 1, 2, 3]
-    assert [score.components["c"] for score in other] == [1, 2]
-    assert [extent.paths for extent in extents] == [[2], [3], [4], [5]]
-    assert [extent.wrote for extent in other_extents] == [2, 3]
+    def read(ranks: Ranks) -> list[TrajectoryReport]:
+        rank = TrainerRank(configured(share_prompts=False), ranks, lambda keys: [])
+        return rank._reports(whole.take([[3, 0], [2, 1]][ranks.rank]))
+
+    reports, other = on_ranks(read, 2)
+    assert [report.components["c"] for report in reports] == [0, 1, 2, 3]
+    assert [report.components["c"] for report in other] == [1, 2]
+    assert [report.extent.paths for report in reports] == [[2], [3], [4], [5]]
+    assert [report.extent.wrote for report in other] == [2, 3]
+    assert [report.origin.advantage for report in reports] == [0, 1.5, 4, 7.5]
 
 
 def test_prompts_that_are_shared_keep_a_group_on_one_rank() -> None:

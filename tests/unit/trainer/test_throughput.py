@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.metric_names import unknown
-from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter, efficiency_metrics
+from headrace_services.trainer.telemetry.throughput import (
+    Architecture,
+    Peak,
+    StepTimes,
+    ThroughputMeter,
+    efficiency_metrics,
+)
 
 SECONDS = st.floats(0, 1e4)
 
@@ -33,18 +38,20 @@ def test_the_shares_of_a_step_add_up_to_the_whole(
 def metrics_of(
     learner: dict[str, float],
     lengths: list[list[int]],
-    devices: Devices,
+    training: int,
+    generation: int,
     architecture: Architecture | None = None,
     work: Work | None = None,
 ) -> dict[str, float]:
     """Of a step of 10 s, of which 2 s were waited for a batch and 1 s for a refit."""
     times = StepTimes(10.0, 6.0, learner, buffer_starvation=2.0, refit_bubble=1.0, validation=0.0, checkpoint=0.0)
-    return ThroughputMeter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, work)
+    meter = ThroughputMeter(architecture, Peak(0.5, "a data sheet"))
+    return meter.metrics(times, lengths, work, training_devices=training, generating_devices=generation)
 
 
 def test_rates_are_those_of_nemo_rl() -> None:
     learner = {"policy_training": 4.0, "policy_and_reference_logprobs": 2.0}
-    metrics = metrics_of(learner, [[3000], [2050, 1000]], Devices(training=8, generation=8))
+    metrics = metrics_of(learner, [[3000], [2050, 1000]], 8, 8)
     rates = {name.removeprefix("performance/"): value for name, value in metrics.items()}
     assert rates["tokens_per_sec_per_gpu"] == pytest.approx(6050 / 10 / 16)
     assert rates["samples_per_sec_per_gpu"] == pytest.approx(2 / 10 / 16)
@@ -61,16 +68,14 @@ MODEL = Architecture(layer_weights=10**9, vocabulary_weights=10**8, layers=1, qu
 
 
 def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
-    metrics = metrics_of({"policy_training": 4.0}, [[100], [200]], Devices(2, 1), MODEL, Work(300, 200))
+    metrics = metrics_of({"policy_training": 4.0}, [[100], [200]], 2, 1, MODEL, Work(300, 200))
     done = 6 * (1e9 * 300 + 1e8 * 200) / 4 / 2 / 1e12
     assert metrics["performance/train_flops_per_gpu"] == pytest.approx(done)
     assert metrics["performance/train_fp_utilization"] == pytest.approx(done / 0.5)
 
 
 def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_policy() -> None:
-    metrics = metrics_of(
-        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], Devices(1, 1), MODEL, None
-    )
+    metrics = metrics_of({"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], 1, 1, MODEL, None)
     assert (
         not {"performance/train_flops_per_gpu", "performance/policy_training_tokens_per_sec_per_gpu"} & metrics.keys()
     )
@@ -79,7 +84,7 @@ def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_poli
 
 
 def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
-    metrics = metrics_of({"policy_training": 1.0}, [[1]], Devices(training=1, generation=0))
+    metrics = metrics_of({"policy_training": 1.0}, [[1]], 1, 0)
     assert "performance/generation_tokens_per_sec_per_gpu" not in metrics
     assert "performance/generation_tokens_per_sec" in metrics
 

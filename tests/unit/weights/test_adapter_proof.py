@@ -56,10 +56,10 @@ def load_another(stacked: Stacked) -> None:
 @pytest.mark.parametrize(
     ("load", "says"),
     [
-        (lose_one, "takes 1 tensors of the adapter nowhere, B first"),
-        (change_one_bit, "is not what was received, B first"),
-        (load_another, "is not what was received, A first"),
-        (keep_the_rest, "has numbers in a that were not received"),
+        (lose_one, "has no place for 1 tensors of the adapter, the first is B"),
+        (change_one_bit, "differs from what was received, the first difference is in B"),
+        (load_another, "differs from what was received, the first difference is in A"),
+        (keep_the_rest, "has nonzero numbers in a that were not received"),
     ],
 )
 def test_anything_else_is_an_error_that_names_it(load: Callable[[Stacked], None], says: str) -> None:

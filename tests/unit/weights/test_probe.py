@@ -34,7 +34,7 @@ def test_a_probe_that_proves_nothing_is_refused(vocabulary: int, length: int, ex
 def test_text_is_that_of_the_first_prompts_again_and_again() -> None:
     assert repeat_text(iter([[5, 6], [7], [8, 9]]), 4).tolist() == [5, 6, 7, 8]
     assert repeat_text([[5, 6], [7]], 7).tolist() == [5, 6, 7, 5, 6, 7, 5]
-    with pytest.raises(ValueError, match="no prompts"):
+    with pytest.raises(ValueError, match="a probe without prompts"):
         repeat_text([[]], 4)
 
 

@@ -1,7 +1,7 @@
-"""Turns rewards into the advantage of each token: one module per family of algorithms, selected here by the name in the configuration.
+"""Turns rewards into the advantage of each token. There is one module per family of algorithms, selected here by its configured name.
 
-Each says which passes without gradients it reads (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its settings are
-`headrace.config`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
+Each module declares which passes without gradients it reads (`required_passes`), and adds `advantages` (and `returns`) to the batch. Its
+settings are in `headrace.config`. All numbers are float64, and equal to the last bit for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class AdvantageEstimator(Protocol):
     """The interface of each algorithm module of this package."""
 
     def required_passes(self, config: Config) -> set[str]:
-        """The columns of the batch that `advantages` reads: `old`, `ref` or `teacher` log-probabilities, `values`."""
+        """Return the columns of the batch that `advantages` reads: `old`, `ref` or `teacher` log-probabilities, `values`."""
 
     def advantages(self, config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-        """A collective: set `batch.advantages` [N], and `batch.returns` [N] for a value model. Returns metrics of the whole batch."""
+        """A collective. Set `batch.advantages` [N], and `batch.returns` [N] for a value model. Returns metrics of the whole batch."""
 
 
 ESTIMATORS: Mapping[str, AdvantageEstimator] = {
@@ -39,8 +39,8 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
 
 
 def required_passes(config: Config, optimizer_steps: int) -> set[str]:
-    """The passes without gradients that a step of `optimizer_steps` makes: those that its estimator and its loss require, and `old`, unless
-    there is one optimizer step whose own pass, without dropout, computes it in time."""
+    """Return the passes without gradients that a step of `optimizer_steps` makes: those that its estimator and its loss require, and `old`.
+    A single optimizer step without dropout needs no pass for `old`, unless it is needed earlier: its own forward pass computes the same."""
     passes = set(_estimator(config).required_passes(config))
     late = config.algorithm.seq_logprob_error_threshold is not None
     if optimizer_steps > 1 or late or config.policy.lora_cfg.drops:
@@ -51,15 +51,15 @@ def required_passes(config: Config, optimizer_steps: int) -> set[str]:
 
 
 def needs_unfiltered(config: Config) -> bool:
-    """Whether the estimator compares log-probabilities; it does so before top-k and top-p."""
+    """Return whether the estimator compares log-probabilities. It does so before top-k and top-p."""
     return "old" in _estimator(config).required_passes(config)
 
 
 def estimate_advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective: set `batch.advantages`, clamped to the configured bounds, and `batch.returns` for a value model.
+    """A collective. Set `batch.advantages`, clamped to the configured bounds, and `batch.returns` for a value model.
 
-    Metrics: `advantages/mean`, `/std`, `/min`, `/max` over all tokens of the batch, and those of the estimator: of `grpo`'s
-    `baseline_reward/pct_0`, `_1` and `_mixed`, of `opd` `on_policy_distillation/teacher_student_logprob_gap_mean` in addition.
+    Metrics are `advantages/mean`, `/std`, `/min` and `/max` over all tokens of the batch, and the estimator's own. Those of the `grpo`
+    section have `baseline_reward/pct_0`, `_1` and `_mixed`, and `opd` also has `on_policy_distillation/teacher_student_logprob_gap_mean`.
 
     Raises `ServiceError` naming the trajectory, on every rank, for log-probabilities or values that are not finite.
     """

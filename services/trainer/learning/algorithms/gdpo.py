@@ -2,7 +2,7 @@
 
     advantage = whiten(Σ_k w_k A_k), with A_k the group advantage of component k, whitened over the batch's trajectories
 
-The formulae are NeMo RL's (`GDPOAdvantageEstimator`), but for the variance, which is taken in two passes as in `grpo`.
+The formulae are NeMo RL's (`GDPOAdvantageEstimator`), except that the variance is computed in two passes, as in `grpo`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
-from headrace_services.trainer.learning.algorithms.statistics import all_equal
+from headrace_services.trainer.learning.algorithms.statistics import (
+    all_equal,
+    baseline_metrics,
+    group_advantages,
+    mean_and_std,
+)
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.learning.rewards import scale_rewards
 
@@ -26,7 +30,7 @@ def required_passes(config: Config) -> set[str]:
 
 
 def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective. Weights are in the alphabetical order of the components' names; if none are configured, all are 1.
+    """A collective. Weights are in alphabetical order of the components' names. If none are configured, all are 1.
 
     Raises `ServiceError` as `scaled_components` does.
     """
@@ -57,18 +61,18 @@ def scaled_components(
     weights: Sequence[float] | None,
     scaling: RewardScalingConfig,
 ) -> dict[str, Float64]:
-    """The scaled reward components of a batch, [B] each, in alphabetical order of their names.
+    """Return the scaled reward components of a batch, [B] each, in alphabetical order of their names.
 
-    `scores` are each trajectory's components by name, `environments` the environments that gave them, `weights` those of the
-    configuration. Raises `ServiceError` naming the environment if there are fewer than two components, if trajectories have different
-    ones, or if their number is not that of the weights.
+    `scores` are each trajectory's components by name, `environments` the environments that gave them, `weights` the configured ones. Raises
+    `ServiceError` naming the environment if there are fewer than two components, if trajectories have different ones, or if their number
+    differs from that of the weights.
     """
     names = sorted(scores[0]) if scores else []
     for given, environment in zip(scores, environments, strict=True):
         found = sorted(given)
         if len(found) < 2:
             raise ServiceError(
-                f"environment {environment!r} scored with reward components {_listed(found)}: gdpo weighs two or more; have the "
+                f"environment {environment!r} scored with reward components {_listed(found)}, and gdpo needs two or more; have the "
                 "environment give each part of its reward as a component, or set grpo.adv_estimator.name to grpo"
             )
         if found != names:

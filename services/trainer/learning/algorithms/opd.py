@@ -9,8 +9,12 @@ import numpy as np
 
 from headrace.config import Config
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics
-from headrace_services.trainer.learning.algorithms.statistics import finite, token_metrics, unfiltered_logprobs
+from headrace_services.trainer.learning.algorithms.statistics import (
+    baseline_metrics,
+    finite,
+    token_metrics,
+    unfiltered_logprobs,
+)
 from headrace_services.trainer.learning.batch import Batch
 
 

@@ -3,9 +3,9 @@
     gae           whiten(Σ_{i≥t} (γλ)^{i-t} δ_i)   (GAE, arXiv 1506.02438)
     raw_reward    whiten(r), and no value model
 
-with `δ_t = r_t + gamma V_{t+1} - V_t`. The token rewards `r_t` are -β KL_t (`loss_fn.use_kl_in_reward`, else 0), plus the
-trajectory's reward `r` at its last token. The value model's returns and the policy's advantages may have different λs, and the policy's
-may depend on the length (VAPO, arXiv 2504.05118). Whitening and sums over whole trajectories include tokens over age.
+with `δ_t = r_t + gamma V_{t+1} - V_t`. The token rewards `r_t` are -β KL_t (0 without `loss_fn.use_kl_in_reward`), plus the trajectory's
+reward `r` at its last token. The value model's returns and the policy's advantages may have different λs. The policy's λ may depend on the
+length (VAPO, arXiv 2504.05118). Whitening and sums over whole trajectories include tokens over age.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def required_passes(config: Config) -> set[str]:
 
 
 def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective; under `gae` it also sets the value model's returns. Raises `ServiceError` for values that are not finite."""
+    """A collective. With `gae` it also sets the value model's returns. Raises `ServiceError` for values that are not finite."""
     assert config.ppo is not None
     estimator = config.ppo.adv_estimator
     rewards = batch.per_token(batch.of_all_ranks(batch.rewards, ranks))
@@ -51,15 +51,15 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 
 def generalized_advantages(batch: Batch, rewards: Float64, values: Float64, gamma: float, lambdas: Float64) -> Float64:
-    """Advantages [N] `A_t = δ_t + gamma λ A_{t+1}`, `δ_t = r_t + gamma V_{t+1} - V_t`, from rewards and values [N] and one λ per
-    trajectory, [B]; the value after a trajectory's last token is 0."""
+    """Return advantages [N] `A_t = δ_t + gamma λ A_{t+1}` with `δ_t = r_t + gamma V_{t+1} - V_t`, from rewards and values [N] and one λ per
+    trajectory, [B]. The value after a trajectory's last token is 0."""
     following = np.append(values[1:], 0.0)
     following[batch.to_go == 0] = 0.0
     return sums_to_go(batch, rewards + gamma * following - values, gamma * lambdas)
 
 
 def lambdas(estimator: PPOAdvEstimatorConfig, batch: Batch) -> tuple[Float64, Float64]:
-    """λ of the value model and of the policy, [B] each. The length-adaptive λ is `1 - 1 / max(alpha · length, 1)`: the longer a
+    """Return the λ of the value model and of the policy, [B] each. The length-adaptive λ is `1 - 1 / max(alpha · length, 1)`: the longer a
     trajectory, the further credit reaches."""
 
     def constant(own: float | None) -> Float64:

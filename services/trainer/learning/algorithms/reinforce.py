@@ -2,8 +2,8 @@
 
     advantage = whiten(r - mean of the group - β KL_t), or - β Σ_{i≥t} KL_i under `kl_to_go`
 
-with `KL_t` the divergence of a token from the reference policy and β the KL penalty if it is subtracted from rewards
-(`loss_fn.use_kl_in_reward`, else 0). Whitening includes tokens over age.
+where `KL_t` is a token's divergence from the reference policy, and β the KL penalty if it is subtracted from rewards
+(`loss_fn.use_kl_in_reward`), else 0. Whitening includes tokens over age.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import numpy as np
 
 from headrace.config import Config
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages
-from headrace_services.trainer.learning.algorithms.statistics import kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.algorithms.statistics import (
+    baseline_metrics,
+    group_advantages,
+    kl_penalty,
+    sums_to_go,
+    whiten,
+)
 from headrace_services.trainer.learning.batch import Batch
 
 

@@ -1,7 +1,8 @@
-"""Functions that several estimators share: whitening over the batch, sums over a token's future, the KL penalty of rewards, metrics.
+"""Functions that several estimators share: group baselines, whitening over the batch, sums over a token's future, the KL penalty of
+rewards, and metrics.
 
-Everything is float64, [N] over the policy tokens of this rank's trajectories; statistics of the whole batch are computed from
-`Batch.of_all_ranks`, so that they are bit-equal for any number of ranks.
+All numbers are float64. [N] is over the policy tokens of this rank's trajectories. Statistics of the whole batch are computed from
+`Batch.of_all_ranks`, so they are bit-equal for any number of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
+from headrace.config import Config
 from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
@@ -42,9 +45,10 @@ def whiten(batch: Batch, tokens: Float64, ranks: Ranks, *, unbiased: bool) -> Fl
 
 
 def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
-    """Discounted sums `y_t = x_t + f y_{t+1}` of tokens [N], with one factor per trajectory, [B]; 0 follows a trajectory's last token.
+    """Return the discounted sums `y_t = x_t + f y_{t+1}` of tokens [N], with one factor per trajectory, [B]. 0 follows a trajectory's last
+    token.
 
-    Vectorized over trajectories, from their ends: as many steps as the longest has tokens.
+    It is vectorized over trajectories, from their ends, in as many steps as the longest one has tokens.
     """
     to_go = batch.to_go
     table = np.zeros((int(batch.lengths.max(initial=0)), len(batch)))
@@ -55,7 +59,7 @@ def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
 
 
 def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
-    """A collective. The KL penalty of each token, [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of
+    """A collective. Return the KL penalty of each token, [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of
     KL(policy || reference) (Schulman, "Approximating KL Divergence").
 
     With `d = clamp(ref - old, ±20)`, before top-k and top-p: k1 `-d`, k2 `d²/2`, k3 `exp(d) - 1 - d`; then clamped to ±10.
@@ -74,7 +78,7 @@ def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
 
 
 def unfiltered_logprobs(batch: Batch) -> Float64:
-    """The old log-probabilities [N] before top-k and top-p."""
+    """Return the old log-probabilities [N] before top-k and top-p."""
     found: Float32 | None = batch.old_logprobs_unfiltered
     if found is None:
         found = batch.old_logprobs
@@ -83,22 +87,22 @@ def unfiltered_logprobs(batch: Batch) -> Float64:
 
 
 def finite(batch: Batch, tokens: Float64, what: str, ranks: Ranks) -> Float64:
-    """A collective: return `tokens` [N], or raise the same `ServiceError` on every rank, naming the trajectories with one that is not
-    finite."""
+    """A collective. Return `tokens` [N] if all are finite. Otherwise raise the same `ServiceError` on every rank, naming the
+    trajectories."""
     own = np.flatnonzero(batch.sums(~np.isfinite(tokens)))
     found = ranks.all_gather([(int(batch.places[i]), batch.name(i)) for i in own], list[tuple[int, str]])
     names = [name for _, name in sorted(bad for of_rank in found for bad in of_rank)]
     if names:
         others = f" and {len(names) - 1} more of the {batch.size} trajectories" if len(names) > 1 else ""
         raise ServiceError(
-            f"{names[0]}{others}: {what} that are not finite; the weights of a model are broken, or its precision is too low: go on "
+            f"{names[0]}{others}: {what} that are not finite. The weights of a model are broken, or its precision is too low; continue "
             "from an earlier checkpoint with a lower learning rate or in float32"
         )
     return tokens
 
 
 def token_metrics(batch: Batch, name: str, tokens: Float64, ranks: Ranks) -> dict[str, float]:
-    """A collective. `<name>/mean`, `/std` (unbiased), `/min` and `/max` over all tokens [N] of the batch; 0 without any."""
+    """A collective. Return `<name>/mean`, `/std` (unbiased), `/min` and `/max` over all tokens [N] of the batch; 0 without tokens."""
     rows = [(own.size, own.sum(), own.min(initial=math.inf), own.max(initial=-math.inf)) for own in batch.split(tokens)]
     table = batch.of_all_ranks(np.array(rows).reshape(-1, 4), ranks)
     count, total = table[:, 0].sum(), table[:, 1].sum()
@@ -114,5 +118,65 @@ def token_metrics(batch: Batch, name: str, tokens: Float64, ranks: Ranks) -> dic
 
 
 def all_equal(groups: Float64) -> Bool:
-    """[P]: of which rows of `groups` [P, n] all values are equal."""
+    """Return [P] bool: whether all values of a row of `groups` [P, n] are equal."""
     return (groups == groups[:, :1]).all(axis=1)
+
+
+def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:
+    """Return the advantages [P, n] of rewards [P, n], one row per group.
+
+    They are `A_i = r_i - b_i`, divided by `std_i + 1e-6` with `normalize` and where `std_i > 0`. Baseline and unbiased standard deviation
+    are those of the whole group, or with `leave_one_out` of its other trajectories. A single value has no deviation, so with
+    `leave_one_out` a group of two keeps `±(r_0 - r_1)`. Without it a group of one has advantage 0.
+
+    Raises `ValueError` for rewards that are not [P, n] or not finite, and for leaving one out of a group of one.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    baseline, std = baselines(rewards, leave_one_out=leave_one_out)
+    advantages = rewards - baseline
+    if normalize:
+        advantages = np.where(std > 0, advantages / (std + 1e-6), advantages)
+    return advantages
+
+
+def baselines(rewards: Float64, *, leave_one_out: bool) -> tuple[Float64, Float64]:
+    """Return the mean and the unbiased standard deviation of the rewards that each of `rewards` [P, n] is compared with. They broadcast to
+    [P, n]. Raises as `group_advantages` does."""
+    if rewards.ndim != 2 or rewards.shape[1] == 0:
+        raise ValueError(f"rewards of shape {rewards.shape}; wanted [groups, trajectories]")
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"a reward of group {int(np.argwhere(~np.isfinite(rewards))[0, 0])} is not finite")
+    n = rewards.shape[1]
+    if leave_one_out and n == 1:
+        raise ValueError("a group of one has no other trajectories for a baseline")
+    # [P, n, k]: the rewards that each trajectory is compared with
+    return mean_and_std(rewards[:, _others(n)] if leave_one_out else rewards[:, None, :])
+
+
+def baseline_metrics(config: Config, rewards: Float64) -> dict[str, float]:
+    """Return the percentages of trajectories whose baseline is 0, 1, or anything else, from rewards [P·n]."""
+    assert config.grpo is not None
+    n = config.grpo.num_generations_per_prompt
+    baseline, _ = baselines(rewards.reshape(-1, n), leave_one_out=config.grpo.leaves_one_out and n > 1)
+    zero, one = (100.0 * float((baseline == value).mean()) for value in (0, 1))
+    return {
+        "baseline_reward/pct_0": zero,
+        "baseline_reward/pct_1": one,
+        "baseline_reward/pct_mixed": 100.0 - zero - one,
+    }
+
+
+def _others(n: int) -> npt.NDArray[np.intp]:
+    """Return [n, n - 1]: row i lists every index but i."""
+    grid = np.broadcast_to(np.arange(n), (n, n))
+    return grid[~np.eye(n, dtype=bool)].reshape(n, n - 1)
+
+
+def mean_and_std(values: Float64) -> tuple[Float64, Float64]:
+    """Return the mean and the unbiased standard deviation over the last axis: exactly the value and 0 where all are equal."""
+    count = values.shape[-1]
+    first = values[..., :1]
+    # relative to the first value, the mean of equal values is exact
+    mean = first + (values - first).mean(axis=-1, keepdims=True)
+    squares = ((values - mean) ** 2).sum(axis=-1)
+    return mean[..., 0], np.sqrt(squares / max(count - 1, 1))

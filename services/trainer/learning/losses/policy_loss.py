@@ -2,23 +2,23 @@
 
     loss = red(w l) + beta red(kl) + mu nll
 
-with, per token, `l` the clipped policy term, `w` the importance weight or 1 (`importance`), `kl` the penalty (`kl`); `red` the mean over
-tokens or sequences (`reduction`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
-count: NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
+with, per token, `l` the clipped policy term, `w` the importance weight or 1, `kl` the penalty, and `red` the mean over tokens or sequences
+(all three in `terms`); and `nll = Σ M [reward > 0] (-logprobs) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
+count. NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
 
-The policy term is a token's advantage times a clipped ratio of probabilities. With `curr` the policy's current log-probability:
+The policy term is a token's advantage times a clipped ratio of probabilities. With `logprobs` the policy's current log-probability:
 
-    PPO, GRPO, GSPO    r = exp(curr - prev)     r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
-                       l = max(-A r, -A r_c)    dual clip: min(l, -A c) where A < 0
-    CISPO              l = -A sg(r_c) curr
-    forced on policy   r = r_c = exp(curr - sg(curr)), which is 1 with the gradient of curr
-    without a ratio    r = r_c = curr
+    PPO, GRPO, GSPO    r = exp(logprobs - prev)    r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
+                       l = max(-A r, -A r_c)       dual clip: min(l, -A c) where A < 0
+    CISPO              l = -A sg(r_c) logprobs
+    forced on policy   r = r_c = exp(logprobs - sg(logprobs)), which is 1 with the gradient of logprobs
+    without a ratio    r = r_c = logprobs
 
 The last two have no clip and no dual clip: `l` is always below `-A c`. The denominator `prev` of the ratio:
 
-    prev_logprobs_source    prev: the trainer's at the start of the step (old), or the generator's (rollout)
+    prev_logprobs_source    prev: the trainer's at the start of the step (old), or the behaviour policy's (rollout)
     proximal: recompute     prev = old, and w = exp(prev - rollout) (decoupled PPO, AReaL, arXiv 2505.24298)
-    proximal: interpolate   prev = rollout + (sg(curr) - rollout) b / (b + 1), for a token sampled b versions before the step
+    proximal: interpolate   prev = rollout + (sg(logprobs) - rollout) b / (b + 1), for a token sampled b versions before the step
 
 Sources: PPO (arXiv 1707.06347), the two bounds of the clip (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729), ratios of
 sequences (GSPO, arXiv 2507.18071), CISPO (MiniMax-M1, arXiv 2506.13585), without a ratio (RLOO, arXiv 2402.14740).
@@ -33,14 +33,16 @@ from torch import Tensor
 
 from headrace.config.loss import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.importance import importance_metrics, importance_weights
-from headrace_services.trainer.learning.losses.kl import divergences, reference_kl
-from headrace_services.trainer.learning.losses.reduction import (
+from headrace_services.trainer.learning.losses.terms import (
     EPSILON,
     LossParts,
+    divergences,
     extremes,
+    importance_metrics,
+    importance_weights,
     loss_weights,
     mean_by_trajectory,
+    reference_kl,
     sequences_here,
     token_counts,
     token_mean,
@@ -51,18 +53,18 @@ from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
 def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
+    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`.
 
     `output` is the policy's current output for the N tokens in `tokens`, its log-probabilities with a gradient. If `tokens` has no
     `old_logprobs`, this is the only optimizer step of the trainer step, and the two are equal.
 
-    Metrics are means over tokens with weight M, but for these: `sampling_importance_ratio` and `_truncated` are over sequences
-    with `sequence_level_importance_ratios`, `is_oob_ratio` over sequences under seq-mask-tis; `kl_penalty` is reduced as the
-    loss is; `num_valid_samples` is a count. `kl_penalty` and `positive_nll_loss` are 0 if the loss has no such term. `entropy` is
-    there if `output` has it, and includes tokens that top-k or top-p leaves out.
+    Metrics are means over tokens with weight M, with these exceptions. `sampling_importance_ratio` and `_truncated` are over sequences with
+    `sequence_level_importance_ratios`. `is_oob_ratio` is over sequences with seq-mask-tis. `kl_penalty` is reduced as the loss is.
+    `num_valid_samples` is a count. `kl_penalty` and `positive_nll_loss` are 0 if the loss has no such term. `entropy` exists if `output`
+    has it, and includes tokens that top-k or top-p leaves out.
 
     With `output.unfiltered`, a token whose log-probability is -inf now, in `prev` or at the start of the step was left out by top-k or
-    top-p: it has no policy term and enters no sequence ratio and no metric, but it still counts in T and keeps its KL term. NaN in a
+    top-p. It has no policy term and enters no sequence ratio and no metric, but it still counts in T and keeps its KL term. NaN in a
     log-probability that a token's terms use makes the loss NaN, even if the token's importance weight is 0.
 
     Raises `ValueError` for a KL term without log-probabilities of a reference policy.
@@ -70,7 +72,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     old_logprobs = output.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     prev = tokens.rollout_logprobs if config.prev_logprobs_source == "generation" else old_logprobs
 
-    # Which tokens count, and which are visible: what is computed over a whole sequence uses all tokens that the filter keeps.
+    # The tokens that count, and those `inside` a sequence: values over a whole sequence use all tokens that the filter keeps.
     weight = token_counts(tokens)
     kept = torch.ones_like(weight, dtype=torch.bool)
     if output.unfiltered is not None:
@@ -79,33 +81,33 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     counted = kept & (weight > 0)
     whole = config.sequence_level_importance_ratios or config.truncated_importance_sampling_type == "seq-mask-tis"
     inside = kept & (tokens.multipliers > 0)[tokens.trajectory] if whole else counted
-    curr, prev, old, rollout = (
+    logprobs, prev, old, rollout = (
         torch.where(inside, values, 0.0) for values in (output.logprobs, prev, old_logprobs, tokens.rollout_logprobs)
     )
     advantages = torch.where(counted, tokens.advantages, 0.0)
 
     # The denominator of the ratio, and the importance weights.
     if config.force_on_policy_ratio:
-        prev = curr.detach()
+        prev = logprobs.detach()
     elif config.proximal == "interpolate":
-        prev = rollout + (curr.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
+        prev = rollout + (logprobs.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
     weights = importance_weights(config, prev if config.weighs_by_importance else old, rollout, inside, tokens)
     applied = weights.per_token(tokens) if config.weighs_by_importance else torch.ones_like(rollout)
 
     # The policy term.
     dropped = torch.zeros_like(counted)
     if config.probability_difference_mask is not None:
-        dropped = outside_probability_band(config.probability_difference_mask, curr, rollout, advantages)
-    log_ratio = curr - prev
+        dropped = outside_probability_band(config.probability_difference_mask, logprobs, rollout, advantages)
+    log_ratio = logprobs - prev
     if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
         log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
-    # a weight that is not finite becomes 0, but must not hide a log-probability that is not finite
+    # a non-finite weight becomes 0, but must not hide a non-finite log-probability
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
-    terms = surrogate(config, curr, log_ratio, advantages, live)
+    terms = surrogate(config, logprobs, log_ratio, advantages, live)
     policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
 
     # The penalty for leaving the reference policy, and the likelihood of completions with a positive reward.
-    penalty = nll = torch.zeros((), dtype=torch.float64, device=curr.device)
+    penalty = nll = torch.zeros((), dtype=torch.float64, device=logprobs.device)
     if config.kl_in_loss:
         if tokens.ref_logprobs is None:
             raise ValueError(
@@ -118,14 +120,14 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
         penalty = weighted_sum(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
     if config.positive_example_nll_weight != 0:
         positive = counted & (tokens.rewards > 0)[tokens.trajectory]
-        nll = weighted_sum(-curr, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
+        nll = weighted_sum(-logprobs, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
     loss = policy + config.reference_policy_kl_penalty * penalty + config.positive_example_nll_weight * nll
 
     with torch.no_grad():
         means = {
             **divergences(config, old, rollout, weight),
-            # E over the behaviour policy of -(p_curr / p_rollout) log p_curr
-            "approx_entropy": -torch.exp(curr.double() - rollout.double()) * curr.double(),
+            # E over the behaviour policy of -(p / p_rollout) log p
+            "approx_entropy": -torch.exp(logprobs.double() - rollout.double()) * logprobs.double(),
             "probs_ratio": terms.ratio,
             "probs_ratio_clamped": terms.clamped,
             "clip_fraction_low": terms.low,
@@ -156,8 +158,8 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
 
 @dataclasses.dataclass(frozen=True)
 class Surrogate:
-    """Per token [N]: the policy term `loss` with its gradient; without a gradient, `ratio` r, `clamped` r_c, and whether the lower (`low`)
-    or upper bound (`high`) cut the term."""
+    """Per token [N]: the policy term `loss` with its gradient; and without a gradient, `ratio` r, `clamped` r_c, and whether the lower
+    bound (`low`) or the upper bound (`high`) cut the term."""
 
     loss: Tensor
     ratio: Tensor
@@ -167,11 +169,11 @@ class Surrogate:
 
 
 def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
-    """The policy terms of tokens [N]; `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
+    """Compute the policy terms of tokens [N]. `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
     """
-    # an advantage of 0 gives a term of 0, however large the ratio, but a NaN must stay visible
+    # an advantage of 0 gives a term of 0, however large the ratio, but NaN must not be hidden
     live = live & ((advantages != 0) | log_ratio.isnan())
     if config.force_on_policy_ratio or config.disable_ppo_ratio:
         ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
@@ -190,7 +192,7 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
 
 
 def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
-    """The ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
+    """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
     infinite, and 0 · inf is NaN.
@@ -206,7 +208,7 @@ def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages
 
 
 def outside_probability_band(bound: float, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """[N] bool: tokens with a positive advantage whose probability is more than `bound` above the behaviour policy's, or with a
+    """Return [N] bool: tokens with a positive advantage whose probability is more than `bound` above the behaviour policy's, or with a
     negative advantage and more than `bound` below it (DPPO, binary total variation, arXiv 2602.04879)."""
     difference = logprobs.detach().exp() - rollout_logprobs.exp()
     return torch.where(advantages > 0, difference > bound, (advantages < 0) & (difference < -bound))

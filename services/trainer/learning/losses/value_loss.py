@@ -3,8 +3,8 @@
     v_c  = clamp(v, v_old ± cliprange)
     loss = scale / 2 · Σ M max((v - R)², (v_c - R)²) / T        without a cliprange: (v - R)²
 
-with `v` the current value before a token, `v_old` the one at the start of the step and `R` its return (PPO's clipped value loss, as in
-NeMo RL's `MseValueLossFn`).
+where `v` is the current value before a token, `v_old` the value at the start of the step, and `R` the return (PPO's clipped value loss, as
+in NeMo RL's `MseValueLossFn`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from headrace.config.loss import ValueLossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
+from headrace_services.trainer.learning.losses.terms import LossParts, extremes, token_weights, weighted_sum
 
 
 def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
+    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`.
 
-    `values` [N] float32, with a gradient, are the model's current ones; those at the start of the step and the returns are columns of
-    `tokens`. They are ignored on tokens that don't count. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
+    `values` [N] float32, with a gradient, are the model's current ones. Those at the start of the step, and the returns, are columns of
+    `tokens`. All are ignored on tokens that don't count. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
     """
     assert tokens.values is not None
     assert tokens.returns is not None
@@ -53,9 +53,9 @@ def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, coun
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """`critic/explained_var` of the metrics of `value_loss` over a whole batch: `1 - Var(R - v) / max(Var(R), 1e-8)`.
+    """Return `critic/explained_var` from the metrics of `value_loss` over a whole batch: `1 - Var(R - v) / max(Var(R), 1e-8)`.
 
-    1 is a perfect value model, 0 one that is no better than the mean return.
+    1 is a perfect value model. 0 is no better than the mean return.
     """
     residual = means["residual_sq_mean"] - (means["returns_mean"] - means["values_mean"]) ** 2
     variance = means["returns_sq_mean"] - means["returns_mean"] ** 2

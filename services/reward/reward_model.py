@@ -1,4 +1,4 @@
-"""`reward_model`: what a sequence-classification model of transformers gives, in a process and on a device of its own."""
+"""`reward_model`: the output of a sequence-classification model of transformers, which has its own process and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
-from headrace_services.reward.environments import cut_off
+from headrace_services.reward.environments.base import cut_off
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
 from headrace_services.reward.pool import WorkerProcess
@@ -23,7 +23,7 @@ _ANSWERS = msgspec.msgpack.Decoder(list[Answer])
 
 
 class ModelProcess(WorkerProcess):
-    """The process of a model: it reads files of the model, and a device."""
+    """The process of a model. It needs the user's environment variables to find the model's files and the device."""
 
     what = "the process of a reward model"
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.model_process")
@@ -34,10 +34,10 @@ class ModelProcess(WorkerProcess):
 
 
 class RewardModel(Hosted):
-    """The reward is the model's one logit for the prompt and the completion."""
+    """Rewards a completion with the model's single logit for the prompt and the completion."""
 
-    concurrency = 1  # calls; a call is one forward pass
-    patience_s = 60.0  # for the model at the start; `headrace up` waits no longer than two minutes for a service
+    concurrency = 1  # calls at a time; a call is one forward pass
+    patience_s = 60.0  # how long a start waits for the model; `headrace up` waits at most two minutes for a service
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         assert env.model_name is not None
@@ -50,11 +50,11 @@ class RewardModel(Hosted):
 
     @property
     def build(self) -> str:
-        """As its process says it; "" until the model is loaded."""
+        """The build that the model's process reports, or "" until the model is loaded."""
         return self._process.builds.get(self.name, "")
 
     async def start(self) -> None:
-        """Load the model; one that takes long goes on loading. Raises `ServiceError` with the reason if it can't be loaded."""
+        """Load the model. A slow load continues in the background. Raises `ServiceError` with the reason if the model can't be loaded."""
         loading = asyncio.create_task(self._process.start())
         await asyncio.wait([loading], timeout=self.patience_s)
         if loading.done():
@@ -68,7 +68,7 @@ class RewardModel(Hosted):
         return self._process.problem or f"the model {self.env.model_name} is being loaded"
 
     async def score_batch(self, samples: Sequence[Sample]) -> list[Score]:
-        if (problem := self.problem()) is not None:  # without the process even what it is not asked has no build
+        if (problem := self.problem()) is not None:  # without the process there is no build, so not even a quick score
             self._start_again()
             return [Score("NOT_STARTED", message=problem)] * len(samples)
         found = {
@@ -89,7 +89,7 @@ class RewardModel(Hosted):
             await self._process.kill()
             self._start_again()
             return [Score("INTERRUPTED", message=f"the process of the model died: {reason}")] * len(samples)
-        except asyncio.CancelledError:  # it is late: what it answers now would be taken for the answer to another call
+        except asyncio.CancelledError:  # it is late, and its answer would be mistaken for that of the next call
             await self._process.kill()
             self._start_again()
             raise
@@ -109,7 +109,7 @@ class RewardModel(Hosted):
     async def _go_on(self, loading: asyncio.Task[None]) -> None:
         with contextlib.suppress(ServiceError):
             await loading
-        await self._process.restart()  # at once, if it is loaded
+        await self._process.restart()  # returns at once if the model is loaded
 
     def _start_again(self) -> None:
         if self._restart is None or self._restart.done():
@@ -117,7 +117,7 @@ class RewardModel(Hosted):
 
 
 def _score(reward: float) -> Score:
-    """Law 7: what is not finite is no reward."""
+    """Return the score for a reward. Law 7: a number that is not finite is not a reward."""
     if not math.isfinite(reward):
-        return Score("FAILED", message=f"the model gave {reward}, not a finite number")
+        return Score("FAILED", message=f"the model returned {reward}, not a finite number")
     return Score("SCORED", reward=reward)

@@ -1,7 +1,7 @@
 """`llm_judge`: language models judge a completion by a rubric, over the OpenAI API.
 
-What is judged is data, to this process and to the judge: it is quoted as JSON between marks that nobody can guess, and nothing of it is
-evaluated. An answer is a whole number on the scale and a reason, or it is no verdict.
+The prompt and completion are data to this process and to the judge: they are quoted as JSON between unguessable marks, and nothing in them
+is evaluated. A valid answer is a whole number on the scale, with a reason. Any other answer is not a verdict.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from headrace.errors import ConfigError
 from headrace.tls import client_context
 from headrace.trajectory import Score
 from headrace_services.reward.build import build_of
-from headrace_services.reward.environments import cut_off, shown
+from headrace_services.reward.environments.base import cut_off, shown
 from headrace_services.reward.hosted import Hosted
 
 _MAX_ANSWER_BYTES = 256 * 1024
-_SAID = 300  # characters of what a judge answered that a message shows
-# Too many requests, or not now: no fault of the completion, nor of this one request.
+_SAID = 300  # characters of a judge's answer that a message shows
+# Statuses of an overloaded judge: neither the completion nor this request is at fault.
 _OVERLOADED = (429, 502, 503, 504)
 _INSTRUCTIONS = """\
 You judge the completion that another model gave to a prompt, by this rubric:
@@ -46,7 +46,7 @@ Answer with a JSON object: first "reason", one sentence, then "score", a whole n
 
 
 class Verdict(msgspec.Struct, forbid_unknown_fields=True):
-    """What a judge answers."""
+    """A judge's answer."""
 
     reason: str
     score: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -65,19 +65,19 @@ class _ChatCompletion(msgspec.Struct):
 
 
 class _NotNow(Exception):
-    """The judge was not asked, or did not begin."""
+    """Raised when the judge was not asked, or did not start."""
 
 
 class _NoVerdict(Exception):
-    """The judge answered, but no verdict."""
+    """Raised when the judge's answer is not a verdict."""
 
 
 class VerdictStore:
-    """What the judges of an environment have said, by the content of what they were asked, and how often they were asked: by the run, in
-    whatever process. In memory without a file."""
+    """The verdicts of an environment's judges, by the content of the request, and the number of requests. Both count for the whole run, in
+    every process. Without a file, the store is in memory."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises `ConfigError` for a file that can't be used."""
+        """Open the store. Raises `ConfigError` for a file that can't be used."""
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,9 @@ class VerdictStore:
             )
             self._database.execute("CREATE TABLE IF NOT EXISTS requests (sent INTEGER)")
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"{path}: can't keep what judges say ({error}); correct or delete the file") from error
+            raise ConfigError(
+                f"{path}: the judges' verdicts can't be stored there ({error}); repair or delete the file"
+            ) from error
 
     def verdict(self, key: str) -> Verdict | None:
         row = self._database.execute("SELECT reason, score FROM verdicts WHERE key = ?", (key,)).fetchone()
@@ -104,7 +106,7 @@ class VerdictStore:
         return int(self._database.execute("SELECT COALESCE(SUM(sent), 0) FROM requests").fetchone()[0])
 
     def send(self) -> None:
-        """Count a request, before it is sent."""
+        """Count a request. Call this before sending it."""
         if self._database.execute("UPDATE requests SET sent = sent + 1").rowcount == 0:
             self._database.execute("INSERT INTO requests VALUES (1)")
 
@@ -113,21 +115,22 @@ class VerdictStore:
 
 
 class LLMJudge(Hosted):
-    """Asks language models for a verdict. `extra_env_info.answer`, where there is one, is shown to the judges as the reference answer.
+    """Asks language models for a verdict. If there is an `extra_env_info.answer`, the judges see it as the reference answer.
 
-    Each judge's score is mapped from `scale` to 0 to 1; with `threshold` it then counts as 1 at or above that, else as 0. The reward is
-    their mean, or under `vote: majority` 1 if more than half of them are 1. Law 7: without a verdict of every judge there is no reward.
+    Each judge's score is mapped from `scale` to 0 to 1. With `threshold` it then counts as 1 at or above the threshold, else as 0. The
+    reward is the mean or, with `vote: majority`, 1 if more than half of the scores are 1, else 0. Law 7: unless every judge gives a
+    verdict, there is no reward.
     """
 
     def __init__(self, name: str, env: EnvConfig, store: VerdictStore) -> None:
-        """Raises `ConfigError` for a file of a judge that can't be used."""
+        """Create the environment. Raises `ConfigError` for a judge's file that can't be used."""
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
         self.build = build_of(name, env)
         self.description = f"{len(env.judges)} judges: {', '.join(judge.model for judge in env.judges)}"
         self._store = store
-        self._asking: dict[str, asyncio.Task[Verdict]] = {}  # by the key of what is asked
+        self._asking: dict[str, asyncio.Task[Verdict]] = {}  # requests under way, by their key
         self._clients = [
             httpx.AsyncClient(
                 verify=client_context(judge.tls_ca) if judge.base_url.startswith("https:") else True,
@@ -175,16 +178,16 @@ class LLMJudge(Hosted):
         return f"judge {place} ({judge.model} at {judge.base_url}): {error}"
 
     async def _verdict(self, place: int, content: str) -> Verdict:
-        """The verdict of one judge: what it has said before of the same, or is being asked, or says now. A request goes on if nobody
-        waits for it any more: it is paid for."""
+        """Return the verdict of one judge: from an earlier request with the same content, one under way, or a new one. A request continues
+        even if nobody waits for it any more, because it has been paid for."""
         key = self._key(self.env.judges[place], content)
         if (known := self._store.verdict(key)) is not None:
             return known
         if key not in self._asking:
             if self.env.budget is not None and self._store.sent >= self.env.budget:
                 raise _NotNow(
-                    f"env.{self.name}.budget {self.env.budget}: the run has sent so many requests to its judges; raise it and start the "
-                    "reward service again"
+                    f"env.{self.name}.budget {self.env.budget} is used up: the run has sent that many requests to its judges; raise it and "
+                    "restart the reward service"
                 )
             self._store.send()
             self._asking[key] = asyncio.create_task(self._ask(place, key, content))
@@ -194,7 +197,7 @@ class LLMJudge(Hosted):
     def _done(self, key: str, task: asyncio.Task[Verdict]) -> None:
         del self._asking[key]
         if not task.cancelled():
-            task.exception()  # whoever waits is told; if nobody does, it is no news
+            task.exception()  # mark the error as retrieved: those that wait get it, and if nobody waits it doesn't matter
 
     def _key(self, judge: JudgeConfig, content: str) -> str:
         asked = [
@@ -230,7 +233,7 @@ class LLMJudge(Hosted):
 
 
 def question(sample: Sample) -> str:
-    """What a judge is shown: one JSON object on one line, so that nothing in it can end it."""
+    """Return what a judge sees: one JSON object on one line, so that nothing inside can end it."""
     shown = {"prompt": list(sample.messages), "completion": sample.completion}
     if "answer" in sample.extra_env_info:
         shown["reference"] = sample.extra_env_info["answer"]
@@ -238,7 +241,7 @@ def question(sample: Sample) -> str:
 
 
 def request_of(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, Any]:
-    """The body of a request. The mark is drawn anew each time: whoever wrote the completion can't have known it."""
+    """Return the body of a request. Each request draws a new mark, which the author of the completion can't have known."""
     lowest, highest = env.scale
     mark = secrets.token_hex(12)
     instructions = _INSTRUCTIONS.format(rubric=env.rubric, mark=mark, lowest=lowest, highest=highest)
@@ -267,15 +270,15 @@ def request_of(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, An
 
 
 def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
-    """The verdict in the body of a response. Raises `_NoVerdict`."""
+    """Return the verdict in the body of a response. Raises `_NoVerdict`."""
     try:
         choices = msgspec.json.decode(body, type=_ChatCompletion).choices
         said = choices[0].message.content if choices else None
         if said is None:
-            raise _NoVerdict("answered without a text; it may have refused")
+            raise _NoVerdict("answered without text; it may have refused")
         verdict = msgspec.json.decode(said, type=Verdict)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _NoVerdict(f"answered no verdict ({error}): {_excerpt(body)}") from error
+        raise _NoVerdict(f"gave an invalid verdict ({error}): {_excerpt(body)}") from error
     lowest, highest = scale
     if not lowest <= verdict.score <= highest:
         raise _NoVerdict(f"gave the score {verdict.score}, which is not on the scale from {lowest} to {highest}")
@@ -283,20 +286,20 @@ def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
 
 
 def verdict_of(worth: Sequence[float], env: EnvConfig) -> float:
-    """The reward, of what each judge found it worth, 0 to 1."""
+    """Return the reward for the judges' scores, each 0 to 1."""
     votes = worth if env.threshold is None else [float(value >= env.threshold) for value in worth]
     return float(sum(votes) * 2 > len(votes)) if env.vote == "majority" else sum(votes) / len(votes)
 
 
 def _headers(judge: JudgeConfig) -> dict[str, str]:
-    """The key is read anew for each request, so that it can be replaced. Raises `ConfigError`."""
+    """Return the headers of a request. The key is read again for each request, so that it can be replaced. Raises `ConfigError`."""
     if judge.api_key_file is None:
         return {}
     try:
         key = Path(judge.api_key_file).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"judges.api_key_file {judge.api_key_file} can't be read ({error}); give a file that holds the key alone"
+            f"judges.api_key_file {judge.api_key_file} can't be read ({error}); give a file that holds only the key"
         ) from error
     return {"Authorization": f"Bearer {key}"}
 

@@ -1,4 +1,5 @@
-"""The values of the interpolations in a configuration, by OmegaConf. Imported where there are any, because OmegaConf takes 0.1 s."""
+"""Evaluates the interpolations in a configuration with OmegaConf's resolvers. It is imported only if a file has any, because OmegaConf
+takes 0.1 s."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
-
-Keys = tuple[str | int, ...]
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -22,38 +23,43 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "max": max,
 }
 
-# what one expression may hold; it is counted before any is evaluated
+# the most interpolations in one expression; counted before evaluation
 _MAX_IN_TEXT = 100
-# how far one may lead before any on the way is evaluated: each takes 33 of Python's 1,000 frames
+# the longest chain of expressions that refer to each other: each takes 33 of Python's 1,000 frames
 _MAX_CHAIN = 20
 _MAX_BITS = 1000
 _TOO_LARGE = f"the interpolations make more than {MAX_NODES} values or {MAX_CHARACTERS} characters in all"
 
-# the function by which what refers to an expression gets its value
+# the resolver that returns the value of an expression to those that refer to it
 _VALUE_OF = "headrace.value_of"
 
 
 class InterpolationsTooLarge(InterpolationResolutionError):
-    """What the interpolations stand for grows without end. OmegaConf passes errors of this kind on as they are."""
+    """Raised when interpolations grow without end. OmegaConf passes errors of this kind on unchanged."""
 
 
 def parse_error(text: str) -> OmegaConfBaseException | None:
-    """Why `text` can't be parsed; None if it can."""
+    """Return why `text` can't be parsed; None if it can."""
+    # counted first: OmegaConf's parser takes more frames per level than Python has
+    if text.count("${") > _MAX_IN_TEXT:
+        return InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
     try:
         OmegaConf.create([text])
     except OmegaConfBaseException as error:
         return error
+    except RecursionError:
+        return InterpolationsTooLarge("its interpolations are nested too deep")
     return None
 
 
 class Evaluation:
-    """Evaluates each of `expressions`, which stand in `whole`, once.
+    """Evaluates each of `expressions`, which are values in `whole`, once.
 
-    OmegaConf alone evaluates an expression as often as another one leads to it, and writes out what it finds every time: ten lines can
-    stand for 10⁹ values. So each is replaced by a call that gives its value, and what is written out is counted.
+    OmegaConf alone evaluates an expression each time that another refers to it, and writes the result out every time: ten lines can stand
+    for 10⁹ values. So each expression is replaced by a call that returns its value, and the values written out are counted.
     """
 
-    def __init__(self, expressions: Mapping[Keys, str], whole: dict[str, Any]) -> None:
+    def __init__(self, expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> None:
         for name, function in _ARITHMETIC.items():
             OmegaConf.register_resolver(name, _of_numbers(name, function), replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
@@ -62,15 +68,14 @@ class Evaluation:
         self._places = list(self._expressions)
         self._numbers = {keys: number for number, keys in enumerate(self._places)}
         self._values: dict[int, Any] = {}
-        # by id: a section or list, itself so that it lives, what it stands for, and how many values and characters these are
+        # by id: a section or list (kept, so that the id stays valid), its plain values, and the number of values and characters in them
         self._written: dict[int, tuple[Any, Any, int, int]] = {}
         self._nodes = self._characters = self._chain = 0
         for keys, number in self._numbers.items():
             self._put(keys, _call(number))
 
-    def result(self, keys: Keys) -> Any:
-        """What the expression at `keys` stands for, as plain values. Raises an error of OmegaConf's, `InterpolationsTooLarge` among
-        them."""
+    def result(self, keys: ItemPath) -> Any:
+        """Return the value of the expression at `keys`, as plain values. Raises OmegaConf's errors, `InterpolationsTooLarge` among them."""
         if keys not in self._expressions:
             raise MissingMandatoryValue
         try:
@@ -78,21 +83,19 @@ class Evaluation:
         except RecursionError as error:
             raise InterpolationResolutionError("it contains itself") from error
 
-    def _holder(self, keys: Keys) -> Any:
+    def _holder(self, keys: ItemPath) -> Any:
         node: Any = self._container
         for key in keys[:-1]:
             node = node[key]
         return node
 
-    def _put(self, keys: Keys, text: str) -> None:
+    def _put(self, keys: ItemPath, text: str) -> None:
         self._holder(keys)[keys[-1]] = text
 
     def _value(self, number: int) -> Any:
         if number not in self._values:
             keys = self._places[number]
             text = self._expressions[keys]
-            if text.count("${") > _MAX_IN_TEXT:
-                raise InterpolationsTooLarge(f"it holds more than {_MAX_IN_TEXT} interpolations")
             if self._chain == _MAX_CHAIN:
                 raise InterpolationResolutionError(f"it leads through more than {_MAX_CHAIN} others")
             self._put(keys, text)
@@ -110,7 +113,7 @@ class Evaluation:
         return self._values[number]
 
     def _plain(self, value: Any, depth: int) -> Any:
-        """`value` with everything below it written out."""
+        """Return `value` with everything below it written out."""
         if id(value) in self._written:
             _, plain, nodes, characters = self._written[id(value)]
             self._count(nodes, characters)
@@ -145,9 +148,7 @@ def _inside(value: Any, key: Any) -> Any:
 def _of_numbers(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def checked(*given: Any) -> Any:
         if len(given) != 2 or not all(isinstance(one, int | float) for one in given):
-            raise TypeError(
-                f"{name} takes two numbers, not {', '.join(map(repr, given))} (oc.decode makes one of text)"
-            )
+            raise TypeError(f"{name} takes two numbers, not {', '.join(map(in_yaml, given))} (oc.decode converts text)")
         result = function(*given)
         # a number multiplied by itself has twice the digits each time
         if isinstance(result, int) and result.bit_length() > _MAX_BITS:

@@ -1,0 +1,31 @@
+"""The commands of `headrace` and the modules that hold them."""
+
+# name -> module and function, or group of subcommands
+COMMANDS = {
+    "up": "up:up",
+    "status": "status:status",
+    "samples": "samples:samples",
+    "rewind": "rewind:rewind",
+    "rescore": "rescore:rescore",
+    "eval": "evaluate:evaluate",
+    "serve": "serve:serve",
+    "export": "export:export",
+    "replay": "services:replay",
+    "reward": "services:reward",
+    "rollout": "services:rollout",
+    "agents": "services:agents",
+    "trainer": "services:trainer",
+    "replay-step": "replay_step:replay_step",
+    "model": "model:model",
+    "acl": "acl:acl",
+    "functions": "functions:functions",
+    "certs": "certs:certs",
+    "credentials": "credentials:credentials",
+    "page": "page:page",
+    "env": "env:app",
+    "config": "config:app",
+    "data": "data:app",
+    "groups": "groups:app",
+    "runs": "run_list:app",
+    "plan": "plan:app",
+}

@@ -1,0 +1,116 @@
+"""The base class of the built-in environments that score in a sandboxed worker, and the extraction of answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace.config.data import DataSourceConfig, EnvConfig, Extract
+from headrace.environment import Environment, Sample
+from headrace.trajectory import Score
+from headrace_services.reward.build import build_of
+
+# Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
+_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOXED = "\\boxed{"
+# A capital letter after "answer", in a box or in a tag, perhaps in parentheses or bold; `_LETTER` is a text with only that letter.
+_CHOICE = re.compile(
+    r"(?:\b[Aa]nswer(?:\s+is)?\s*:?|\bANSWER\s*:|\\boxed\{|<answer>)[\s*(]{0,8}(?:\\text\{)?([A-Z])(?![A-Za-z])"
+)
+_LETTER = re.compile(r"[\s*(]*([A-Z])[\s*).]*")
+
+_PATTERNS = {"last_number": _NUMBER, "answer_tag": _TAG, "answer_line": _LINE}
+ANSWER_TAIL = 300  # characters, as in DAPO
+_SHOWN = 1000
+
+
+class BuiltInEnvironment(Environment):
+    """The base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`. `software` names the
+    libraries that they judge with."""
+
+    def __init__(self, name: str, env: EnvConfig, *software: str) -> None:
+        self.name = name
+        self.env = env
+        self.build = build_of(name, env, *software)
+
+    def score(self, sample: Sample) -> float | Score:
+        found = self.quick_score(sample)
+        return self.judge(sample) if found is None else found
+
+    def quick_score(self, sample: Sample) -> Score | None:
+        """Return the score of a sample if it takes no more than a comparison, else None. It is exactly the score of `judge`.
+
+        It must not parse the completion. So a worker needs no child for it, which would cost a hundred times as much.
+        """
+        return cut_off(self.env, sample)
+
+    def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
+        """Load what the scores need, in a worker that has scored nothing yet. `sources` are the run's data sets that name this environment.
+        Raises `ConfigError` for a data set that it can't score."""
+
+    def observe(self, sample: Sample, deadline: float) -> Score | None:
+        """Do the part of scoring that must happen in the worker, because the child that runs `judge` can't do it, by `deadline` on the
+        monotonic clock. Return a score if that decides it."""
+        return None
+
+    def judge(self, sample: Sample) -> float | Score:
+        raise NotImplementedError
+
+
+def cut_off(env: EnvConfig, sample: Sample) -> Score | None:
+    """Return the score of a truncated completion if `require_stop` is set, else None."""
+    if env.require_stop and sample.finish_reason == "length":
+        return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
+    return None
+
+
+def extract_answer(completion: str, how: Extract) -> str | None:
+    r"""Return the answer in `completion`, or None if there is none.
+
+    - "last_number": the last number, without the commas that group its digits.
+    - "answer_tag": the text in the last `<answer>…</answer>`.
+    - "answer_line": the rest of the line after the last `Answer:`, in the last 300 characters.
+    - "boxed": the content of the last `\boxed{…}`.
+    - "choice": the last capital letter that is given as the answer.
+    - "none": the whole completion.
+    """
+    if how == "none":
+        return completion.strip()
+    if how == "boxed":
+        return _boxed(completion)
+    if how == "choice":
+        return choice(completion)
+    where = completion[-ANSWER_TAIL:] if how == "answer_line" else completion
+    found = _PATTERNS[how].findall(where)
+    if not found:
+        return None
+    answer: str = found[-1].strip()
+    return answer.replace(",", "") if how == "last_number" else answer
+
+
+def choice(text: str) -> str | None:
+    r"""Return the letter that `text` gives as its answer to a multiple choice: `B`, `(B)`, `Answer: B`, `the answer is B`, `\boxed{B}`."""
+    if alone := _LETTER.fullmatch(text[-ANSWER_TAIL:]):
+        return alone[1]
+    said = _CHOICE.findall(text)
+    return said[-1] if said else None
+
+
+def _boxed(text: str) -> str | None:
+    """Return the content of the last box, or None if it is not closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth = 0
+    for end, character in enumerate(text[start:], start):
+        depth += (character == "{") - (character == "}")
+        if depth == 0 and character == "}":
+            return text[start + len(_BOXED) : end].strip()
+    return None
+
+
+def shown(answer: str | None) -> str | None:
+    """Return as much of an answer as a score's metadata keeps."""
+    return answer and answer[:_SHOWN]

