@@ -16,10 +16,16 @@ KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")
 
 
 def without_keys(record: logging.LogRecord) -> bool:
-    """Remove the keys of episodes from log records, in addresses too. Use it as a filter of a log handler."""
+    """Remove the keys of episodes from log records: from messages, the addresses there, and tracebacks. Use it as a filter of a handler."""
     message = record.getMessage()
     if KEY.search(message):
         record.msg, record.args = KEY.sub(r"\1-KEY", message), ()
+    if record.exc_info:
+        traceback = record.exc_text or logging.Formatter().formatException(record.exc_info)
+        if KEY.search(traceback):  # formatters take this text before the exception
+            record.exc_text = KEY.sub(r"\1-KEY", traceback)
+    if record.stack_info:
+        record.stack_info = KEY.sub(r"\1-KEY", record.stack_info)
     return True
 
 

@@ -73,7 +73,12 @@ class AgentsConfig(Section):
         description="refuse: an episode of more than one path fails. Losses and estimators that treat a trajectory as one sequence need "
         "this",
     )
-    max_request_bytes: int = Field(16 * 1024**2, ge=1024, description="the largest body of a request")
+    max_request_bytes: int = Field(
+        4 * 1024**2,
+        ge=1024,
+        description="the largest body of a request, which holds the whole conversation. A token of text takes 4 to 8 bytes of JSON, so the "
+        "default suits a policy.max_total_sequence_length of up to 500,000. Whatever its size, a body has at most 100,000 JSON values",
+    )
     max_parallel_calls: int = Field(
         64, ge=1, description="the most requests of one episode in progress; further ones are told to wait"
     )

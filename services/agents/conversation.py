@@ -1,8 +1,8 @@
-"""Compares conversations as a program means them, not as it happens to serialise them.
+"""Compares conversations by their meaning, not by how a program serialises them.
 
-A program sends the whole conversation with each request, after it has been through its own data types: keys come in another order, what
-was absent is null, the arguments of a tool call are the same JSON with other spaces. Messages are compared without all that. Whether a
-request really continues an earlier call is decided by tokens afterwards (`session.Session.place`): this only proposes.
+A program sends the whole conversation with each request, and its own data types change details: the order of keys, null for absent fields,
+the spaces in the arguments of a tool call. The comparison ignores these. It only proposes which earlier call a request continues; tokens
+decide afterwards (`session.Session.place`).
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.trajectory import Message
+from headrace_services.agents.json_values import has_too_many_values
 
 
-def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """A digest for each prefix of the conversation, the empty one first. Equal digests mean equal conversations with equal tools."""
+def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
+    """Return a digest of each prefix of the conversation, the empty one first. Equal digests mean equal conversations and tools."""
     digests = [hashlib.sha256(_canonical(list(tools))).digest()]
     for message in messages:
         digests.append(followed_by(digests[-1], message))
-    return digests
+    return tuple(digests)
 
 
 def followed_by(prefix: bytes, message: Message) -> bytes:
-    """The digest of the conversation with this message behind it."""
+    """Return the digest of the conversation `prefix` followed by this message."""
     return hashlib.sha256(prefix + _canonical(_compared(message))).digest()
 
 
 def _compared(message: Message) -> dict[str, Any]:
-    """What is compared of a message: null and empty are absent, and other fields (annotations, reasoning, …) are ignored."""
+    """Return the fields to compare. Null and empty count as absent; other fields (annotations, reasoning, …) are ignored."""
     fields = {
         "role": message.get("role"),
         "name": message.get("name"),
@@ -41,7 +42,7 @@ def _compared(message: Message) -> dict[str, Any]:
 
 
 def _text(content: Any) -> Any:
-    """A single part of text is the text."""
+    """Return the text of a list with a single part, else the list of texts."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -54,14 +55,16 @@ def _tool_call(call: Mapping[str, Any]) -> Any:
 
 
 def _json(arguments: Any) -> Any:
-    """Arguments travel as a text with JSON in it. What is none, or is nested too deep to be read, is compared as it is."""
+    """Return the JSON value of arguments, which travel as text. Text that is not JSON, too deep or too large is compared as text."""
+    if isinstance(arguments, str) and has_too_many_values(arguments.encode(errors="surrogatepass")):
+        return arguments
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return [json.dumps(value, sort_keys=True)]  # in a list: the value, and no text that looks like it
+        return [json.dumps(value, sort_keys=True)]  # a list, so that it never equals a text
     except (ValueError, RecursionError):
         return arguments
 
 
 def _canonical(value: Any) -> bytes:
-    # ensure_ascii: half a surrogate pair, which JSON can carry, has no UTF-8
+    # ensure_ascii: a lone surrogate, which JSON can carry, can't be encoded as UTF-8
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

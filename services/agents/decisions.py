@@ -1,4 +1,4 @@
-"""What the agents service decides, as pure functions: which replica a call goes to, and how an episode ends."""
+"""The decisions of the agents service, as pure functions: which replica samples a call, and how an episode ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.trajectory import Score
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A replica, with the calls that this service has with it."""
+    """A replica, and how many calls of this service it is working on."""
 
     id: str
     healthy: bool
@@ -24,8 +24,11 @@ class Candidate:
 def choose(
     candidates: Iterable[Candidate], timeline: str, min_version: int, parent: str | None, refused: set[str]
 ) -> str | None:
-    """The replica that samples a call: the one that sampled its parent, whose cache holds the path, else the least loaded. It is HEALTHY,
-    on the lease's timeline, with weights no older than the lease's, and has not `refused` the call; None if there is none."""
+    """Return the replica that samples a call, or None if no replica can.
+
+    The replica must be HEALTHY and on the lease's timeline, with weights no older than the lease's, and must not have `refused` the call.
+    The one that sampled the parent comes first, because its cache holds the path; else the least loaded one is taken.
+    """
     fit = [
         each
         for each in candidates
@@ -38,9 +41,9 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an episode came to its end. `score` is what its program came to; `hung` names the clock that ended it, if one did. `limit` says
-    which limit of the run the program met last, if it met one: it `refused` a call, or cut the last answer off. `trained` of the calls are
-    trained, on `paths` paths."""
+    """How an episode ended. `score` is the program's result. `hung` names the clock that ended it, if one did. `limit` is the last limit of
+    the run that the program met, if any: the limit `refused` a call, or cut off the last answer. `trained` counts the trained calls, and
+    `paths` their paths."""
 
     score: Score | None
     hung: str | None
@@ -52,51 +55,51 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """What is handed to the buffer: the trajectory or none, and the score, or None if a grader has to give it."""
+    """What the buffer gets: whether the trajectory, and the score. A score of None is left to a grader."""
 
     with_trajectory: bool
     score: Score | None
 
 
 def finish(ended: Outcome, *, on_limit: OnLimit, branches: Literal["allow", "refuse"], graded: bool) -> Finish:
-    """Law 7: an episode that can't be trained, or of which nobody knows what it is worth, is a failure with its reason."""
+    """Decide what to hand in. Law 7: an episode that can't be trained or has no reward fails with a reason."""
     score = _score(ended, on_limit, graded=graded)
     if isinstance(score, Score) and score.status != "SCORED":
         return Finish(False, score)
     if not ended.trained:
-        return Finish(False, _failed("the program was given no answer of the policy that is trained"))
+        return Finish(False, _failed("the program received no trained answer of the policy"))
     if branches == "refuse" and ended.paths > 1:
         return Finish(
             False,
             _failed(
-                f"the episode has {ended.paths} paths, but agents.branches is refuse: it changed its history, or went on twice from one"
+                f"the episode has {ended.paths} paths, but agents.branches is refuse: it changed its history or branched from it"
             ),
         )
     return Finish(True, score)
 
 
-# No attempt of the program: it never began, was lost with its process, or can't be played at all.
+# The program was not played: it never started, was lost with its process, or can't be played at all.
 _NOT_PLAYED = ("NOT_STARTED", "INTERRUPTED", "INVALID")
 
 
 def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
-    """The score to hand in; None leaves it to the grader."""
-    said = ended.score
-    if said is not None and said.status in _NOT_PLAYED:
-        return said
-    played_out = ended.hung is None and (said is None or said.status == "SCORED")
-    # a program that raises or hangs after it was refused a call was stopped; after an answer that was cut off it has failed
+    """Return the score to hand in, or None to leave it to the grader."""
+    score = ended.score
+    if score is not None and score.status in _NOT_PLAYED:
+        return score
+    played_out = ended.hung is None and (score is None or score.status == "SCORED")
+    # a limit stopped a program that raises or hangs after a refused call; after an answer that was cut off, the program itself failed
     stopped = ended.limit is not None and (ended.refused or played_out)
     if stopped and on_limit != "grade":
         if on_limit == "fail":
             return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
-        build = "" if said is None else said.build
-        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"}, build=build)
-    if graded and (played_out or stopped):  # what a limit stopped is graded for what there is by then
+        # it has no build, as no environment gave it; law 3 accepts it beside scores of any build
+        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"})
+    if graded and (played_out or stopped):  # an episode that a limit stopped is graded as it is
         return None
     if ended.hung is not None:
         return Score("TIMED_OUT", message=ended.hung)
-    return said or _failed("the program said no reward, and env.<name>.grader names nobody who does")
+    return score or _failed("the program returned no reward, and env.<name>.grader is not set")
 
 
 def _failed(message: str) -> Score:

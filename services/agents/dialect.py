@@ -1,7 +1,7 @@
-"""OpenAI's chat completions, as far as an episode speaks them: requests, answers, streams and errors. Pure: no I/O, no state.
+"""The part of OpenAI's chat completions that episodes use: requests, answers, streams and errors. Pure: no I/O, no state.
 
-What would make the policy sample from another distribution than the run trains is refused by name, or set to the run's value; nothing of
-the kind is ignored.
+An option that would change the distribution that the policy samples from is refused by name, or replaced by the run's value. No such option
+is ignored.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.trajectory import JSON_DEPTH, Message
-from headrace_services.agents.session import Asked, Refused, SessionCall
+from headrace_services.agents import conversation
+from headrace_services.agents.json_values import MOST_VALUES, has_too_many_values
+from headrace_services.agents.session import CallRequest, Refused, SessionCall
 
 TRAIN_HEADER = "x-headrace-train"
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
+# Set by the gateway: an earlier try of this request was turned away before it became a call.
+TURNED_AWAY_HEADER = "x-headrace-turned-away"
 _IDEMPOTENCY_HEADER = "idempotency-key"
 _LONGEST_STOP, _MOST_STOPS, _LONGEST_KEY = 256, 16, 256
 _TOO_DEEP = f"the request is nested more than {JSON_DEPTH} deep"
-# A body of more takes so long that it is read beside the event loop.
+# Decoding a larger body takes so long that a thread does it.
 LARGE_BODY = 100_000
 
-# The run's own values hold; what was asked for is kept for people.
+# The run's own values replace these. The requested values are kept for people to read.
 IMPOSED = (
     "temperature",
     "top_p",
@@ -40,12 +44,12 @@ IMPOSED = (
     "length_penalty",
 )
 _OTHER_DISTRIBUTION = "the policy would sample from another distribution than the one that is trained"
-_TEMPLATE = "the run's chat template holds for every call (policy.tokenizer.chat_template_kwargs)"
-_TEXT_ALONE = "the policy reads and writes text alone"
-# Options that are refused, with the values that change nothing, and why.
+_TEMPLATE = "every call uses the run's chat template (policy.tokenizer.chat_template_kwargs)"
+_TEXT_ONLY = "the policy reads and writes text only"
+# Options that are refused: the harmless values of each, and the reason.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "ask as often as you want answers: each request is a call of its own"),
-    "best_of": ((1,), "ask as often as you want answers: each request is a call of its own"),
+    "n": ((1,), "send one request for each answer"),
+    "best_of": ((1,), "send one request for each answer"),
     "logit_bias": (({},), _OTHER_DISTRIBUTION),
     "response_format": (({"type": "text"},), f"structured output: {_OTHER_DISTRIBUTION}"),
     "structured_outputs": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
@@ -56,7 +60,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("auto", "none"), f"a forced tool: {_OTHER_DISTRIBUTION}; leave it to the policy (auto)"),
     "parallel_tool_calls": (
         (True,),
-        "what the policy wrote is given whole; take the first call and answer the others with an error",
+        "an answer holds every call that the policy wrote; run the first and answer the others with an error",
     ),
     "use_beam_search": ((False,), _OTHER_DISTRIBUTION),
     "bad_words": (([],), _OTHER_DISTRIBUTION),
@@ -67,35 +71,38 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "thinking_token_budget": ((), _OTHER_DISTRIBUTION),
     "repetition_detection": ((), _OTHER_DISTRIBUTION),
     "vllm_xargs": (({},), _OTHER_DISTRIBUTION),
-    "stop_token_ids": (([],), "give `stop`, or policy.generation.stop_token_ids of the run"),
-    "include_stop_str_in_output": ((False,), "a call that a stop string ends is given without it"),
+    "stop_token_ids": (([],), "use `stop`, or set policy.generation.stop_token_ids for the run"),
+    "include_stop_str_in_output": ((False,), "an answer never includes the stop string that ended it"),
     "skip_special_tokens": (
         (True,),
-        "an answer is what the run's parsers make of the tokens; ask for `return_token_ids`",
+        "the run's parsers make the answer from the tokens; use `return_token_ids` to get the tokens",
     ),
-    "prompt_logprobs": ((), "a prompt was not sampled"),
-    "top_logprobs": ((0,), "log-probabilities are of the sampled tokens alone"),
-    "echo": ((False,), "an answer is what the policy wrote"),
-    "truncate_prompt_tokens": ((), "shorten the messages: what the policy sees is what they say"),
+    "prompt_logprobs": ((), "a prompt is not sampled"),
+    "top_logprobs": ((0,), "only sampled tokens have log-probabilities"),
+    "echo": ((False,), "an answer holds only what the policy wrote"),
+    "truncate_prompt_tokens": ((), "shorten the messages instead"),
     "chat_template": ((), _TEMPLATE),
     "chat_template_kwargs": (({},), _TEMPLATE),
     "reasoning_effort": ((), _TEMPLATE),
     "documents": (([],), _TEMPLATE),
     "add_generation_prompt": ((True,), _TEMPLATE),
-    "continue_final_message": ((False,), "an answer is a turn of its own; the policy does not go on with a given one"),
+    "continue_final_message": ((False,), "each answer is a new turn; the policy can't continue a given one"),
     "add_special_tokens": ((False,), _TEMPLATE),
-    "modalities": ((["text"],), _TEXT_ALONE),
-    "audio": ((), _TEXT_ALONE),
-    "mm_processor_kwargs": ((), _TEXT_ALONE),
-    "web_search_options": ((), "there are no built-in tools: give functions, and call them yourself"),
-    "functions": (([],), "give them as `tools`"),
-    "function_call": ((), "give functions as `tools`; the policy chooses"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "mm_processor_kwargs": ((), _TEXT_ONLY),
+    "web_search_options": ((), "there are no built-in tools; pass functions and call them yourself"),
+    "functions": (([],), "pass them as `tools`"),
+    "function_call": ((), "pass functions as `tools`; the policy chooses"),
     "prediction": ((), _OTHER_DISTRIBUTION),
+    "include_reasoning": ((True,), "an answer holds everything that the policy wrote; ignore its reasoning instead"),
+    "priority": ((0,), "all calls of a run have the same priority"),
+    "kv_transfer_params": (({},), "the run chooses the replica of a call"),
 }
 
 
 class BadRequest(HeadraceError):
-    """A request that can't be answered, whoever asks again. `param` is the field at fault."""
+    """Raised for a request that would fail again if it were repeated. `param` is the invalid field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -104,9 +111,9 @@ class BadRequest(HeadraceError):
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-    """A request, and how its answer is to be written. `imposed` are the options that the run's own values replaced."""
+    """A request and the format of its answer. `imposed` holds the options that the run's own values replaced."""
 
-    asked: Asked
+    asked: CallRequest
     model: str
     parses_tools: bool
     stream: bool
@@ -115,10 +122,16 @@ class ChatRequest:
     logprobs: bool
     imposed: Mapping[str, Any]
 
+    def without_messages(self) -> ChatRequest:
+        """Return this request without its messages. Used while the call runs, which keeps the messages itself."""
+        return dataclasses.replace(self, asked=dataclasses.replace(self.asked, messages=(), tools=(), prefixes=()))
+
 
 def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
-    """The request in the body of a POST of /v1/chat/completions. `headers` by lower-case name; `model` is the run's. Raises
-    `BadRequest`."""
+    """Parse the body of a POST to /v1/chat/completions. The names of `headers` are lower-case. `model` is the name of the run's model.
+
+    Raises `BadRequest`.
+    """
     fields = _fields(body)
     for option, (harmless, why) in _REFUSED.items():
         value = fields.get(option)
@@ -131,14 +144,16 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     digest.update(b"1" if train else b"0")
     stream_options = _typed(fields, "stream_options", dict) or {}
     return ChatRequest(
-        asked=Asked(
+        asked=CallRequest(
             messages=messages,
+            prefixes=conversation.prefixes(messages, tools),
             body=digest.digest(),
             tools=tools,
             max_tokens=_max_tokens(fields),
             stop=_stop(fields.get("stop")),
             train=train,
-            retry=any(_is_retry(headers.get(name, "0")) for name in _RETRY_HEADERS),
+            retry=retry_count(headers),
+            turned_away=headers.get(TURNED_AWAY_HEADER) == "1",
             idempotency_key=_idempotency_key(headers),
         ),
         model=_typed(fields, "model", str) or model,
@@ -152,24 +167,30 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    """The fields of a body that can be rendered, kept and answered: Unicode, numbers as a record can hold them. Of a name that it has twice
-    the last counts."""
+    """Decode the body and check that a record can hold its text and numbers. The last value of a repeated name counts."""
+    if has_too_many_values(body):
+        raise BadRequest(
+            f"the body has more than {MOST_VALUES:,} JSON values (its brackets, commas and colons outside of strings); "
+            "send fewer messages, tools or fields"
+        )
     try:
         fields = msgspec.json.decode(body)
     except UnicodeDecodeError:
-        raise BadRequest(f"the body is no JSON: {_not_utf8(body)}") from None
+        raise BadRequest(f"the body is not valid JSON: {_not_utf8(body)}") from None
     except RecursionError:
         raise BadRequest(_TOO_DEEP) from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     _check_depth(fields)
     try:
         msgspec.msgpack.encode(fields)
     except OverflowError:
         name, number = _first_large(fields)
-        raise BadRequest(f"{name} has the whole number {number} of more than 64 bits; send it as text", name) from None
+        raise BadRequest(
+            f"{name} holds the integer {number}, which needs more than 64 bits; send it as text", name
+        ) from None
     return fields
 
 
@@ -182,9 +203,9 @@ def _not_utf8(body: bytes) -> str:
 
 
 def _check_depth(fields: dict[str, Any]) -> None:
-    """What is nested deeper than a record may be can't be kept."""
+    """Raise `BadRequest` for a body that is nested deeper than a record may be."""
     level: list[Any] = [fields]
-    for _ in range(JSON_DEPTH):  # level by level: recursion would end at a depth that the caller chooses
+    for _ in range(JSON_DEPTH):  # level by level, as the caller could exhaust a recursion
         level = [
             item
             for items in level
@@ -197,7 +218,7 @@ def _check_depth(fields: dict[str, Any]) -> None:
 
 
 def _first_large(fields: dict[str, Any]) -> tuple[str, int]:
-    """Where the first whole number is that has more than 64 bits, and which it is."""
+    """Return the path and value of the first integer that needs more than 64 bits."""
     left: list[tuple[str, Any]] = [("", fields)]
     while True:
         name, value = left.pop()
@@ -209,30 +230,31 @@ def _first_large(fields: dict[str, Any]) -> tuple[str, int]:
 
 def _typed(fields: Mapping[str, Any], name: str, *kinds: type) -> Any:
     value = fields.get(name)
-    if value is not None and not isinstance(value, kinds):
-        raise BadRequest(f"{name} {_shown(value)} is not of type {' or '.join(kind.__name__ for kind in kinds)}", name)
+    is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if value is not None and not is_kind:
+        raise BadRequest(f"{name} {_shown(value)} must be of type {' or '.join(kind.__name__ for kind in kinds)}", name)
     return value
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise BadRequest("messages is not a list of at least one message", "messages")
+        raise BadRequest("messages must be a list with at least one message", "messages")
     for place, message in enumerate(value):
         name = f"messages.{place}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"{name} is no object with a role", name)
+            raise BadRequest(f"{name} must be an object with a role", name)
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
                 if not isinstance(part, dict) or part.get("type") not in ("text", "refusal") or not _has_text(part):
-                    raise BadRequest(f"{name}.content has a part that is no text: {_TEXT_ALONE}", name)
+                    raise BadRequest(f"{name}.content has a part that is not text: {_TEXT_ONLY}", name)
         elif content is not None and not isinstance(content, str):
-            raise BadRequest(f"{name}.content is neither text nor a list of parts", name)
+            raise BadRequest(f"{name}.content must be a string or a list of parts", name)
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_tool_call, calls))):
-            raise BadRequest(f"{name}.tool_calls is no list of calls of functions", name)
+            raise BadRequest(f"{name}.tool_calls must be a list of function calls", name)
         if message.get("function_call") is not None:
-            raise BadRequest(f"{name}.function_call: give it as tool_calls", name)
+            raise BadRequest(f"{name}.function_call is not supported; use tool_calls", name)
     return tuple(value)
 
 
@@ -249,11 +271,11 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise BadRequest("tools is no list", "tools")
+        raise BadRequest("tools must be a list", "tools")
     for place, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not _is_tool_call(tool):
             raise BadRequest(
-                f"tools.{place} is no function: there are no built-in tools; give functions, and call them yourself",
+                f"tools.{place} is not a function: there are no built-in tools; pass functions and call them yourself",
                 "tools",
             )
     return tuple(value)
@@ -264,35 +286,37 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     for name in given:
         value = fields[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BadRequest(f"{name} {_shown(value)} is no number of tokens, at least 1", name)
+            raise BadRequest(f"{name} {_shown(value)} must be a whole number of tokens, at least 1", name)
     return min((fields[name] for name in given), default=None)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise BadRequest(f"stop {_shown(value)} is neither a text nor a list of them", "stop")
+        raise BadRequest(f"stop {_shown(value)} must be a non-empty string or a list of them", "stop")
     if len(stops) > _MOST_STOPS or any(len(each) > _LONGEST_STOP for each in stops):
-        raise BadRequest(f"stop: at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", "stop")
+        raise BadRequest(f"stop may have at most {_MOST_STOPS} strings of {_LONGEST_STOP} characters each", "stop")
     return tuple(stops)
 
 
 def _train(headers: Mapping[str, str]) -> bool:
     value = headers.get(TRAIN_HEADER, "1").strip()
     if value not in ("0", "1"):
-        raise BadRequest(f"the header {TRAIN_HEADER} is {_shown(value)}; it is 0 for a call that is not trained, or 1")
+        raise BadRequest(f"the header {TRAIN_HEADER} {_shown(value)} must be 0 (the call is not trained) or 1")
     return value == "1"
 
 
 def _idempotency_key(headers: Mapping[str, str]) -> str | None:
     key = headers.get(_IDEMPOTENCY_HEADER)
     if key is not None and len(key) > _LONGEST_KEY:
-        raise BadRequest(f"the header {_IDEMPOTENCY_HEADER} has {len(key)} characters, more than {_LONGEST_KEY}")
+        raise BadRequest(f"the header {_IDEMPOTENCY_HEADER} has {len(key)} characters; the limit is {_LONGEST_KEY}")
     return key
 
 
-def _is_retry(count: str) -> bool:
-    return count.strip().isdecimal() and int(count.strip()[:9]) > 0
+def retry_count(headers: Mapping[str, str]) -> int | None:
+    """Return how often the client has sent this request before, or None if it does not count its tries."""
+    counts = (headers.get(name, "").strip() for name in _RETRY_HEADERS)
+    return max((int(count[:9]) for count in counts if count.isdecimal()), default=None)
 
 
 def _shown(value: Any) -> str:
@@ -305,7 +329,7 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A call's answer: a pure function of the call's record, so that a retry gets the same."""
+    """A call's answer. It follows from the call's record alone, so a retry gets the same answer."""
 
     id: str
     created: int
@@ -347,7 +371,7 @@ def answer_of(call: SessionCall, request: ChatRequest, created: int) -> Answer:
 
 
 def response(answer: Answer, request: ChatRequest) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": answer.message,
@@ -368,7 +392,7 @@ def response(answer: Answer, request: ChatRequest) -> dict[str, Any]:
 
 
 def chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
-    """The same answer as the events of a stream."""
+    """Yield the events of a streamed answer."""
     head = {"id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": request.model}
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -393,7 +417,7 @@ def chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:
-    """Tokens are named by their ids, as vLLM does with `return_tokens_as_token_ids`."""
+    """Return the log-probabilities. Tokens are named by their ids, as in vLLM with `return_tokens_as_token_ids`."""
     tokens = zip(answer.completion_token_ids, answer.logprobs, strict=True)
     return {
         "content": [
@@ -416,7 +440,7 @@ KEEP_ALIVE = b": waiting for the policy\n\n"
 
 @dataclasses.dataclass(frozen=True)
 class ApiProblem:
-    """An error as OpenAI's clients know it, by its status above all: they ask again after 408, 409, 429 and those of 500 and more."""
+    """An error in OpenAI's format. OpenAI's clients retry after the statuses 408, 409, 429, and 500 and above."""
 
     status: int
     type: str
@@ -430,35 +454,33 @@ class ApiProblem:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-# the rest of the body is not read
+# The rest of the body is not read.
 _HANGS_UP = {"connection": "close"}
 
 
 def no_such_key() -> ApiProblem:
     return ApiProblem(
-        401, "authentication_error", "the key is of no episode, or of one that has ended", "invalid_api_key"
+        401, "authentication_error", "the key belongs to no episode, or its episode has ended", "invalid_api_key"
     )
 
 
 def unknown_gateway(again_s: float) -> ApiProblem:
-    """`again_s`: how often other gateways are heard of."""
-    message = "the key is of a gateway that this one has not heard of; ask again, as it may have begun a moment ago"
-    # a client does not wait for more than a minute
+    """`again_s` is the time between two updates of the list of gateways."""
+    message = "the key belongs to a gateway that this one does not know yet; retry, as it may have just started"
+    # clients do not wait longer than a minute
     return ApiProblem(503, "server_error", message, headers={"retry-after": f"{math.ceil(min(again_s, 60))}"})
 
 
 def not_spoken(status: int, method: str, path: str, headers: Mapping[str, str]) -> ApiProblem:
-    """What is asked for by this path, without the key in it, is not answered here: 404, or 405 if by another method it would be."""
-    message = f"{method} {_shown(path)} is not answered here; what is: POST /v1/chat/completions, GET /v1/models, GET /v1/models/MODEL"
+    """Return the error for an unknown path (404) or method (405). `path` is without the key."""
+    message = f"{method} {_shown(path)} is not supported; use POST /v1/chat/completions, GET /v1/models or GET /v1/models/MODEL"
     if path.startswith("/v1/responses"):
-        message += (
-            '. In the OpenAI Agents SDK, agents.set_default_openai_api("chat_completions") asks for chat completions'
-        )
+        message += '. In the OpenAI Agents SDK, call agents.set_default_openai_api("chat_completions")'
     return ApiProblem(status, "invalid_request_error", message, "unknown_url", headers=headers)
 
 
 def no_such_model(name: str, model: str) -> ApiProblem:
-    message = f"there is no model {_shown(name)} here; the policy is {_shown(model)}"
+    message = f"the model {_shown(name)} does not exist; the policy is {_shown(model)}"
     return ApiProblem(404, "invalid_request_error", message, "model_not_found", "model")
 
 
@@ -468,16 +490,18 @@ def too_large(most: int) -> ApiProblem:
 
 
 def too_slow(seconds: float) -> ApiProblem:
-    return ApiProblem(408, "timeout_error", f"the body was not there after {seconds:g} s", headers=_HANGS_UP)
+    return ApiProblem(408, "timeout_error", f"the body did not arrive within {seconds:g} s", headers=_HANGS_UP)
 
 
-def failed(message: str, *, late: bool) -> ApiProblem:
-    """A call without an answer, which may be asked for again."""
+def failed(message: str, *, late: bool, again: bool = True) -> ApiProblem:
+    """Return the error for a call without an answer. Unless `again`, OpenAI's clients are told not to retry."""
+    if not again:
+        return ApiProblem(500, "server_error", message, headers={"x-should-retry": "false"})
     return ApiProblem(504, "timeout_error", message) if late else ApiProblem(503, "server_error", message)
 
 
 def broken() -> ApiProblem:
-    return ApiProblem(500, "server_error", "the gateway failed; the runner's log says why")
+    return ApiProblem(500, "server_error", "the gateway failed; see the runner's log")
 
 
 def too_many(message: str) -> ApiProblem:
@@ -489,7 +513,7 @@ def problem_of(error: BadRequest | Refused) -> ApiProblem:
         return ApiProblem(400, "invalid_request_error", str(error), "unsupported_or_invalid", error.param)
     match error.kind:
         case "limit":
-            # the code by which harnesses know that they have to shorten, or to end
+            # harnesses know this code: they have to shorten the conversation or stop
             return ApiProblem(400, "invalid_request_error", str(error), "context_length_exceeded", "messages")
         case "conflict":
             return ApiProblem(400, "invalid_request_error", str(error), "idempotency_key_reused")

@@ -1,6 +1,6 @@
-"""One episode that runs: carries its calls out, each in a task of its own, so that a call outlives the connection of its client.
+"""One running episode. Each call runs in its own task, so it outlives the connection of its client.
 
-What is decided, `session.Session` decides.
+`session.Session` makes all decisions.
 """
 
 from __future__ import annotations
@@ -19,26 +19,20 @@ from headrace.replica_client import RenderRefused, SampleRequest
 from headrace.trajectory import Call
 from headrace_services.agents import metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest
-from headrace_services.agents.fleet import Fleet
-from headrace_services.agents.session import Clocks, Ending, Refused, Session, SessionCall, SessionLimits
+from headrace_services.agents.fleet import CallFailed, Fleet
+from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 
-# Keeps a call under its number and a nonce of its own; returns once the buffer has it.
+# Different values that are kept of an option that the run's value replaced.
+_MOST_IMPOSED = 16
+# Keeps a call under its number and its nonce, and returns once the buffer has it.
 Keep = Callable[[int, str, Call], Awaitable[None]]
 
 
-class CallFailed(HeadraceError):
-    """A call without an answer, through no fault of the request. `late`: a clock of the run ended it."""
-
-    def __init__(self, message: str, *, late: bool = False) -> None:
-        super().__init__(message)
-        self.late = late
-
-
 class OpenEpisode:
-    """An episode that runs. `keep` keeps a finished call; its answer leaves after that. `over` is set when the program has to end: the
-    name of the clock that has run out, or why no further answer can leave (the lease is lost, or a call could not be kept)."""
+    """A running episode. `keep` stores a finished call; its answer leaves afterwards. `over` is set when the program has to end: to the
+    clock that has run out, or to the error that stops all further answers (the lease is lost, or a call could not be kept)."""
 
     def __init__(
         self,
@@ -59,27 +53,31 @@ class OpenEpisode:
         self.imposed: dict[str, list[object]] = {}
         self._fleet = fleet
         self._keep = keep
-        self._keeping = asyncio.Lock()  # in the order of their numbers
+        self._keeping = asyncio.Lock()  # keeps calls in the order of their numbers
         self._tasks: dict[SessionCall, asyncio.Task[None]] = {}
-        self._given_up: dict[SessionCall, str] = {}  # by a clock, and by which
+        self._hopeless: dict[bytes, str] = {}  # why another try would fail too, by the body of the request
+        self._given_up: dict[SessionCall, str] = {}  # the clock that ended each call
 
     def ask(self, request: ChatRequest) -> SessionCall:
-        """The call that answers the request, under way. Raises `Refused`."""
+        """Return the call that answers the request, and start it if it is new. Raises `Refused`, and `CallFailed` for a request whose call
+        failed for good."""
+        if (why := self._hopeless.get(request.asked.body)) is not None:
+            raise CallFailed(why, again=False)
         call, is_new = self.session.ask(request.asked, self._fleet.clock())
         if is_new:
             for option, value in request.imposed.items():
                 values = self.imposed.setdefault(option, [])
-                if value not in values:
+                if value not in values and len(values) < _MOST_IMPOSED:
                     values.append(value)
                 metrics.IMPOSED.labels(option).inc()
-            task = asyncio.create_task(self._carry_out(call, request))
+            task = asyncio.create_task(self._carry_out(call, parses_tools=request.parses_tools))
             self._tasks[call] = task
             task.add_done_callback(partial(self._done, call))
         return call
 
     async def wait(self, call: SessionCall) -> None:
-        """Return when the call has its answer, which is kept. Raises `Refused`, `BadRequest`, `CallFailed`. To stop waiting does not stop
-        the call."""
+        """Wait until the call's answer is kept. Cancelling the wait does not cancel the call. Raises `Refused`, `BadRequest`,
+        `CallFailed`."""
         task = self._tasks[call]
         await asyncio.wait([task])
         if task.cancelled():
@@ -94,7 +92,7 @@ class OpenEpisode:
         self._forget(call)
 
     def look(self) -> None:
-        """Look at the clocks: give up the calls that are overdue, end the episode if it is."""
+        """Check the clocks: give up overdue calls, and end the episode if its time is up."""
         now = self._fleet.clock()
         for call, why in list(self.session.overdue(now)):
             self._given_up[call] = why
@@ -102,19 +100,19 @@ class OpenEpisode:
         if (hung := self.session.hung(now)) is not None:
             self._end_for(hung)
 
-    async def end(self) -> Ending:
-        """End the session: calls that are under way are given up, and the key is dead."""
+    async def end(self) -> SessionSummary:
+        """End the session and give up the calls that are still running."""
         ending = self.session.end()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         return ending
 
-    async def _carry_out(self, call: SessionCall, request: ChatRequest) -> None:
+    async def _carry_out(self, call: SessionCall, *, parses_tools: bool) -> None:
         """Raises `Refused`, `BadRequest`, `CallFailed`."""
-        asks_again = True  # what clients do after an error that is not their fault
+        asks_again = True  # clients retry after an error that is not their fault
         try:
-            await self._sample(call, request)
+            await self._sample(call, parses_tools=parses_tools)
         except Refused:
             asks_again = False
             raise
@@ -127,20 +125,25 @@ class OpenEpisode:
             if call not in self._given_up:
                 raise
             raise CallFailed(self._given_up[call], late=True) from None
+        except CallFailed as error:
+            asks_again = error.again
+            if not error.again:
+                self._hopeless[call.asked.body] = str(error)
+            raise
         except HeadraceError as error:
             self._end_for(error)
-            raise CallFailed("the episode has ended: what was sampled could not be kept") from error
+            raise CallFailed("the episode has ended: the sampled answer could not be kept") from error
         finally:
             if call.running:
                 self.session.failed(call, self._fleet.clock(), again=asks_again)
 
     def _done(self, call: SessionCall, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it any more
+            task.exception()  # marks it as retrieved, as nobody may be waiting
         self._forget(call)
 
     def _forget(self, call: SessionCall) -> None:
-        """Let go of the task of a call that failed, once nobody waits for it: its error holds the whole request."""
+        """Drop the task of a failed call once nobody waits for it. Its error holds the whole request."""
         if call.failed and call.readers == 0:
             self._tasks.pop(call, None)
             self._given_up.pop(call, None)
@@ -149,17 +152,18 @@ class OpenEpisode:
         if not self.over.done():
             self.over.set_result(why)
 
-    async def _sample(self, call: SessionCall, request: ChatRequest) -> None:
-        session, fleet, asked = self.session, self._fleet, call.asked
-        parent = session.parent_of(call)
-        near = None if parent is None or parent.completion is None else parent.completion.replica
+    async def _sample(self, call: SessionCall, *, parses_tools: bool) -> None:
+        session, fleet = self.session, self._fleet
+        near = next((each.completion.replica for each in session.candidates(call) if each.completion is not None), None)
         with self._timed(call, "render"):
-            rendered = await fleet.render(asked.messages, asked.tools, answered=False, near=near)
-            if parent is not None and session.needs_rendering(parent, rendered):
-                session.note_rendering(
-                    parent, await fleet.render(parent.history, asked.tools, answered=True, near=near)
-                )
-        placed = session.place(call, rendered, parent, fleet.clock())
+            rendered = await fleet.render(call.asked.messages, call.asked.tools, answered=False, near=near)
+            while (earlier := session.unrendered(call, rendered)) is not None:
+                answered = await fleet.render(earlier.history, call.asked.tools, answered=True, near=near)
+                session.note_rendering(earlier, answered)
+        placed = session.place(call, rendered, fleet.clock())
+        # `call.asked` now holds only the messages that the call adds; nothing keeps the others while it is sampled
+        asked = call.asked
+        del rendered
         with self._timed(call, "sample"):
             sampling = self.lease.group.sampling
             wanted = SampleRequest(
@@ -174,12 +178,13 @@ class OpenEpisode:
                 stop_token_ids=sampling.stop_token_ids,
                 seed=placed.seed,
                 message=True,
-                tools=[dict(tool) for tool in asked.tools] if request.parses_tools and asked.tools else None,
+                tools=[dict(tool) for tool in asked.tools] if parses_tools and asked.tools else None,
             )
-            sampled = await fleet.sample(wanted, near if call.parent is not None else None)
+            continued = None if call.parent is None else call.parent.completion
+            sampled = await fleet.sample(wanted, None if continued is None else continued.replica)
         session.sampled(call, sampled)
         session.answered(call, sampled.message, fleet.clock())
-        # from here on it is not given up: it has its number
+        # the call has its number now, and is no longer given up
         with self._timed(call, "keep"):
             async with self._keeping:
                 await self._keep(call.number, secrets.token_hex(8), call.record(lambda each: each.number))

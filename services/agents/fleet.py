@@ -1,7 +1,7 @@
-"""The replicas that sample for episodes: which are HEALTHY, what each has to do, and the time in which there is one.
+"""The replicas that sample for episodes: their states, their load, and a clock that runs only while one of them is HEALTHY.
 
-A call whose replica is fenced or lost is sampled again elsewhere, from its beginning (which is counted: long completions are lost more
-often than short ones). One that is silent is lost as soon as the buffer says so. While no replica can take a call, it waits.
+A call whose replica is fenced or lost is sampled again on another, from the beginning. This is counted, because long completions are lost
+more often than short ones. A silent replica counts as lost as soon as the buffer reports it. A call waits while no replica can take it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,23 @@ from headrace_services.agents.decisions import Candidate, choose
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# A replica that refused a call is asked again after this long, unless something is heard of it first.
+# A call that has lost this many replicas fails.
+_MOST_LOST = 3
+# A replica that refused a call is tried again after this time, or as soon as there is news of the fleet.
 _PAUSE_S = 1.0
 
 
+class CallFailed(HeadraceError):
+    """Raised for a call that has no answer, through no fault of its request. `late`: a clock of the run ended it. `again`: a retry may
+    succeed."""
+
+    def __init__(self, message: str, *, late: bool = False, again: bool = True) -> None:
+        super().__init__(message)
+        self.late, self.again = late, again
+
+
 class ReplicaApi(Protocol):
-    """What a replica does for a call (`headrace.replica_client.ReplicaClient`)."""
+    """The part of `headrace.replica_client.ReplicaClient` that calls need."""
 
     async def sample(self, request: SampleRequest) -> Sampled: ...
 
@@ -44,13 +55,25 @@ class ReplicaApi(Protocol):
     async def aclose(self) -> None: ...
 
 
+def _had_request(error: ReplicaUnavailable) -> bool:
+    """Return whether the replica may have received the request. False if no connection could be made."""
+    from aiohttp import ClientConnectorError, ConnectionTimeoutError  # slow to import; `HttpClient` needs it by then
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ClientConnectorError, ConnectionTimeoutError)):
+            return False
+        cause = cause.__cause__
+    return True
+
+
 class RunClock:
-    """Seconds in which a replica could sample: the clocks of episodes stand still in others."""
+    """Counts the seconds in which a replica could sample. The clocks of episodes stand still otherwise."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counted = 0.0
-        self._since: float | None = None  # when it was started; None while it stands still
+        self._since: float | None = None  # when it started; None while it stands still
 
     def __call__(self) -> float:
         return self._counted + (0.0 if self._since is None else self._clock() - self._since)
@@ -61,15 +84,16 @@ class RunClock:
 
 
 class Fleet:
-    """The replicas, as this runner knows them. `connect` gives the client of a replica at a URL."""
+    """The replicas that this runner knows. `connect` returns a client for a URL."""
 
     def __init__(self, connect: Callable[[str], ReplicaApi], clock: RunClock) -> None:
         self._connect = connect
         self.clock = clock
         self._replicas: dict[str, Replica] = {}
-        self._clients: dict[str, ReplicaApi] = {}
+        self._clients: dict[str, tuple[str, ReplicaApi]] = {}  # URL and client, by the replica's id
+        self._closing: set[asyncio.Task[None]] = set()
         self._calls: Counter[str] = Counter()
-        # for each answer that is waited for: its replica, and the timeline of its weights if it takes any
+        # the replica of each awaited answer, and the timeline of the weights that it needs, if any
         self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
         self._news = asyncio.Event()
 
@@ -78,17 +102,29 @@ class Fleet:
         return sum(replica.state == "HEALTHY" for replica in self._replicas.values())
 
     def note(self, replicas: Iterable[Replica]) -> None:
-        """What the buffer says of the replicas now; of none, because it can't be asked, nothing is known to be HEALTHY."""
+        """Take the buffer's news of all replicas. None are given while the buffer is away: then no replica is known to be HEALTHY."""
         self._replicas = {replica.id: replica for replica in replicas if isinstance(replica.info.get("url"), str)}
         self.clock.run(self.healthy > 0)
+        if self._replicas:  # an empty list may only mean that the buffer is away
+            self._forget_others()
         for lost, (replica, timeline) in self._awaited.items():
             if not lost.done() and (why := self._lost(replica, timeline)) is not None:
                 lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
 
+    def _forget_others(self) -> None:
+        """Close the clients of replicas that have left and have no running call."""
+        self._calls = Counter({id_: calls for id_, calls in self._calls.items() if calls or id_ in self._replicas})
+        used = set(self._calls) | set(self._replicas)
+        for id_ in [id_ for id_ in self._clients if id_ not in used]:
+            closing = asyncio.create_task(self._clients.pop(id_)[1].aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
-        """Sample from the replica `parent` if it can, else from another. Raises `RenderRefused`."""
+        """Sample from the replica `parent` if possible, else from another. Raises `RenderRefused`. Raises `CallFailed` if too many replicas
+        are lost while they sample it, because the call itself may crash them."""
 
         async def one(client: ReplicaApi) -> Sampled:
             sampled = await client.sample(request)
@@ -110,15 +146,15 @@ class Fleet:
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, answered: bool, near: str | None
     ) -> list[int]:
-        """The tokens of a conversation, behind which the policy is to speak unless its answer is the end. Raises `RenderRefused`."""
+        """Return the tokens of a conversation. `answered`: it ends with an answer, so no generation prompt follows. Raises
+        `RenderRefused`."""
         listed = [dict(tool) for tool in tools] or None
         return await self._on_one(
             lambda client: client.render(messages, listed, add_generation_prompt=not answered), self._translator(near)
         )
 
     async def aclose(self) -> None:
-        for client in self._clients.values():
-            await client.aclose()
+        await asyncio.gather(*self._closing, *(client.aclose() for _, client in self._clients.values()))
 
     def _candidates(self) -> list[Candidate]:
         return [
@@ -127,7 +163,7 @@ class Fleet:
         ]
 
     def _translator(self, near: str | None) -> Callable[[set[str]], str | None]:
-        """Picks a replica for what takes no weights: `near`, which the call has been with, or the least loaded that is alive."""
+        """Return a function that picks a replica for work without weights: `near`, which knows the call, or the least loaded live one."""
 
         def pick(refused: set[str]) -> str | None:
             alive = [each.id for each in self._replicas.values() if each.state != "DEAD" and each.id not in refused]
@@ -141,9 +177,10 @@ class Fleet:
         pick: Callable[[set[str]], str | None],
         timeline: str | None = None,
     ) -> T:
-        """What the replica of `pick` answers; one that can't is passed over until there is news, or for a moment. `timeline`: of the
-        weights, if it takes any."""
+        """Return the answer of the replica that `pick` chooses. One that can't answer is skipped for a moment, or until there is news.
+        `timeline` is that of the weights, if the work needs any."""
         refused: set[str] = set()
+        lost: set[str] = set()
         while True:
             news = self._news
             replica = pick(refused)
@@ -159,11 +196,18 @@ class Fleet:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
+                if timeline is not None and isinstance(error, ReplicaUnavailable) and _had_request(error):
+                    lost.add(replica)
+                    if len(lost) >= _MOST_LOST:
+                        raise CallFailed(
+                            f"{len(lost)} replicas were lost while they sampled this call, the last with: {error}",
+                            again=False,
+                        ) from error
             finally:
                 self._calls[replica] -= 1
 
     async def _answer(self, ask: Coroutine[Any, Any, T], replica: str, timeline: str | None) -> T:
-        """Raises what `_lost` says as soon as it says it."""
+        """Await the answer of the replica. Raises the error of `_lost` as soon as the replica is lost."""
         asking, lost = asyncio.create_task(ask), asyncio.get_running_loop().create_future()
         self._awaited[lost] = replica, timeline
         try:
@@ -177,19 +221,20 @@ class Fleet:
             await asyncio.gather(asking, return_exceptions=True)
 
     def _lost(self, replica: str, timeline: str | None) -> HeadraceError | None:
-        """Why no answer of this replica can be waited for any more, or None. In a refit it may stop, and go on with newer weights."""
+        """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights."""
         known = self._replicas.get(replica)
         if known is None:
-            # of no replica at all the buffer may just be away, and there is no other to ask
+            # with no replica at all the buffer may only be away, and there is no other to ask
             return ReplicaUnavailable("it has left the fleet") if self._replicas else None
         if known.state == "DEAD":
             return ReplicaUnavailable("its heartbeats have stopped")
         if timeline is not None and known.timeline != timeline:
-            return ReplicaFenced("timeline", f"its weights are of timeline {known.timeline!r} now, not {timeline!r}")
+            return ReplicaFenced("timeline", f"its weights are now of timeline {known.timeline!r}, not {timeline!r}")
         return None
 
     def _client(self, replica: str) -> ReplicaApi:
         url = str(self._replicas[replica].info["url"])
-        if url not in self._clients:
-            self._clients[url] = self._connect(url)
-        return self._clients[url]
+        known = self._clients.get(replica)
+        if known is None or known[0] != url:
+            known = self._clients[replica] = url, self._connect(url)
+        return known[1]

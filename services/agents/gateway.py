@@ -1,17 +1,16 @@
-"""The gateway: an endpoint for each open episode, which speaks OpenAI's chat completions.
+"""The gateway: an endpoint for each open episode, with OpenAI's chat completions API.
 
     POST /s/KEY/v1/chat/completions      KEY in the path, or as the API key:      POST /v1/chat/completions
     GET  /s/KEY/v1/models, /s/KEY/v1/models/MODEL                                 GET  /v1/models, /v1/models/MODEL
 
-Programs are somebody else's, and what they send is hostile: bodies, requests under way and requests a second are bounded, the key is all
-that is known of a caller, and it opens one episode.
+Programs are not trusted. Bodies, parallel requests and requests a second are bounded. A caller is known by its key alone, which opens one
+episode.
 
-A key begins with the name of its gateway. Behind one address for all (`agents.advertised_url`) any gateway takes a request, and forwards
-what is another's: it reads nothing that comes with a key until that one has said that there is such a key, and bounds its requests then as
-those of its own.
+A key begins with the name of its gateway. Behind a common address (`agents.advertised_url`), any gateway accepts a request and forwards it
+to the gateway of its key. It reads no body until that gateway has confirmed the key, and then applies the same bounds as to its own keys.
 
-An answer is delivered if its connection was still open when all but its last part had been written. No client has an answer without that
-part, and one that has it may close the connection at once.
+An answer counts as delivered if the connection was still open when all but the last part had been written. A client has no answer without
+the last part, and may close the connection as soon as it has it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -38,24 +36,32 @@ from headrace.episode import KEY
 from headrace.service import body_of
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
-from headrace_services.agents.episode import CallFailed, OpenEpisode
+from headrace_services.agents.episode import OpenEpisode
+from headrace_services.agents.fleet import CallFailed
+from headrace_services.agents.json_values import may_have_many_values
 from headrace_services.agents.session import Refused, SessionCall
 
 log = logging.getLogger(__name__)
 
-# While a stream has nothing to say, it says so this often; until then an error has a status of its own.
+# A waiting stream sends a comment this often. Until the first one, an error still has its own HTTP status.
 _KEEP_ALIVE_S = 5.0
-# For a body to come in.
+# The time for a body to arrive.
 _BODY_S = 60.0
-# For another gateway to say that there is a key.
+# The time for another gateway to confirm a key.
 _VOUCH_S = 10.0
-# Of the event loop, until a connection that was closed is seen to be.
+# Keys of other gateways that are looked up at a time, and that are looked up or wait for it.
+_LOOKUPS_AT_ONCE, _MOST_LOOKUPS = 8, 256
+# Turns of the event loop until a closed connection is noticed.
 _TURNS = 5
-# Over which requests a second are counted.
+# How many large bodies of one key are in memory at a time.
+_LARGE_AT_ONCE = 4
+# How long, and how many, requests of one key that became no call are remembered.
+_RETRY_WITHIN_S, _MOST_TURNED_AWAY = 120.0, 1000
+# The window in which requests a second are counted.
 _RATE_S = 10.0
 # Marks a request that another gateway sent on.
 _FORWARDED = "x-headrace-forwarded"
-# Headers of a request and of its answer that mean something to whoever gets them.
+# The headers to forward: of a request, and of its answer.
 _PASSED_ON = (
     b"content-type",
     b"idempotency-key",
@@ -63,20 +69,52 @@ _PASSED_ON = (
     b"x-stainless-retry-count",
     b"x-headrace-retry-count",
 )
-_HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
+_HANDED_ON = (b"content-type", b"cache-control", b"retry-after", b"x-should-retry")
 
 
-class _Door:
-    """What lets the requests of one key in: those that are under way, and the times of the last ones."""
+class KeyAdmission:
+    """Admits the requests of one key: counts parallel and recent requests, and limits large bodies."""
 
     def __init__(self) -> None:
         self.under_way = 0
         self.times: deque[float] = deque()
+        # requests that became no call: the time, and how often they had been tried before
+        self._turned_away: deque[tuple[float, int]] = deque(maxlen=_MOST_TURNED_AWAY)
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+
+    def is_idle(self, now: float) -> bool:
+        """Return whether no request of the key is under way or expected."""
+        times = [at + _RATE_S for at in self.times] + [at + _RETRY_WITHIN_S for at, _ in self._turned_away]
+        return not self.under_way and all(now >= until for until in times)
+
+    def note_turned_away(self, tries: int | None, now: float) -> None:
+        """Remember a request that became no call. `tries` is how often it had been tried before."""
+        if tries is not None:
+            self._turned_away.append((now, tries))
+
+    def was_turned_away(self, tries: int | None, now: float) -> bool:
+        """Return whether an earlier try of this request became no call, judged without its body. Each remembered try is used once."""
+        while self._turned_away and now - self._turned_away[0][0] >= _RETRY_WITHIN_S:
+            self._turned_away.popleft()
+        for place, (_, before) in enumerate(self._turned_away):
+            if before + 1 == tries:
+                del self._turned_away[place]
+                return True
+        return False
+
+    @contextlib.asynccontextmanager
+    async def body_of(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """Read the body of the request, for use within the context only. A large body waits while others of this key fill the room for
+        them. Raises `RequestRejected`."""
+        length = request.headers.get("content-length", "")
+        is_small = length.isdecimal() and int(length[:19]) <= dialect.LARGE_BODY
+        async with contextlib.nullcontext() if is_small else self._large:
+            yield await _read(request, most)
 
 
 class Gateway:
-    """The endpoints of the episodes that this runner has open. `model` is the policy's name. `peers` are the addresses of the gateways
-    behind the same address, by their names, which are heard of every `peers_every_s`; None: there are no others."""
+    """The endpoints of the open episodes of this runner. `model` is the policy's name. `peers` maps the names of the gateways behind the
+    common address to their own addresses, and is updated every `peers_every_s` (None: there are no other gateways)."""
 
     def __init__(
         self,
@@ -94,81 +132,102 @@ class Gateway:
         self._max_in_rate = max(1, round(max_requests_per_s * _RATE_S))
         self._peers_every_s = peers_every_s
         self._clock = clock
+        self._decoding = asyncio.Lock()
         self._episodes: dict[str, OpenEpisode] = {}
-        self._doors: dict[str, _Door] = {}  # of the keys of other gateways too, while they are used
+        self._admissions: dict[str, KeyAdmission] = {}  # also for keys of other gateways, while in use
         self.name = secrets.token_hex(4)
         self.peers: Mapping[str, str] = {}
 
     def open(self, episode: OpenEpisode) -> str:
-        """Returns the key that opens the episode."""
+        """Create and return the key that opens the episode."""
         key = f"{self.name}-{secrets.token_hex(16)}"
-        self._episodes[key], self._doors[key] = episode, _Door()
+        self._episodes[key], self._admissions[key] = episode, KeyAdmission()
         return key
 
     def close(self, key: str) -> None:
-        """The key is dead from here on."""
+        """Invalidate the key."""
         self._episodes.pop(key, None)
-        self._doors.pop(key, None)
+        self._admissions.pop(key, None)
 
     def peer(self, key: str) -> str | None:
-        """The address of the gateway whose key this is, if it is another's. Raises `Turned` for a key that no gateway has made, or one
-        that has not been heard of."""
+        """Return the address of the gateway that made this key, or None if it is this one. Raises `RequestRejected` for a key of no gateway
+        or of an unknown one."""
         made = KEY.fullmatch(key)
         if made is None:
-            raise Turned(dialect.no_such_key())
+            raise RequestRejected(dialect.no_such_key())
         if made[1] == self.name:
             return None
         if made[1] not in self.peers:
             unknown = self._peers_every_s
-            raise Turned(dialect.no_such_key() if unknown is None else dialect.unknown_gateway(unknown))
+            raise RequestRejected(dialect.no_such_key() if unknown is None else dialect.unknown_gateway(unknown))
         return self.peers[made[1]]
 
     def episode(self, key: str) -> OpenEpisode:
-        """Raises `Turned` if the key opens none."""
+        """Return the episode of the key. Raises `RequestRejected` if it has none."""
         if key not in self._episodes:
-            raise Turned(dialect.no_such_key())
+            raise RequestRejected(dialect.no_such_key())
         return self._episodes[key]
 
-    def has_door(self, key: str) -> bool:
-        """Whether there is such a key, as far as has been heard."""
-        return key in self._doors
+    def is_admitted(self, key: str) -> bool:
+        """Return whether the key is known to exist."""
+        return key in self._admissions
 
-    def make_door(self, key: str) -> None:
-        """For a key of another gateway, which has said that there is such a key."""
+    def admit_foreign(self, key: str) -> None:
+        """Admit a key that another gateway has confirmed. Forgets idle ones."""
         now = self._clock()
-        foreign = [(each, door) for each, door in self._doors.items() if each not in self._episodes]
-        for each, door in foreign:
-            if not door.under_way and all(now - at >= _RATE_S for at in door.times):
-                del self._doors[each]
-        self._doors.setdefault(key, _Door())
+        foreign = [(each, admission) for each, admission in self._admissions.items() if each not in self._episodes]
+        for each, admission in foreign:
+            if admission.is_idle(now):
+                del self._admissions[each]
+        self._admissions.setdefault(key, KeyAdmission())
+
+    async def decode(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+        """Decode a body. Large bodies, and those with many values, are decoded in a thread, one at a time. Raises `BadRequest`."""
+        if len(body) <= dialect.LARGE_BODY and not may_have_many_values(body):
+            return dialect.parse(body, headers, self.model)
+        async with self._decoding:
+            return await asyncio.to_thread(dialect.parse, body, headers, self.model)
 
     @contextlib.contextmanager
-    def admitted(self, key: str) -> Iterator[None]:
-        """One request of the key, which has a door, is let in. Raises `Turned`."""
-        door = self._doors[key]
-        if door.under_way >= self._max_parallel_calls:
-            raise Turned(
-                dialect.too_many(f"{door.under_way} requests of this episode are under way (agents.max_parallel_calls)")
-            )
-        now = self._clock()
-        while door.times and now - door.times[0] >= _RATE_S:
-            door.times.popleft()
-        if len(door.times) >= self._max_in_rate:
-            raise Turned(
+    def admitted(self, key: str, headers: Mapping[str, str]) -> Iterator[tuple[KeyAdmission, bool]]:
+        """Admit one request of a key that `is_admitted`. Yields the key's admission, and whether an earlier try of the request became no
+        call. Raises `RequestRejected`."""
+        admission, tries = self._admissions[key], dialect.retry_count(headers)
+        turned_away = headers.get(dialect.TURNED_AWAY_HEADER) == "1" or admission.was_turned_away(tries, self._clock())
+        try:
+            self._let_in(admission)
+            try:
+                yield admission, turned_away
+            finally:
+                admission.under_way -= 1
+        except (BadRequest, Refused, CallFailed):  # a retry would get the same answer
+            raise
+        except Exception:
+            admission.note_turned_away(tries, self._clock())
+            raise
+
+    def _let_in(self, admission: KeyAdmission) -> None:
+        if admission.under_way >= self._max_parallel_calls:
+            raise RequestRejected(
                 dialect.too_many(
-                    f"{len(door.times)} requests in {_RATE_S:g} s (agents.max_requests_per_s); wait a moment"
+                    f"{admission.under_way} requests of this episode are under way (agents.max_parallel_calls)"
                 )
             )
-        door.times.append(now)
-        door.under_way += 1
-        try:
-            yield
-        finally:
-            door.under_way -= 1
+        now = self._clock()
+        while admission.times and now - admission.times[0] >= _RATE_S:
+            admission.times.popleft()
+        if len(admission.times) >= self._max_in_rate:
+            raise RequestRejected(
+                dialect.too_many(
+                    f"{len(admission.times)} requests in {_RATE_S:g} s (agents.max_requests_per_s); wait a moment"
+                )
+            )
+        admission.times.append(now)
+        admission.under_way += 1
 
 
-class Turned(Exception):
-    """A request that is turned away at the door."""
+class RequestRejected(Exception):
+    """Raised for a request that becomes no call."""
 
     def __init__(self, problem: ApiProblem) -> None:
         super().__init__(problem.message)
@@ -176,11 +235,12 @@ class Turned(Exception):
 
 
 def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
-    """`forward` asks the other gateways."""
+    """Build the gateway's HTTP application. `forward` is the client for other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    lookups = KeyLookups(forward)
 
-    @app.exception_handler(Turned)
-    async def turned(_: Request, error: Turned) -> Response:
+    @app.exception_handler(RequestRejected)
+    async def turned(_: Request, error: RequestRejected) -> Response:
         return _refuse(error.problem)
 
     @app.exception_handler(404)
@@ -197,12 +257,12 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
         key = _key_of(request)
         if (peer := _peer_of(gateway, request)) is None:
             return _ChatAnswer(gateway, key)
-        return _Forwarded(gateway, key, peer, forward)
+        return _Forwarded(gateway, key, peer, forward, lookups)
 
     async def models(request: Request) -> Response:
         key = _key_of(request)
         if (peer := _peer_of(gateway, request)) is not None:
-            await _vouch(forward, peer, key)
+            await lookups.check(peer, key)
         else:
             gateway.episode(key)
         policy = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
@@ -219,43 +279,68 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
 
 
 def _peer_of(gateway: Gateway, request: Request) -> str | None:
-    """Where the request is to be forwarded; what was, is not again."""
+    """Return the address to forward the request to, or None. A forwarded request is not forwarded again."""
     return None if _FORWARDED in request.headers else gateway.peer(_key_of(request))
 
 
 def _key_of(request: Request) -> str:
-    """The path's, else the API key."""
+    """Return the key in the path, else the API key."""
     if "key" in request.path_params:
         return str(request.path_params["key"])
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _vouch(client: httpx.AsyncClient, peer: str, key: str) -> None:
-    """Return if the gateway at `peer` says that there is such a key of its own. Raises `Turned`."""
-    try:
-        answer = await client.get(f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S)
-    except httpx.HTTPError as error:
-        raise Turned(_unreachable(error)) from None
-    if answer.status_code == 401:
-        raise Turned(dialect.no_such_key())
-    if answer.status_code != 200:
-        raise Turned(dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False))
+class KeyLookups:
+    """Asks other gateways whether they have a key. Parallel questions about one key are merged, and only a few run at a time, so that
+    made-up keys cost little."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._at_once = asyncio.Semaphore(_LOOKUPS_AT_ONCE)
+        self._under_way: dict[str, asyncio.Task[ApiProblem | None]] = {}
+
+    async def check(self, peer: str, key: str) -> None:
+        """Check that the gateway at `peer` has the key. Raises `RequestRejected` if not."""
+        lookup = self._under_way.get(key)
+        if lookup is None:
+            if len(self._under_way) >= _MOST_LOOKUPS:
+                raise RequestRejected(
+                    dialect.too_many(f"{_MOST_LOOKUPS} keys of other runners are being looked up; retry")
+                )
+            lookup = self._under_way[key] = asyncio.create_task(self._ask(peer, key))
+            lookup.add_done_callback(lambda _: self._under_way.pop(key))
+        if (problem := await asyncio.shield(lookup)) is not None:
+            raise RequestRejected(problem)
+
+    async def _ask(self, peer: str, key: str) -> ApiProblem | None:
+        try:
+            async with self._at_once:
+                answer = await self._client.get(
+                    f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S
+                )
+        except httpx.HTTPError as error:
+            return _unreachable(error)
+        if answer.status_code == 401:
+            return dialect.no_such_key()
+        if answer.status_code != 200:
+            return dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False)
+        return None
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiProblem:
-    return dialect.failed(f"the runner of this episode can't be reached: {error or type(error).__name__}", late=False)
+    return dialect.failed(f"can't reach the runner of this episode: {error or type(error).__name__}", late=False)
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body. Raises `Turned` as soon as it is too large, or too slow."""
+    """Read the body. Raises `RequestRejected` as soon as it is too large or too slow."""
     try:
         async with asyncio.timeout(_BODY_S):
             body = await body_of(request, most)
     except TimeoutError:
-        raise Turned(dialect.too_slow(_BODY_S)) from None
+        raise RequestRejected(dialect.too_slow(_BODY_S)) from None
     if body is None:
-        raise Turned(dialect.too_large(most))
+        raise RequestRejected(dialect.too_large(most))
     return body
 
 
@@ -265,7 +350,7 @@ def _refuse(problem: ApiProblem) -> JSONResponse:
 
 
 class _ChatAnswer(Response):
-    """Asks the episode of `key`, and sends its answer to a client that is still there."""
+    """Makes the call in the episode of `key`, and sends the answer if the client is still connected."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         super().__init__()
@@ -274,67 +359,86 @@ class _ChatAnswer(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             episode = self._gateway.episode(self._key)
-            with self._gateway.admitted(self._key):
-                asked = Request(scope, receive)
-                body = await _read(asked, self._gateway.max_request_bytes)
-                read = partial(dialect.parse, body, dict(asked.headers), self._gateway.model)
-                request = await asyncio.to_thread(read) if len(body) > dialect.LARGE_BODY else read()
-                del body, read
+            asked = Request(scope, receive)
+            with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
+                headers = {**asked.headers, dialect.TURNED_AWAY_HEADER: f"{turned_away:d}"}
+                async with admission.body_of(asked, self._gateway.max_request_bytes) as body:
+                    request = await self._gateway.decode(body, headers)
+                    del body
+                call = episode.ask(request)
+                request = request.without_messages()
                 gone = asyncio.create_task(_gone(receive))
                 try:
-                    problem = await _answer(episode, request, gone, send)
+                    problem = await _answer(episode, call, request, gone, send)
                 finally:
                     gone.cancel()
-        except (Turned, BadRequest, Refused) as error:
-            problem = error.problem if isinstance(error, Turned) else dialect.problem_of(error)
-        except ClientDisconnect:  # in the middle of its request
+        except RequestRejected as error:
+            problem = error.problem
+        except (BadRequest, Refused, CallFailed) as error:
+            problem = _problem_of(episode, error)
+        except ClientDisconnect:  # while it sent its request
             return
         if problem is not None:
             await _refuse(problem)(scope, receive, send)
 
 
 class _Forwarded(Response):
-    """Asks another gateway, and hands its answer on as it comes. A client that goes is gone there too."""
+    """Forwards the request to another gateway and streams the answer back. If the client disconnects, so does the forwarded request."""
 
-    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient, lookups: KeyLookups) -> None:
         super().__init__()
-        self._gateway, self._key, self._peer, self._client = gateway, key, peer, client
+        self._gateway, self._key, self._peer, self._client, self._lookups = gateway, key, peer, client, lookups
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            if not self._gateway.has_door(self._key):
-                await _vouch(self._client, self._peer, self._key)
-                self._gateway.make_door(self._key)
-            with self._gateway.admitted(self._key):
-                asked = Request(scope, receive)
-                problem = await self._ask(asked, await _read(asked, self._gateway.max_request_bytes), send)
-        except Turned as turned:
-            problem = turned.problem
+            if not self._gateway.is_admitted(self._key):
+                await self._lookups.check(self._peer, self._key)
+                self._gateway.admit_foreign(self._key)
+            asked = Request(scope, receive)
+            with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
+                async with contextlib.AsyncExitStack() as in_hand:
+                    body_of = admission.body_of(asked, self._gateway.max_request_bytes)
+                    body = [await in_hand.enter_async_context(body_of)]
+                    await self._ask(asked, body, in_hand, send, turned_away=turned_away)
+        except RequestRejected as error:
+            await _refuse(error.problem)(scope, receive, send)
         except ClientDisconnect:
             return
-        if problem is not None:
-            await _refuse(problem)(scope, receive, send)
 
-    async def _ask(self, asked: Request, body: bytes, send: Any) -> ApiProblem | None:
-        """Returns why there is no answer, as long as nothing has been sent."""
+    async def _ask(
+        self, asked: Request, body: list[bytes], in_hand: contextlib.AsyncExitStack, send: Any, *, turned_away: bool
+    ) -> None:
+        """Forward the request. The `body` is freed once it is sent. Raises `RequestRejected`."""
+
+        async def sent() -> AsyncIterator[bytes]:
+            yield body.pop()
+            await in_hand.aclose()
+
         headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
         url = f"{self._peer}/s/{self._key}/v1/chat/completions"
-        request = self._client.build_request("POST", url, content=body, headers=[*headers, (_FORWARDED.encode(), b"1")])
+        added = {
+            "content-length": f"{len(body[0])}",
+            _FORWARDED: "1",
+            dialect.TURNED_AWAY_HEADER: f"{turned_away:d}",
+        }
+        headers += [(name.encode(), value.encode()) for name, value in added.items()]
+        request = self._client.build_request("POST", url, content=sent(), headers=headers)
         gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
         try:
             await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
-            return handing.result() if handing.done() else None
+            if handing.done():
+                handing.result()
         finally:
             gone.cancel()
             handing.cancel()
 
-    async def _hand_on(self, request: httpx.Request, send: Any) -> ApiProblem | None:
-        """Returns why there is no answer, as long as nothing has been sent."""
+    async def _hand_on(self, request: httpx.Request, send: Any) -> None:
+        """Stream the other gateway's answer back. Raises `RequestRejected` if there is none."""
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            return _unreachable(error)
-        if answer.status_code == 401:  # the key has died there
+            raise RequestRejected(_unreachable(error)) from None
+        if answer.status_code == 401:  # the key is no longer valid there
             self._gateway.close(self._key)
         async with contextlib.aclosing(answer):
             kept = [(name, value) for name, value in answer.headers.raw if name.lower() in _HANDED_ON]
@@ -342,12 +446,12 @@ class _Forwarded(Response):
             async for part in answer.aiter_raw():
                 await _part(send, part)
             await _end(send)
-        return None
 
 
-async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task[None], send: Any) -> ApiProblem | None:
-    """Send the answer, or return why there is none, as long as nothing has been sent. Raises `Refused`."""
-    call = episode.ask(request)
+async def _answer(
+    episode: OpenEpisode, call: SessionCall, request: ChatRequest, gone: asyncio.Task[None], send: Any
+) -> ApiProblem | None:
+    """Send the call's answer. Returns the error instead if there is no answer and nothing has been sent."""
     waiting = asyncio.create_task(episode.wait(call))
     delivered = started = False
     try:
@@ -372,7 +476,7 @@ async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task
             return None
         most, last = _parts_of(call, request, episode.created)
         await _part(send, most)
-        await _part(send, b"")  # waits until the connection takes more
+        await _part(send, b"")  # waits until the connection accepts more
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if not gone.done():
@@ -387,7 +491,7 @@ async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task
 
 
 def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:
-    """The answer in two parts: a client that lacks the second has no answer, whoever has it may leave at once."""
+    """Return the answer in two parts. A client without the second part has no answer; one that has it may disconnect at once."""
     answer = dialect.answer_of(call, request, created)
     if not request.stream:
         whole = json.dumps(dialect.response(answer, request), ensure_ascii=False, separators=(",", ":")).encode()
@@ -404,13 +508,13 @@ def _problem_of(episode: OpenEpisode, error: BaseException | None) -> ApiProblem
         case BadRequest() | Refused():
             return dialect.problem_of(error)
         case CallFailed():
-            return dialect.failed(str(error), late=error.late)
+            return dialect.failed(str(error), late=error.late, again=error.again)
     log.error("%s: a call failed", episode.name, exc_info=error)
-    return dialect.failed("the runner failed; its log says why", late=False)
+    return dialect.failed("the runner failed; see its log", late=False)
 
 
 async def _gone(receive: Any) -> None:
-    """Return when the client has."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

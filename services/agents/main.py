@@ -1,4 +1,4 @@
-"""`headrace agents`: one runner with its gateway. It leases episodes by itself until a signal stops it."""
+"""`headrace agents`: one runner with its gateway. It leases and runs episodes until a signal stops it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def main(config: Config) -> None:
     """Run episodes until SIGTERM or SIGINT, then end their programs and return their leases. Raises `HeadraceError` for an error that the
     user must fix."""
     if not any(env.episodes for env in config.env.values()):
-        raise ConfigError("no environment has `episodes: true` (env.<name>.episodes): there is nothing to run")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call
+        raise ConfigError("no environment has episodes, so there is nothing to run; set env.<name>.episodes to true")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every call
     asyncio.run(_serve(config))
 
 
@@ -87,12 +87,12 @@ async def _serve(config: Config) -> None:
 
 
 def forwarding(config: Config, certificate: CertificateFiles | None) -> httpx.AsyncClient:
-    """Asks the other gateways. Where this one's `certificate` names the host under which all are reached, theirs do too, and are judged
-    by it; else by the host that each is called at."""
+    """Return the client for other gateways. If this gateway's `certificate` names the host of the common address, so do the others', and
+    they are verified against that host; else each is verified against its own host."""
     verify = True if certificate is None else client_context(config.security.tls_ca)
-    # an answer takes as long as it takes: the clocks are the other gateway's
+    # no timeout for answers: the other gateway has the clocks
     timeout = httpx.Timeout(None, connect=10.0)
-    # as many at once as programs ask; a service closes a connection after five silent seconds
+    # as many connections as there are requests; a service closes a connection after five idle seconds
     limits = httpx.Limits(max_connections=None, keepalive_expiry=3.0)
     client = httpx.AsyncClient(verify=verify, timeout=timeout, limits=limits, trust_env=False)
     name = urlsplit(config.agents.advertised_url or "").hostname or ""

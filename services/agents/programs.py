@@ -19,21 +19,21 @@ from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.wire import episode_to_wire, outcome_from_wire
 
-# What the hub has beyond an episode's deadline, within which it always answers.
+# The hub always answers within this time after an episode's deadline.
 _MARGIN_S = 10.0
-# Nobody but whoever set the run up can mend these.
+# Only the run's operator can fix these.
 _OURS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 _UNSENDABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class ProgramApi(Protocol):
     async def run(self, episode: Episode) -> EpisodeOutcome:
-        """Run the episode's program, and return when it has ended. To cancel this ends it. Raises `ServiceError` for what no other try
-        mends."""
+        """Run the episode's program until it ends. Cancellation ends the program. Raises `ServiceError` for an error that a retry can't
+        fix."""
 
 
 class HubPrograms:
-    """The programs of the run's environments, started by the hubs in turn."""
+    """Starts the programs of the run's environments through its hubs, in turn."""
 
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
         self._stubs = itertools.cycle([pb_grpc.RewardServiceStub(channel) for channel in channels])
@@ -46,18 +46,18 @@ class HubPrograms:
         try:
             response = await next(self._stubs).RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
         except grpc.aio.AioRpcError as error:
-            said = f"the reward hub: {error.code().name}: {error.details()}"
+            message = f"the reward hub: {error.code().name}: {error.details()}"
             if error.code() in _OURS:
                 raise ServiceError(
-                    f"{said}; is `headrace reward` of the same version, and has security.credentials the line `agents`?"
+                    f"{message}; check that `headrace reward` has the same version and that security.credentials has the line `agents`"
                 ) from error
-            return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=said))
+            return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=message))
         return outcome_from_wire(response.outcome)
 
 
 @contextlib.asynccontextmanager
 async def hub_programs(config: Config) -> AsyncIterator[HubPrograms]:
-    """Raises `ConfigError` for credentials or certificates that can't be used."""
+    """Connect to the run's hubs. Raises `ConfigError` for unusable credentials or certificates."""
     credentials = credentials_of(config)
     token = None if credentials is None else credentials.presented("agents")
     async with contextlib.AsyncExitStack() as stack:

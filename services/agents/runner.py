@@ -1,7 +1,7 @@
-"""The runner's loop: heartbeat, lease what fits, run each episode, hand in what became of it.
+"""The runner's loop: send heartbeats, lease what fits, run each episode, hand in the result.
 
-One task calls the buffer for leases. Each episode runs in a task of its own, from the start of its program to the answer of `finish`; under
-the same lease it begins anew as often as the buffer says.
+One task leases from the buffer. Each episode runs in its own task, from the start of its program to the answer of `finish`. It starts over
+under the same lease as often as the buffer asks for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from headrace.backoff import pause_after
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import (
@@ -37,36 +38,37 @@ from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import Fleet
 from headrace_services.agents.gateway import Gateway
 from headrace_services.agents.programs import ProgramApi
-from headrace_services.agents.session import Clocks, Ending, SessionLimits
+from headrace_services.agents.session import Clocks, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 
-# How often clocks are looked at.
+# How often the clocks are checked.
 _LOOK_S = 0.25
-# News of the buffer reach every runner at once, several in a refit, which then waits behind what they all ask: each takes up to this long.
+# The buffer's news reach all runners at once, several times during a refit, which would then wait behind their calls. So each runner reacts
+# after a random time up to this.
 _SPREAD_S = 0.1
-# Before a program that could not be started is tried again, at first and at most.
+# The first and the longest pause before a program that could not be started is tried again.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
 
 
 @dataclasses.dataclass
 class RunnerStatus:
-    """The state shown by the HTTP pages."""
+    """The state that the HTTP pages show."""
 
     unreachable: str | None = None
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """The episodes of a lease that have not ended, by their indices."""
+class OpenLease:
+    """A lease and its running episodes, by index."""
 
     lease: Lease
     tasks: dict[int, asyncio.Task[None]]
 
 
 class EpisodeRunner:
-    """One runner. `url` is where programs reach its gateway."""
+    """One runner. Programs reach its gateway at `url`."""
 
     def __init__(
         self,
@@ -90,36 +92,38 @@ class EpisodeRunner:
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
         self._limits, self._clocks = limits_of(config), clocks_of(config)
-        self._held: dict[str, _Held] = {}  # by the lease's token
+        self._held: dict[str, OpenLease] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
-        self._builds: dict[str, str] = {}  # that scored last, by environment
-        self._beats_at = 0.0  # when it is time for a heartbeat, whatever happens
+        self._beats_at = 0.0  # when the next heartbeat is due at the latest
         self._changed = asyncio.Event()
 
     def taken(self, lane: Lane) -> int:
-        """The slots of a lane that are taken."""
+        """Return how many slots of a lane are taken."""
         return sum(len(held.tasks) for held in self._held.values() if held.lease.group.lane == lane)
 
     def _free(self, lane: Lane) -> int:
         return self._config.agents.slots_of(lane) - self.taken(lane)
 
     def problem(self) -> str | None:
-        """Why no episode can run, or None."""
+        """Return why no episode can run, or None."""
         if self.status.unreachable is not None:
-            return f"the buffer is not reachable: {self.status.unreachable}"
-        return None if self._fleet.healthy else "no replica is HEALTHY: clocks stand still"
+            return f"can't reach the buffer: {self.status.unreachable}"
+        return None if self._fleet.healthy else "no replica is HEALTHY, so the clocks stand still"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop`, then end every program and return the leases without costing an attempt. Waits for an unreachable buffer.
-        Raises what can't be mended by another try."""
+        """Run until `stop`, then end every program and return the leases, which costs no attempt. Waits while the buffer is unreachable.
+        Raises an error that a retry can't fix."""
         await self._replay.register_runner(self.runner, self._info)
         died = False
         looking = asyncio.create_task(self._look())
+        looking.add_done_callback(lambda _: self._changed.set())  # it only ends with an error
         try:
             while not stop.is_set():
+                if looking.done():
+                    looking.result()
                 await self._turn()
                 await self._wait(stop)
-        except ServiceError:  # of what all episodes need
+        except ServiceError:  # concerns all episodes
             raise
         except Exception:
             died = True
@@ -130,13 +134,13 @@ class EpisodeRunner:
             try:
                 await self._replay.deregister_runner(self.runner, died=died)
             except ReplayUnavailable as error:
-                log.warning("could not deregister; the leases will expire by themselves: %s", error)
+                log.warning("could not deregister; the leases will expire: %s", error)
 
     async def _turn(self) -> None:
         self._changed.clear()
         self._reap()
         try:
-            # one that waits for work has news of the rest in time, and there may be many that wait
+            # an idle runner gets the rest of the news in time, and there may be many idle runners
             if self._held or not self._fleet.healthy or time.monotonic() >= self._beats_at:
                 await self._beat()
             free, validating = self._free("train"), self._free("validation")
@@ -146,16 +150,16 @@ class EpisodeRunner:
                     self._changed.set()
         except ReplayUnavailable as error:
             if self.status.unreachable is None:
-                log.warning("the buffer is not reachable: %s", error)
+                log.warning("can't reach the buffer: %s", error)
             self.status.unreachable = str(error)
-            self._fleet.note(())  # nobody says that a replica may sample; nothing could be kept
+            self._fleet.note(())  # no replica is known to be HEALTHY, and no call could be kept
         except Fenced as refusal:
-            # the state changed between the heartbeat and the lease: the next turn sees the new one
+            # the state changed between heartbeat and lease; the next turn sees the new one
             log.info("refused: %s", refusal)
             self._beats_at = 0.0
 
     async def _beat(self) -> None:
-        """Hear how the replicas, this runner's leases and the other gateways are."""
+        """Send a heartbeat, and get the state of the replicas, this runner's leases and the other gateways."""
         self._fleet.note(await self._replay.replicas())
         reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
         self.status.unreachable = None
@@ -170,15 +174,15 @@ class EpisodeRunner:
             self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
 
     async def _enter_again(self) -> None:
-        """The buffer took this runner for dead, and has passed its leases on."""
+        """Register again under a new id. The buffer declared this runner dead and passed its leases on."""
         await self._end(list(self._held), "lost")
         old, self.runner = self.runner, _new_id()
-        log.warning("%s enters again as %s", old, self.runner)
+        log.warning("%s registers again as %s", old, self.runner)
         await self._replay.register_runner(self.runner, self._info)
         self._changed.set()
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Wait until there may be something to do, at most one heartbeat period."""
+        """Wait until there may be work, at most one heartbeat period."""
         period = self._config.rollout.heartbeat_s
         waits = [
             asyncio.create_task(each) for each in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
@@ -194,7 +198,7 @@ class EpisodeRunner:
             await _cancel(waits)
 
     async def _look(self) -> None:
-        """Look at the clocks."""
+        """Check the clocks of all open episodes from time to time."""
         while True:
             for episode in list(self._open):
                 episode.look()
@@ -204,12 +208,12 @@ class EpisodeRunner:
 
     def _begin(self, lease: Lease) -> None:
         tasks = {index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing}
-        self._held[lease.token] = _Held(lease, tasks)
+        self._held[lease.token] = OpenLease(lease, tasks)
         for task in tasks.values():
             task.add_done_callback(lambda _: self._changed.set())
 
     def _reap(self) -> None:
-        """Free the slots of episodes that have ended; raise the error of one that nothing mends."""
+        """Free the slots of episodes that have ended. Raises the error of an episode if a retry can't fix it."""
         for token, held in list(self._held.items()):
             for index, task in list(held.tasks.items()):
                 if task.done():
@@ -222,7 +226,7 @@ class EpisodeRunner:
     async def _end(
         self, tokens: Iterable[str], outcome: str = "returned", *, only: frozenset[str] | None = None
     ) -> None:
-        """End the episodes of these leases, which are void or about to be: their programs are cancelled, their keys dead."""
+        """End the episodes of these leases, which are void or about to be. Cancels their programs and invalidates their keys."""
         ended = [token for token in tokens if token in self._held and (only is None or token in only)]
         tasks: list[asyncio.Task[None]] = []
         for held in map(self._held.pop, ended):
@@ -235,16 +239,16 @@ class EpisodeRunner:
     # -- an episode ----------------------------------------------------------------------------------------------------------
 
     async def _run_episode(self, lease: Lease, index: int) -> None:
-        """Run it until it has ended, however often it begins anew. Raises `ServiceError`."""
+        """Run an episode to its end, with all restarts. Raises `ServiceError`."""
         again: Lease | None = lease
-        pause_s = _FIRST_PAUSE_S
+        restarts = 0
         try:
             while again is not None:
                 current = again
                 try:
                     trajectory, score = await self._attempt(current, index)
                 except Exception as error:
-                    # what somebody wrote and can't be recorded is of this episode alone
+                    # an error about something that was written concerns this episode alone
                     if isinstance(error, HeadraceError) and not isinstance(error, CodecError):
                         raise
                     log.exception(_name(lease, index))
@@ -254,10 +258,10 @@ class EpisodeRunner:
                 self._count(current, status.lower())
                 if score is None or again is None:
                     continue
-                log.info("%s begins anew: %s: %s", _name(lease, index), status, score.message)
+                log.info("%s starts over: %s: %s", _name(lease, index), status, score.message)
                 if status in ("NOT_STARTED", "INTERRUPTED"):
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                    restarts += 1
+                    await asyncio.sleep(pause_after(restarts, _FIRST_PAUSE_S, _LAST_PAUSE_S))
         except Surplus:
             self._count(lease, "surplus")
         except Fenced as refusal:
@@ -267,18 +271,20 @@ class EpisodeRunner:
     async def _hand_in(
         self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None
     ) -> tuple[Lease | None, Score | None]:
-        """Returns the lease under which the episode has to begin anew, if it has to, and the score that the buffer took."""
+        """Hand in the result. Returns the lease under which the episode has to start over, if any, and the score that the buffer took."""
         try:
             return await self._retry(partial(self._replay.finish, lease, index, trajectory, score)), score
         except (CodecError, InvalidCall) as error:
             if trajectory is None:
                 raise
             log.warning("%s: %s", _name(lease, index), error)
-            failed = await self._refused(lease, trajectory.newest_version, f"what it wrote can't be handed in: {error}")
+            failed = await self._refused(
+                lease, trajectory.newest_version, f"its trajectory can't be handed in: {error}"
+            )
             return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
 
     async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
-        """Play the episode once. Returns what is handed in. Raises `Fenced` if the lease was lost meanwhile, `ServiceError`."""
+        """Play the episode once. Returns the trajectory and the score to hand in. Raises `Fenced` if the lease was lost, `ServiceError`."""
         env_name = lease.group.env_name
         seed = f"{self._config.algorithm.seed} {lease.group.id} {index}"
         keep = partial(self._keep, lease, index)
@@ -297,28 +303,26 @@ class EpisodeRunner:
             ending = await episode.end()
             _observe(env_name, episode, ending)
         seconds = time.monotonic() - began
-        if score is not None and score.build:
-            self._builds[env_name] = score.build
         trained = sum(call.trained for call in ending.calls)
         ended = Outcome(score, hung, ending.limit, ending.refused, trained, ending.paths)
         agents, graded = self._config.agents, self._config.env[env_name].grader is not None
         finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
-        said = None if finish.score is None else self._completed(finish.score, episode, seconds)
-        # a score that can't be kept has become FAILED, which takes no trajectory along
-        if not finish.with_trajectory or (said is not None and said.status != "SCORED"):
-            return None, said
+        handed_in = None if finish.score is None else self._completed(finish.score, episode, seconds)
+        # a score that can't be kept has become FAILED, which goes without a trajectory
+        if not finish.with_trajectory or (handed_in is not None and handed_in.status != "SCORED"):
+            return None, handed_in
         timings = {"episode_s": seconds}
         try:
-            return self._record(lease, index, ending, artifacts, timings), said
+            return self._record(lease, index, ending, artifacts, timings), handed_in
         except CodecError as error:
-            return None, self._failed(lease, f"what it wrote can't be recorded: {error}")
+            return None, self._failed(lease, f"its trajectory can't be recorded: {error}")
 
     def _record(
-        self, lease: Lease, index: int, ending: Ending, artifacts: dict[str, Any], timings: dict[str, float]
+        self, lease: Lease, index: int, ending: SessionSummary, artifacts: dict[str, Any], timings: dict[str, float]
     ) -> AnyTrajectory:
-        """Raises `CodecError` for what is no record, or too large for one."""
+        """Return the trajectory. Raises `CodecError` if it is invalid or too large."""
         most = self._limits.nbytes
-        if (size := artifacts_bytes(artifacts)) > most:  # before anything walks through them
+        if (size := artifacts_bytes(artifacts)) > most:  # before anything iterates over them
             raise CodecError(
                 f"its artifacts have {size} bytes, and its record may have {most} (agents.max_episode_bytes)"
             )
@@ -340,8 +344,8 @@ class EpisodeRunner:
         return record
 
     async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None, dict[str, Any]]:
-        """Run the program. Returns what it came to (None: it said no reward), the clock that ended it, if one did, and its artifacts.
-        Raises what `OpenEpisode.over` holds, `ServiceError`."""
+        """Run the program. Returns its score (None: it returned no reward), the clock that ended it, if one did, and its artifacts. Raises
+        the error of `OpenEpisode.over`, `ServiceError`."""
         running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
         ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:
@@ -353,8 +357,8 @@ class EpisodeRunner:
                 if isinstance(why, (CodecError, EpisodeTooLarge)):
                     return Score("FAILED", message=f"a call could not be kept: {why}"), None, {}
                 if isinstance(why, InvalidCall):
-                    # what a program can do wrong is refused before it is sampled: the buffer has forgotten the calls before this one, or
-                    # the weights, because its server lost writes
+                    # a program's own errors are refused before sampling. Here the buffer has forgotten the earlier calls or the weights,
+                    # because its server lost writes
                     return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None, {}
                 raise why
             outcome: EpisodeOutcome = running.result()
@@ -372,7 +376,7 @@ class EpisodeRunner:
             messages=group.messages,
             public={name: group.extra_env_info[name] for name in env.public if name in group.extra_env_info},
             limits=EpisodeLimits(self._limits.calls, self._limits.tokens),
-            # the clocks of the run are the gateway's, and stand still while nobody can sample; this one does not
+            # not episode_s: that clock stands still while no replica can sample, and this time does not
             deadline=time.monotonic() + self._config.replay.group_deadline_s,
             attempt=lease.attempt - 1 + began_before,
             environment=group.env_name,
@@ -386,8 +390,8 @@ class EpisodeRunner:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
 
     async def _refused(self, lease: Lease, newest_version: int, message: str) -> Score:
-        """The score of an episode that the buffer does not take. It is no fault of its program if the buffer has forgotten the weights
-        that it was sampled from, because its server lost writes: the trainer restores it, which ends the lease."""
+        """Return the score of an episode that the buffer refuses. The program is not to blame if the buffer has forgotten the weights,
+        because its server lost writes. The trainer then restores the buffer, which ends the lease."""
         state = await self._retry(self._replay.state)
         if newest_version > state.next_step:
             return Score("INTERRUPTED", message=message, environment=lease.group.env_name).storable()
@@ -397,12 +401,11 @@ class EpisodeRunner:
         return Score("FAILED", message=message, environment=lease.group.env_name).storable()
 
     def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
-        """The score with what the runner knows: its environment and build, what the program asked for and did not get, its time."""
+        """Return the score with what the runner adds: the environment, the options that the run's values replaced, and the time."""
         metadata = dict(score.metadata)
         if episode.imposed:
             metadata["headrace_asked"] = episode.imposed
         name = episode.lease.group.env_name
-        known = self._builds.get(name, "") if score.status == "SCORED" else ""
         completed = Score(
             score.status,
             score.reward,
@@ -410,7 +413,7 @@ class EpisodeRunner:
             metadata,
             score.message,
             score.environment or name,
-            score.build or known,
+            score.build,
             {**score.timings, "environment": seconds},
         )
         return completed.storable()
@@ -421,7 +424,7 @@ class EpisodeRunner:
 
 
 def limits_of(config: Config) -> SessionLimits:
-    """The limits of an episode."""
+    """Return the limits of an episode."""
     agents, context = config.agents, config.policy.max_total_sequence_length
     return SessionLimits(
         calls=agents.max_rollout_turns,
@@ -437,7 +440,7 @@ def clocks_of(config: Config) -> Clocks:
     return Clocks(agents.call_s, agents.think_s, agents.episode_s, agents.finish_s, agents.retry_grace_s)
 
 
-def _observe(env_name: str, episode: OpenEpisode, ending: Ending) -> None:
+def _observe(env_name: str, episode: OpenEpisode, ending: SessionSummary) -> None:
     session = episode.session
     metrics.CALLS.labels(env_name).observe(len(ending.calls))
     metrics.TOKENS.labels(env_name).observe(sum(call.completion_token_ids.size for call in ending.calls))

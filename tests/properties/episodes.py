@@ -191,7 +191,12 @@ class Episodes(Fleet):
         return False
 
     def _take_in(self, held: Held, index: int, trajectory: Trajectory, score: Score | None) -> None:
-        if score is not None and held.scored and held.build[1] != score.build:
+        if (
+            score is not None
+            and held.scored
+            and "" not in (held.build[1], score.build)
+            and held.build[1] != score.build
+        ):
             held.rebuilt += 1
             if held.rebuilt > MOST_RESCORED:
                 self.end(held, "failed")
@@ -204,7 +209,7 @@ class Episodes(Fleet):
         held.calls.pop(index, None)
         if score is not None:
             piece.attempts, piece.token, piece.reward = 1, held.token, score.reward
-            held.build = before, score.build
+            held.build = before, score.build or (held.build[1] if held.scored else "")
             self.settle(held)
         if held.state == "open" and held.generated:
             held.state = "scoring"

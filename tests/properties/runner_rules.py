@@ -19,7 +19,8 @@ ends = st.sampled_from(
     ["SCORED"] * 6 + ["graded"] + ["FAILED", "FAILED", "TIMED_OUT", "NOT_STARTED", "INTERRUPTED", "INVALID"]
 )
 BEGINNINGS: tuple[Status | None, ...] = (None, "FAILED", None, "INTERRUPTED", "TIMED_OUT")
-endings = st.lists(st.tuples(ends, rewards, builds), min_size=1, max_size=8)
+builds_or_none = st.one_of(builds, st.just(""))  # of a score that a limit of the run gave
+endings = st.lists(st.tuples(ends, rewards, builds_or_none), min_size=1, max_size=8)
 # Bytes of a call's text: three of the last kind are more than an episode may have.
 sizes = st.sampled_from([0, 0, 100, 15_000])
 
@@ -127,7 +128,7 @@ class RunnerRules(RolloutRules):
         index=some,
         end=ends,
         reward=rewards,
-        build=builds,
+        build=builds_or_none,
         large=st.sampled_from([False, False, False, True]),
         how=deliveries,
     )
@@ -170,7 +171,8 @@ class RunnerRules(RolloutRules):
             lease = newest[held.token]
             tries = {index: tries for index, (tries, *_) in held.tries.items()}
             for index in [index for index in self.model.missing(held) if held.state == "open"]:
-                score = Score("SCORED", float(index + (not differ)), build=held.build[1] if held.scored else "")
+                build = "" if index % 2 else (held.scored and held.build[1]) or "first"
+                score = Score("SCORED", float(index + (not differ)), build=build)
                 graded = held.group.order % 3 == 1
                 known = msgspec.structs.replace(lease, tries=tries)
                 self.call("finish", known, index, self.episode(lease, index), None if graded else score)

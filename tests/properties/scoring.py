@@ -219,7 +219,7 @@ class Scoring(Core):
         others = {job.trajectory.index for job, score in items if score.build != build}
         for index in others:
             self.void(held, index)
-        changes = bool(held.scored) and build != before[1]
+        changes = bool(held.scored) and before[1] not in ("", build)  # scores of no build go with any
         if changes:
             sent_alone = self.environment(held.group.env_name).sent_alone
             for index, piece in held.scored.items():

@@ -20,7 +20,7 @@ from headrace.replay import Lease, Replica
 from headrace.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.service import bind, serve_openly
 from headrace.trajectory import Call, Group, Message, Sampling
-from headrace_services.agents.episode import OpenEpisode
+from headrace_services.agents.episode import Keep, OpenEpisode
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.main import forwarding
@@ -55,6 +55,7 @@ class ToyReplica:
         self.policy = policy
         self.before: Callable[[SampleRequest], Any] = lambda request: asyncio.sleep(0)
         self.sampling = 0
+        self.is_closed = False
 
     async def sample(self, request: SampleRequest) -> Sampled:
         self.sampling += 1
@@ -77,7 +78,7 @@ class ToyReplica:
         return self.policy.render(messages, tools or (), answered=not add_generation_prompt)
 
     async def aclose(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def replica(name: str, state: Any = "HEALTHY", version: int = 3, timeline: str = TIMELINE) -> Replica:
@@ -95,12 +96,29 @@ class Open:
     address: str
     key: str
     kept: list[Call]
+    opens: Callable[[Keep], OpenEpisode]
     fail_to_keep: HeadraceError | None = None
     may_keep: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
         return f"{self.address}/s/{self.key}/v1"
+
+    @contextlib.asynccontextmanager
+    async def beside(self) -> AsyncIterator[Open]:
+        """Another episode of the same gateway."""
+        kept: list[Call] = []
+
+        async def keep(number: int, nonce: str, call: Call) -> None:
+            kept.append(call)
+
+        episode = self.opens(keep)
+        key = self.gateway.open(episode)
+        try:
+            yield dataclasses.replace(self, episode=episode, key=key, kept=kept)
+        finally:
+            self.gateway.close(key)
+            await episode.end()
 
     @contextlib.asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
@@ -146,7 +164,10 @@ async def open_episode(
         assert number == len(opened.kept)
         opened.kept.append(call)
 
-    episode = OpenEpisode("group-1[0]", lease(), 0, fleet, keep, limits, clocks, "42 group-1 0")
+    def opens(keep: Keep) -> OpenEpisode:
+        return OpenEpisode("group-1[0]", lease(), 0, fleet, keep, limits, clocks, "42 group-1 0")
+
+    episode = opens(keep)
     given = {"max_request_bytes": 10_000, "max_parallel_calls": 64, "max_requests_per_s": 1000.0}
     gateway = Gateway("policy", **(given | bounds))
     key = gateway.open(episode)
@@ -156,7 +177,7 @@ async def open_episode(
         async with forward, serve_openly(app, sock, certificate):
             scheme = "http" if certificate is None else "https"
             address = f"{scheme}://{config.agents.host}:{sock.getsockname()[1]}"
-            opened = Open(episode, gateway, fleet, toys, address, key, [])
+            opened = Open(episode, gateway, fleet, toys, address, key, [], opens)
             opened.may_keep.set()
             try:
                 yield opened

@@ -9,7 +9,16 @@ from typing import Any
 
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import Message
-from headrace_services.agents.session import Asked, Clocks, Placed, Refused, Session, SessionCall, SessionLimits
+from headrace_services.agents import conversation
+from headrace_services.agents.session import (
+    CallRequest,
+    Clocks,
+    Refused,
+    SamplingTask,
+    Session,
+    SessionCall,
+    SessionLimits,
+)
 from tests.support.toy_policy import END, ToyPolicy
 
 LIMITS = SessionLimits(calls=100, tokens=10**6, nbytes=10**7, context=4096, new_tokens=64)
@@ -29,22 +38,25 @@ class Program:
     def __init__(self, session: Session, policy: ToyPolicy) -> None:
         self.session, self.policy = session, policy
 
-    def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> Asked:
-        own = {name: options.pop(name) for name in ("retry", "idempotency_key", "train") if name in options}
+    def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> CallRequest:
+        own = {
+            name: options.pop(name) for name in ("retry", "turned_away", "idempotency_key", "train") if name in options
+        }
         body = json.dumps([messages, list(tools), options]).encode()
         known = {name: value for name, value in options.items() if name in ("max_tokens", "stop")}
-        return Asked(tuple(messages), hashlib.sha256(body).digest(), tools=tuple(tools), **known, **own)
+        prefixes = conversation.prefixes(messages, tools)
+        return CallRequest(tuple(messages), hashlib.sha256(body).digest(), prefixes, tools=tuple(tools), **known, **own)
 
     def begin(self, messages: Sequence[Message], **options: Any) -> SessionCall:
         return self.session.ask(self.asked(messages, **options), 0.0)[0]
 
-    def place(self, call: SessionCall) -> Placed:
-        parent = self.session.parent_of(call)
+    def place(self, call: SessionCall) -> SamplingTask:
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
-        if parent is not None and self.session.needs_rendering(parent, rendered):
-            self.session.note_rendering(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
+        while (earlier := self.session.unrendered(call, rendered)) is not None:
+            answered = self.policy.render(earlier.history, earlier.asked.tools, answered=True)
+            self.session.note_rendering(earlier, answered)
         try:
-            return self.session.place(call, rendered, parent, 0.0)
+            return self.session.place(call, rendered, 0.0)
         except Refused:
             self.session.failed(call, 0.0, again=False)
             raise

@@ -16,7 +16,8 @@
 -- attempt, until the episode ends in another way. INVALID fails the group at once.
 --
 -- Law 3: an episode can't be rescored. If another build scores an episode of a group that has scores, the group is generated again. If that
--- happens more than MOST_RESCORED times, builds take turns, and the group fails.
+-- happens more than MOST_RESCORED times, builds take turns, and the group fails. A score of build '' comes from no
+-- environment (a limit of the run gave it), and goes with any build.
 -- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
@@ -123,11 +124,11 @@ local function finish(run, call, entry)
   if call.length == 0 then return free(run, group, entry) end
   if entry.status then
     local number, build = build_of(group)
-    if build and build ~= entry.build then
+    if build and build ~= '' and entry.build ~= '' and build ~= entry.build then
       generate_again(run, group, build, entry.build)
       return 0
     end
-    entry.numbered = string.format('%d %s', number, entry.build)
+    entry.numbered = string.format('%d %s', number, entry.build ~= '' and entry.build or build or '')
   end
   code, message = keep_payload(entry)
   if code then return nil, code, message end

@@ -95,7 +95,8 @@ local function of_one_build(run, group, scored, reply)
       reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' is scored by build ' .. show(build) .. ', not ' .. show(entry.build))
     end
   end
-  local changed = group.scored > 0 and build ~= before and {before, build} or nil
+  -- scores of no build go with any (finish.lua)
+  local changed = group.scored > 0 and before ~= '' and build ~= before and {before, build} or nil
   if changed then score_again(run, group) end
   group.build = string.format('%d %s', newest, build)
   return kept, changed

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from headrace.trajectory import Message
-from headrace_services.agents.session import Ending
+from headrace_services.agents.session import SessionSummary
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode
 from tests.support.own_python import own_python
@@ -203,7 +203,7 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 async def played(
     program: Program, faults: Iterable[Fault | None], *, stream: bool
-) -> tuple[list[Message], Ending, Open]:
+) -> tuple[list[Message], SessionSummary, Open]:
     """What the program was given, what is trained of it, and the episode."""
     # reasoning is not shown again, so that programs that leave it out continue what they were told
     async with open_episode(ToyPolicy(reasoning="stripped")) as opened:
@@ -212,7 +212,7 @@ async def played(
         return used, await opened.episode.end(), opened
 
 
-def check(used: list[Message], ending: Ending, opened: Open) -> None:
+def check(used: list[Message], ending: SessionSummary, opened: Open) -> None:
     assert spoken(call.answer for call in ending.calls) == spoken(used)
     assert all(call.trained for call in ending.calls)
     assert not ending.dropped

@@ -18,6 +18,7 @@ from headrace.errors import ChatError, ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
 from headrace.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from headrace_services.agents.episode import OpenEpisode
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
 from tests.support.toy_policy import decode
@@ -114,7 +115,7 @@ async def test_artifacts_that_cant_be_kept_fail_their_episode_alone(stage: Stage
     assert runner.status.outcomes == {"failed": 1, "scored": N}
     reasons = [fields.get("reason", "") for _, fields in await stage.replay.events("0", 0.1)]
     (reason,) = filter(None, reasons)
-    assert reason.startswith("FAILED: what it wrote can't be recorded: ")
+    assert reason.startswith("FAILED: its trajectory can't be recorded: ")
     assert said in reason
 
 
@@ -333,7 +334,7 @@ async def test_no_trajectory_comes_of_a_program_that_never_asked(stage: Stage) -
     async with stage.runner(Played(silent)):
         await stage.until(failed=1)
     (failed,) = await stage.replay.failures()
-    assert "no answer of the policy" in str(failed)
+    assert "no trained answer of the policy" in str(failed)
 
 
 async def test_a_runner_that_is_stopped_returns_its_leases_without_a_charge(stage: Stage) -> None:
@@ -535,6 +536,36 @@ async def test_a_limit_ends_an_episode_as_it_is_configured(
     assert {each.reward for each in batch.trajectories} == rewards
 
 
+@pytest.mark.parametrize("graded", [False, True])
+async def test_what_on_limit_earns_goes_with_the_scores_of_the_siblings(stage: Stage, graded: bool) -> None:
+    """Also of a program that hung before any other was scored, so that no build is known."""
+    refused = asyncio.Event()
+
+    async def play(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 1:
+            await refused.wait()
+            return await two_turns(episode)
+        with contextlib.suppress(Exception):
+            while True:
+                await episode.chat(episode.messages)
+        stage.now[0] += stage.config.agents.finish_s
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    env = stage.config.env["talk"].model_copy(update={"grader": "judge" if graded else None})
+    stage.config = stage.config.model_copy(update={"env": {"talk": env}})
+    await stage.enqueue(0)
+    async with stage.runner(Played(play), on_limit=0.25, max_rollout_turns=3) as (runner, _, _):
+        await eventually(lambda: _true(runner.status.outcomes["scored"] == 1))
+        refused.set()
+        if graded:
+            await stage.until(scoring=1)
+            (job,) = await stage.replay.take_scoring({"talk": N})
+            await stage.replay.score(job, Score("SCORED", 1.0, build="the judge's"))
+        await stage.until(ready=1)
+    assert (await stage.replay.group("e0-train-0"))["attempt"] == 1
+
+
 async def test_an_error_of_one_episode_ends_no_other(stage: Stage) -> None:
     async def odd(episode: Episode) -> EpisodeOutcome:
         if episode.index == 0 and episode.attempt == 0:
@@ -598,6 +629,23 @@ async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(st
             await stage.until(ready=1)
     assert not idle.began
     assert {episode.base_url.partition("/s/")[0] for episode in playing.began} == {url}
+
+
+async def test_an_error_of_the_clocks_ends_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them nothing that hangs would end."""
+
+    def fails(self: OpenEpisode) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(OpenEpisode, "look", fails)
+    await stage.enqueue(0)
+    async with stage.runner(Played(waits)) as (_, _, running):
+        with pytest.raises(ZeroDivisionError):
+            await running
 
 
 async def test_what_no_other_try_mends_ends_the_runner(stage: Stage) -> None:

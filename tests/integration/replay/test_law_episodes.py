@@ -426,6 +426,37 @@ async def test_law_4_what_an_episode_said_before_it_began_anew_is_refused(replay
     assert (await group_of(replay, lease))["scored"] == 1
 
 
+@pytest.mark.parametrize("builds", [("", "b"), ("b", ""), ("", "")])
+async def test_law_3_a_score_of_no_build_goes_with_any(replay: ReplayClient, builds: tuple[str, str]) -> None:
+    """As of an episode that a limit of the run ended, which `agents.on_limit` gave its reward."""
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    *others, last = lease.missing
+    for index in others:
+        await score(replay, lease, index, float(index), builds[0])
+    await score(replay, lease, last, build=builds[1])
+    group = await group_of(replay, lease)
+    assert group["state"] == "ready"
+    assert "rebuilt" not in group
+
+
+async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_the_others(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    first, *others = lease.missing
+    await score(replay, lease, first, 7.0)
+    for index in others:
+        await replay.finish(lease, index, make_trajectory(lease, index), None)
+    for job in await replay.take_scoring({"game": LONG}):
+        assert job.trajectory.index != first
+        await replay.score(job, Score("SCORED", 1.0, build="b"))
+    assert (await group_of(replay, lease))["state"] == "ready"
+    _, kept = await replay.trajectory("e0-train-0", first)
+    assert kept.reward == 7.0
+
+
 async def test_law_3_a_group_whose_episodes_two_builds_score_is_generated_again(replay: ReplayClient) -> None:
     await enqueue(replay, "e")
     await healthy_replica(replay)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from headrace.trajectory import JSON_DEPTH
-from headrace_services.agents import dialect
+from headrace_services.agents import conversation, dialect
 from headrace_services.agents.dialect import TRAIN_HEADER, BadRequest, ChatRequest
+from headrace_services.agents.json_values import MOST_VALUES
 from headrace_services.agents.session import Refused, Session
 from tests.support.gateways import open_episode
 from tests.support.toy_policy import END, ToyPolicy
@@ -57,11 +58,14 @@ def test_a_body_is_read_as_it_was_sent() -> None:
         (b"-1e999", r"out of range"),
         (b"NaN", r"invalid character \(byte 4\d\)"),
         (b"Infinity", r"invalid character \(byte 4\d\)"),
-        (b"[" * 100_000, "nested more than 64 deep"),
+        (b"[" * 90_000, "nested more than 64 deep"),
         (b"[" * 64 + b"]" * 64, "nested more than 64 deep"),
         (b"1" * 10_000, "out of range"),
-        (b'[1, {"a": [0, 18446744073709551616]}]', r"\.1\.a\.1 has the whole number 18446744073709551616 of more"),
-        (b"-9223372036854775809", "the whole number -9223372036854775809 of more than 64 bits"),
+        (
+            b'[1, {"a": [0, 18446744073709551616]}]',
+            r"\.1\.a\.1 holds the integer 18446744073709551616, which needs more",
+        ),
+        (b"-9223372036854775809", "the integer -9223372036854775809, which needs more than 64 bits"),
     ],
     ids=lambda value: repr(value[:20]),
 )
@@ -74,7 +78,7 @@ def test_what_is_no_text_or_no_number_is_refused_by_its_place(field: str, value:
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
 def test_json_is_utf_8(encoding: str) -> None:
     sent = json.dumps({"messages": [user("\ud800")]}, ensure_ascii=False).encode(encoding, "surrogatepass")
-    with pytest.raises(BadRequest, match=r"no JSON: .*\(byte \d+\)"):
+    with pytest.raises(BadRequest, match=r"not valid JSON: .*\(byte \d+\)"):
         parse(sent)
 
 
@@ -100,8 +104,19 @@ def test_an_idempotency_key_is_short() -> None:
         parse(body(), {"idempotency-key": "x" * 257})
 
 
-@pytest.mark.parametrize("is_large", [False, True])
-async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+@pytest.mark.parametrize(
+    ("message", "is_large"),
+    [
+        (user("x"), False),
+        (user("x" * dialect.LARGE_BODY), True),
+        ({**user("x"), "more": [[]] * 1_000}, False),
+        ({**user("x"), "more": [[]] * 10_000}, True),
+    ],
+    ids=["small", "large", "some values", "many values"],
+)
+async def test_a_large_body_is_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, message: Any, is_large: bool
+) -> None:
     readers: list[threading.Thread] = []
 
     def read(*args: Any) -> ChatRequest:
@@ -110,12 +125,49 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
 
     original = dialect.parse
     monkeypatch.setattr(dialect, "parse", read)
-    text = "x" * dialect.LARGE_BODY if is_large else "x"
     limits = dataclasses.replace(LIMITS, context=10**6)
     async with open_episode(limits=limits, max_request_bytes=10**6) as opened, opened.client() as client:
-        answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        answer = await client.chat.completions.create(model="policy", messages=[message])
     assert answer.choices
     assert [reader is threading.main_thread() for reader in readers] == [not is_large]
+
+
+def bomb(values: int) -> bytes:
+    return b'{"messages": [{"role": "user"}], "tools": [{"x": [%s]}]}' % b",".join([b"[]"] * (values // 2))
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: Any) -> Any:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(dialect.msgspec.json, "decode", decode)
+    with pytest.raises(BadRequest, match="more than 100,000 JSON values"):
+        parse(bomb(MOST_VALUES))
+    with pytest.raises(AssertionError, match="decoded"):
+        parse(bomb(MOST_VALUES - 100))
+
+
+@pytest.mark.parametrize("text", ["[],{:", '"', '\\"[', "\\", '\\\\"[,'], ids=repr)
+def test_what_is_in_texts_are_no_values(text: str) -> None:
+    said = text * MOST_VALUES
+    assert parse(body(messages=[user(said), user(said)])).asked.messages == (user(said), user(said))
+    with pytest.raises(BadRequest, match="JSON values"):
+        parse(body(messages=[user(said), {**user("hi"), "more": [[]] * MOST_VALUES}]))
+
+
+@pytest.mark.parametrize("values", [100, MOST_VALUES])
+def test_arguments_of_too_many_values_are_compared_as_text(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    def loads(text: str) -> Any:
+        decoded.append(text)
+        return original(text)
+
+    decoded: list[str] = []
+    original = conversation.json.loads
+    monkeypatch.setattr(conversation.json, "loads", loads)
+    arguments = json.dumps([[]] * values)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    parse(body(messages=[{"role": "assistant", "tool_calls": [call]}]))
+    assert decoded == ([arguments] if values == 100 else [])
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------------

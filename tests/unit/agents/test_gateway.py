@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +27,12 @@ from headrace.config import Config
 from headrace.episode import without_keys
 from headrace.errors import LeaseLost
 from headrace.replay import Replica
-from headrace.replica_client import ReplicaFenced, SampleRequest
+from headrace.replica_client import ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 from headrace.tls import client_context
+from headrace_services.agents import conversation, dialect, metrics
+from headrace_services.agents import fleet as fleet_module
 from headrace_services.agents import gateway as gateway_module
-from headrace_services.agents import metrics
+from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import LIMITS, TOOLS, user
@@ -211,7 +216,7 @@ async def test_a_gateway_that_was_not_heard_of_yet_is_waited_for_where_there_may
         url = f"{other.address}/s/{mine.key}/v1"
         async with mine.client(base_url=url) as client:
             for turned in (client.models.list, partial(ask, client)):
-                with pytest.raises(openai.InternalServerError, match="not heard of") as error:
+                with pytest.raises(openai.InternalServerError, match="does not know yet") as error:
                     await turned()
                 assert (error.value.status_code, error.value.response.headers["retry-after"]) == (503, "1")
         refused = metrics.REFUSED.labels("503", "server_error")._value
@@ -248,7 +253,7 @@ async def test_nothing_is_read_that_comes_with_a_key_that_opens_nothing(in_path:
         for key in [*made_up, *odd]:
             path = f"/s/{key}/v1/chat/completions" if in_path else "/v1/chat/completions"
             assert b" 401 " in await heads_alone(other.address, path, key)
-        assert not any(other.gateway.has_door(key) for key in made_up)
+        assert not any(other.gateway.is_admitted(key) for key in made_up)
 
 
 async def test_what_is_forwarded_is_bounded_as_what_is_not() -> None:
@@ -284,16 +289,43 @@ async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
             await asyncio.gather(*asking)
 
 
+async def test_made_up_keys_ask_their_gateway_few_at_a_time_and_a_real_one_is_asked_for_once() -> None:
+    asked, most, go = Counter[str](), [0], asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked[key := request.url.path.split("/")[2]] += 1
+        most[0] = max(most[0], asked.total() - len(answered))
+        await go.wait()
+        answered.append(key)
+        return httpx.Response(200 if key == real else 401)
+
+    answered: list[str] = []
+    real, *made_up = (f"01234567-{number:032x}" for number in range(500))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        lookups = gateway_module.KeyLookups(client)
+        checks = [asyncio.create_task(lookups.check("http://other", key)) for key in [*[real] * 20, *made_up]]
+        await until(lambda: any(check.done() for check in checks))
+        go.set()
+        outcomes = await asyncio.gather(*checks, return_exceptions=True)
+        assert outcomes[:20] == [None] * 20
+        problems = [each.problem for each in outcomes[20:] if isinstance(each, gateway_module.RequestRejected)]
+        assert Counter(problem.status for problem in problems) == {401: 255, 429: 244}
+        assert asked[real] == 1
+        assert most == [gateway_module._LOOKUPS_AT_ONCE]
+        with pytest.raises(gateway_module.RequestRejected):
+            await lookups.check("http://other", made_up[0])
+
+
 async def test_a_key_that_died_with_its_episode_is_forgotten_by_other_gateways() -> None:
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}
         async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
             await ask(client)
-            assert other.gateway.has_door(mine.key)
+            assert other.gateway.is_admitted(mine.key)
             mine.gateway.close(mine.key)
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await ask(client)
-        assert not other.gateway.has_door(mine.key)
+        assert not other.gateway.is_admitted(mine.key)
 
 
 def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
@@ -301,16 +333,16 @@ def test_a_key_of_another_gateway_is_remembered_while_it_is_used() -> None:
     bounds = {"max_request_bytes": 1000, "max_parallel_calls": 1, "max_requests_per_s": 1.0}
     gateway = gateway_module.Gateway("policy", **bounds, clock=lambda: now[0])  # type: ignore[arg-type]
     used, idle, another = (f"{number}2345678-{'0' * 32}" for number in range(3))
-    gateway.make_door(used)
-    with gateway.admitted(used):
-        gateway.make_door(idle)
-        with gateway.admitted(idle):
+    gateway.admit_foreign(used)
+    with gateway.admitted(used, {}):
+        gateway.admit_foreign(idle)
+        with gateway.admitted(idle, {}):
             pass
         for now[0] in (5.0, 10.0):
-            assert gateway.has_door(idle)
-            gateway.make_door(another)
-        assert not gateway.has_door(idle)
-        assert gateway.has_door(used)
+            assert gateway.is_admitted(idle)
+            gateway.admit_foreign(another)
+        assert not gateway.is_admitted(idle)
+        assert gateway.is_admitted(used)
 
 
 async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> None:
@@ -329,7 +361,7 @@ async def test_a_gateway_that_is_away_is_an_error_that_clients_retry_and_nothing
         unknown = f"{'0' * 8}-{'0' * 32}"
         mine.gateway.peers = {"0" * 8: "http://127.0.0.1:1"}
         async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
-            with pytest.raises(openai.InternalServerError, match="can't be reached"):
+            with pytest.raises(openai.InternalServerError, match="can't reach the runner"):
                 await ask(client)
         # two that take each other for its gateway
         mine.gateway.peers, other.gateway.peers = {"0" * 8: other.address}, {"0" * 8: mine.address}
@@ -350,6 +382,108 @@ async def test_a_body_that_is_too_large_is_not_read() -> None:
         assert "agents.max_request_bytes" in refused.json()["error"]["message"]
         with contextlib.suppress(httpx.HTTPError):  # who goes on sending may not get to read why
             assert (await client.post("/chat/completions", content=endless())).status_code == 413
+
+
+def large(text: str) -> dict[str, Any]:
+    return {"messages": [user(text * dialect.LARGE_BODY)]}
+
+
+async def test_large_bodies_are_decoded_one_at_a_time_and_others_are_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoding, and the digests of the conversation, are no work of the event loop."""
+    go, began, decoding, most = threading.Event(), threading.Event(), [0], [0]
+    digested_by: list[threading.Thread] = []
+    parse, prefixes = dialect.parse, conversation.prefixes
+
+    def slow(body: bytes, *args: Any) -> Any:
+        if len(body) <= dialect.LARGE_BODY:
+            return parse(body, *args)
+        decoding[0] += 1
+        most[0] = max(most[0], decoding[0])
+        began.set()
+        try:
+            assert go.wait(60)
+            return parse(body, *args)
+        finally:
+            decoding[0] -= 1
+
+    def digests(messages: Any, tools: Any) -> Any:
+        if len(messages[0]["content"]) >= dialect.LARGE_BODY:
+            digested_by.append(threading.current_thread())
+        return prefixes(messages, tools)
+
+    monkeypatch.setattr(dialect, "parse", slow)
+    monkeypatch.setattr(conversation, "prefixes", digests)
+    async with (
+        open_episode(max_request_bytes=10**6) as opened,
+        opened.beside() as other,
+        opened.http() as client,
+        other.http() as beside,
+    ):
+        for toy in opened.replicas.values():
+            toy.render = _renders_anything  # type: ignore[method-assign]
+        asking = [asyncio.create_task(client.post("/chat/completions", json=large(each))) for each in "abcdefgh"]
+        asking.append(asyncio.create_task(beside.post("/chat/completions", json=large("i"))))
+        await until(began.is_set)
+        answers = [await each.post("/chat/completions", json={"messages": HI}) for each in (beside, client)]
+        go.set()
+        answers += await asyncio.gather(*asking)
+    assert [answer.status_code for answer in answers] == [200] * 11
+    assert most == [1]
+    assert len(digested_by) == 9
+    assert threading.main_thread() not in digested_by
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_few_large_bodies_of_an_episode_are_in_memory_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, forwarded: bool
+) -> None:
+    """Those that come after them wait, and are read later; small ones, and those of another episode, are read at once."""
+    go, reading, most = asyncio.Event(), [0], [0]
+    original = gateway_module._read
+
+    async def read(request: Any, limit: int) -> bytes:
+        if int(request.headers["content-length"]) <= dialect.LARGE_BODY:
+            return await original(request, limit)
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        await go.wait()
+        reading[0] -= 1
+        return await original(request, limit)
+
+    many = 10
+    async with open_episode(max_request_bytes=10**6) as opened, open_episode(max_request_bytes=10**6) as front:
+        monkeypatch.setattr(gateway_module, "_read", read)
+        front.gateway.peers = {opened.gateway.name: opened.address}
+        address = front.address if forwarded else opened.address
+        opened.replicas["replica-1"].render = _renders_anything  # type: ignore[method-assign]
+        async with opened.beside() as other, httpx.AsyncClient(base_url=address, timeout=60) as client:
+
+            def post(to: Open, asked: Any) -> Any:
+                return client.post(f"/s/{to.key}/v1/chat/completions", json=asked)
+
+            asking = [asyncio.create_task(post(opened, large("a"))) for _ in range(many)]
+            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE)
+            assert [(await post(to, {"messages": HI})).status_code for to in (opened, other)] == [200, 200]
+            asking.append(asyncio.create_task(post(other, large("b"))))
+            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE + 1)
+            go.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * (many + 1)
+    assert most == [gateway_module._LARGE_AT_ONCE + 1]
+
+
+async def test_while_a_call_is_sampled_only_the_call_has_its_messages() -> None:
+    async with open_episode(max_request_bytes=10**6) as opened, opened.http() as client:
+        opened.replicas["replica-1"].render = _renders_anything  # type: ignore[method-assign]
+        go = gate(opened)
+        asking = asyncio.create_task(client.post("/chat/completions", json={"messages": [user("0123456789")]}))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        gc.collect()
+        requests = [each for each in gc.get_objects() if isinstance(each, dialect.ChatRequest)]
+        assert [each.asked.messages for each in requests] == [()]
+        go.set()
+        assert (await asking).status_code == 200
 
 
 async def test_requests_under_way_are_bounded() -> None:
@@ -379,10 +513,25 @@ def test_no_key_gets_into_a_log() -> None:
     assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
 
 
+def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    key = f"01234567-{'0123456789abcdef' * 2}"
+    caplog.handler.addFilter(without_keys)
+    try:
+        try:
+            raise ValueError(f"http://host/s/{key}/v1/chat")
+        except ValueError as error:
+            raise ConnectionError(f"no answer from {key}") from error
+    except ConnectionError:
+        logging.getLogger("any").exception("failed", stack_info=True)
+    assert key not in caplog.text
+    assert "ValueError: http://host/s/01234567-KEY/v1/chat" in caplog.text
+    assert "ConnectionError: no answer from 01234567-KEY" in caplog.text
+
+
 async def test_the_policy_is_a_model() -> None:
     async with open_episode() as opened, opened.client() as client:
         assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(openai.NotFoundError, match='no model "gpt/4" here; the policy is "policy"') as error:
+        with pytest.raises(openai.NotFoundError, match='model "gpt/4" does not exist; the policy is "policy"') as error:
             await client.models.retrieve("gpt/4")
         assert error.value.code == "model_not_found"
         opened.gateway.close(opened.key)
@@ -416,7 +565,7 @@ async def test_what_is_not_spoken_here_is_refused_as_openai_does(
         assert error["code"] in ("unknown_url", "model_not_found")
         assert opened.key not in error["message"]
         if path != "/models/":
-            assert f'{method} "/v1{path}" is not answered here' in error["message"]
+            assert f'{method} "/v1{path}" is not supported' in error["message"]
             assert "POST /v1/chat/completions" in error["message"]
         if status == 405:
             assert answer.headers["allow"] in ("GET", "POST")
@@ -434,7 +583,7 @@ async def test_a_gateway_that_fails_says_so_as_openai_does(monkeypatch: pytest.M
 
     async with open_episode() as opened, opened.client() as client:
         monkeypatch.setattr(opened.gateway, "episode", fail)
-        with pytest.raises(openai.InternalServerError, match="the runner's log says why") as error:
+        with pytest.raises(openai.InternalServerError, match="see the runner's log") as error:
             await client.models.list()
         assert error.value.type == "server_error"
         assert "a bug" not in str(error.value)
@@ -478,6 +627,11 @@ async def test_a_gateway_that_fails_says_so_as_openai_does(monkeypatch: pytest.M
         {"messages": [{"role": "user", "content": "hi", "seen": 2**70}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]},
         {"stream": "yes"},
+        {"include_reasoning": False},
+        {"priority": 5},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"temperature": True},
+        {"seed": False},
     ],
     ids=lambda options: json.dumps(options)[:60],
 )
@@ -533,6 +687,14 @@ async def test_options_of_sampling_are_imposed_and_what_was_asked_is_kept() -> N
     assert request.stop == ("z",)
     assert request.max_new_tokens == 7
     assert opened.episode.imposed == {"temperature": [0.0], "top_p": [0.5], "presence_penalty": [1.0], "seed": [5]}
+
+
+async def test_few_of_many_values_that_were_asked_for_are_kept() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        for number in range(30):
+            await ask(client, temperature=number / 100)
+        await ask(client, temperature=0.01)
+        assert opened.episode.imposed == {"temperature": [number / 100 for number in range(16)]}
 
 
 async def test_a_limit_is_an_error_of_the_contexts_length() -> None:
@@ -688,6 +850,53 @@ async def test_duplicates_of_which_some_are_lost_leave_exactly_the_answers_that_
     assert opened.episode.session.joined >= 4
 
 
+@pytest.mark.parametrize("fault", FAULTS[:2])
+async def test_equal_requests_that_never_arrived_get_an_answer_each(fault: Fault) -> None:
+    """Their second tries are marked as such, and there is no first one that they could join."""
+    many = 8
+    async with open_episode() as opened, faulty_way(opened.address, [fault] * many) as address:
+        async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=3) as client:
+            answers = await asyncio.gather(*(ask(client) for _ in range(many)))
+        ending = await opened.episode.end()
+    assert len({answer.id for answer in answers}) == len(ending.calls) == many
+    assert opened.episode.session.joined == 0
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_equal_requests_that_were_told_to_wait_get_an_answer_each(forwarded: bool) -> None:
+    """Others that are equal became calls meanwhile."""
+    many, at_once = 8, 3
+    bounds = {"max_parallel_calls": at_once}
+    async with open_episode(**bounds) as opened, open_episode(**bounds) as front:
+        front.gateway.peers = {opened.gateway.name: opened.address}
+        refused = metrics.REFUSED.labels("429", "rate_limit_exceeded")._value
+        before = refused.get()
+        go = gate(opened)
+        address = front.address if forwarded else opened.address
+        async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=9) as client:
+            asking = [asyncio.create_task(ask(client)) for _ in range(many)]
+            await until(lambda: refused.get() >= before + many - at_once)
+            go.set()
+            answers = await asyncio.gather(*asking)
+        ending = await opened.episode.end()
+    assert len({answer.id for answer in answers}) == len(ending.calls) == many
+    assert opened.episode.session.joined == 0
+
+
+def test_a_try_that_became_no_call_is_remembered_for_one_that_follows_it_and_for_a_while() -> None:
+    admission = gateway_module.KeyAdmission()
+    for tries in (0, 0, 1, None):
+        admission.note_turned_away(tries, 0.0)
+    assert not admission.is_idle(119.0)
+    assert [admission.was_turned_away(tries, 119.0) for tries in (0, None, 1, 1, 1, 3)] == [
+        *[False] * 2,
+        *[True] * 2,
+        *[False] * 2,
+    ]
+    assert not admission.was_turned_away(2, 120.0)
+    assert admission.is_idle(120.0)
+
+
 # -- replicas ----------------------------------------------------------------------------------------------------------------
 
 
@@ -696,6 +905,62 @@ async def test_a_call_whose_replica_is_lost_is_sampled_elsewhere() -> None:
         opened.replicas["replica-1"].before = unavailable(1)
         await ask(client)
     assert opened.kept[0].replica == "replica-2"
+
+
+async def test_a_call_that_loses_one_replica_after_the_other_fails() -> None:
+    """It may be what ends them. Its client is told not to ask again, and the episode goes on."""
+    async with open_episode(replicas=5) as opened, opened.client(max_retries=2) as client:
+        for toy in opened.replicas.values():
+            toy.before = unavailable(1)
+        with pytest.raises(openai.InternalServerError, match="3 replicas were lost while they sampled this call"):
+            await ask(client)
+        assert not opened.episode.over.done()
+        with pytest.raises(
+            openai.InternalServerError, match="3 replicas were lost"
+        ):  # a client that asks again loses no other
+            await ask(client)
+        await ask(client, [user("another")])
+        ending = await opened.episode.end()
+    assert len(ending.calls) == 1
+    assert ending.dropped == {"failed": 1}
+    assert sum(len(toy.policy.asked) for toy in opened.replicas.values()) == 1
+
+
+@pytest.mark.parametrize("how", ["fenced", "not reached", "the same"])
+async def test_what_no_call_can_have_caused_does_not_count_as_a_lost_replica(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_PAUSE_S", 0.01)
+    failures = itertools.count()
+
+    async def before(request: SampleRequest) -> None:
+        if next(failures) >= 6:
+            return
+        if how == "fenced":
+            raise ReplicaFenced("leaving", "it is being stopped")
+        if how == "not reached":
+            await ReplicaClient("http://127.0.0.1:1").sample(request)
+        raise ReplicaUnavailable("its engine is gone")
+
+    async with open_episode(replicas=1 if how == "the same" else 3) as opened, opened.client() as client:
+        for toy in opened.replicas.values():
+            toy.before = before
+        await ask(client)
+
+
+async def test_a_conversation_that_no_replica_renders_waits_for_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_PAUSE_S", 0.01)
+    failures = itertools.count()
+    async with open_episode(replicas=3) as opened, opened.client() as client:
+        for toy in opened.replicas.values():
+
+            async def render(*args: Any, render: Any = toy.render, **options: Any) -> Any:
+                if next(failures) < 6:
+                    raise ReplicaUnavailable("it has left the fleet")
+                return await render(*args, **options)
+
+            toy.render = render  # type: ignore[method-assign]
+        await ask(client)
 
 
 @pytest.mark.parametrize("silent_at", ["render", "sample"])
@@ -757,6 +1022,28 @@ async def test_a_call_whose_answer_may_still_count_is_waited_for() -> None:
         await asking
     assert [call.replica for call in opened.kept] == ["replica-1"]
     assert (elsewhere("unavailable"), elsewhere("timeline")) == counted
+
+
+async def test_the_client_of_a_replica_that_has_left_is_closed_once_its_calls_have_ended() -> None:
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        first, second = opened.replicas.values()
+        await asyncio.gather(*(ask(client, [user(f"{number}")]) for number in range(4)))
+        opened.fleet.note([])  # the buffer is away
+        opened.fleet.note([replica("replica-1"), replica("replica-2")])
+        await client.models.list()
+        assert not first.is_closed
+        go = gate(opened)
+        asking = [asyncio.create_task(ask(client, [user(f"{number}")])) for number in range(4, 8)]
+        await until(lambda: first.sampling and second.sampling)
+        opened.fleet.note([replica("replica-2")])
+        await until(lambda: second.sampling == 4)
+        opened.fleet.note([replica("replica-2")])
+        await until(lambda: first.is_closed)
+        assert set(opened.fleet._clients) == set(opened.fleet._calls) == {"replica-2"}
+        go.set()
+        await asyncio.gather(*asking)
+        await opened.fleet.aclose()
+    assert second.is_closed
 
 
 async def test_a_call_goes_to_the_replica_of_its_parent() -> None:

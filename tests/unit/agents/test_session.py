@@ -9,6 +9,7 @@ import json
 import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.replica_client import Sampled, SampleRequest
 from headrace.trajectory import EpisodeTrajectory, Message, Span, episode_record
 from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, _size
-from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, USER, ToyPolicy, encode
+from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, THINK, THOUGHT, USER, ToyPolicy, decode, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, user
 
 
@@ -167,7 +168,7 @@ def test_a_history_is_rendered_only_where_a_request_does_not_begin_with_what_was
             break
     second = program.ask([*messages, first.answer, user("and?")])
     assert second.parent is first
-    assert (first.told is None) is is_text
+    assert (first.rendered_answer is None) is is_text
 
 
 def test_a_cut_off_answer_gets_its_end_of_turn_as_context(program: Program) -> None:
@@ -230,6 +231,30 @@ def test_equal_answers_are_told_apart_by_whether_the_program_had_them(program: P
     lost.answer, lost.conversation = had.answer, had.conversation
     program.session._by_conversation = {had.conversation: [had, lost]}
     assert program.ask([user("hi"), had.answer, user("and?")]).parent is had
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("delivered", [True, False])
+def test_of_answers_that_differ_in_their_reasoning_the_one_whose_tokens_a_request_repeats_is_continued(
+    which: int, delivered: bool
+) -> None:
+    """Equal texts with other reasoning, as parallel samples have them; their program goes on from any of them."""
+    program = Program(session(), ToyPolicy())
+    texts = [[THINK, *encode(reasoning), THOUGHT, *encode("abc"), END] for reasoning in ("x", "y", "zz", "z")]
+    # no tokenizer writes this one's tokens: only its text tells it
+    texts[3][-2] = ord("c") + 2**16
+    calls = [program.begin([user("hi")]) for _ in texts]
+    for call, text in zip(calls, texts, strict=True):
+        reserved = program.place(call)
+        sampled = program.policy.sample(SampleRequest(tuple(reserved.token_ids.tolist()), 64, "now", 0))
+        program.session.sampled(call, msgspec.structs.replace(sampled, token_ids=text, logprobs=[-0.5] * len(text)))
+        reasoning = decode(text[1 : text.index(THOUGHT)])
+        program.session.answered(call, {"role": "assistant", "reasoning": reasoning, "content": "abc"}, 0.0)
+        if delivered:
+            program.session.delivered(call)
+    assert len({call.conversation for call in calls}) == 1
+    again = program.ask([user("hi"), calls[which].answer, user("and?")])
+    assert again.parent is calls[which]
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------------
@@ -305,7 +330,7 @@ def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program
     assert is_new
 
 
-@pytest.mark.parametrize("mark", [{"retry": True}, {"idempotency_key": "once"}])
+@pytest.mark.parametrize("mark", [{"retry": 1}, {"idempotency_key": "once"}])
 def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     program: Program, mark: dict[str, Any]
 ) -> None:
@@ -316,6 +341,7 @@ def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     program.carry_out(first)
     program.session.delivered(first)
     # the answer got lost on its way
+    mark |= {"retry": 2} if "retry" in mark else {}
     assert program.session.ask(program.asked([user("hi")], **mark), 0.0) == (first, False)
 
 
@@ -323,7 +349,7 @@ def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_sa
     failed, other = program.begin([user("hi")]), program.begin([user("hi")])
     program.session.failed(failed, 1.0, again=True)
     program.session.left(failed, 1.0)
-    again, is_new = program.session.ask(program.asked([user("hi")], retry=True), 1.0)
+    again, is_new = program.session.ask(program.asked([user("hi")], retry=1), 1.0)
     assert is_new
     assert again is not other
 
@@ -332,8 +358,47 @@ def test_two_retries_of_two_equal_requests_get_an_answer_each(program: Program) 
     first, second = program.begin([user("hi")]), program.begin([user("hi")])
     for call in (first, second):
         program.session.left(call, 1.0)
-    got = [program.session.ask(program.asked([user("hi")], retry=True), 2.0)[0] for _ in range(2)]
+    got = [program.session.ask(program.asked([user("hi")], retry=1), 2.0)[0] for _ in range(2)]
     assert got == [first, second]
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: Program, delivered: bool) -> None:
+    first = program.begin([user("hi")])
+    if delivered:
+        program.carry_out(first)
+        program.session.delivered(first)
+    got = [program.session.ask(program.asked([user("hi")], retry=count), 0.0) for count in (1, 1, 2, 2, 2)]
+    assert [is_new for _, is_new in got] == [False, True, False, False, True]
+    assert got[0][0] is first
+    assert {each for each, _ in got[2:4]} == {first, got[1][0]}
+
+
+def test_a_retry_of_a_request_that_was_turned_away_joins_no_call_that_has_a_client(program: Program) -> None:
+    first = program.begin([user("hi")])
+    assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 0.0)[1]
+    program.session.left(first, 1.0)
+    assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 2.0) == (first, False)
+
+
+@pytest.mark.parametrize(("unmarked", "is_new"), [({}, False), ({"retry": 0}, True)])
+def test_an_error_is_made_up_for_once_also_by_a_client_that_does_not_count(
+    program: Program, unmarked: dict[str, Any], is_new: bool
+) -> None:
+    failed = program.begin([user("hi")])
+    program.session.failed(failed, 1.0, again=True)
+    program.session.left(failed, 1.0)
+    program.ask([user("hi")], **unmarked)
+    assert program.session.ask(program.asked([user("hi")], retry=1), 2.0)[1] is is_new
+
+
+def test_a_call_with_an_idempotency_key_is_not_joined_under_another(program: Program) -> None:
+    first, _ = program.session.ask(program.asked([user("hi")], idempotency_key="one"), 0.0)
+    program.session.left(first, 0.0)
+    for number, mark in enumerate(({}, {"retry": 1})):
+        other = program.asked([user("hi")], idempotency_key=f"other {number}", **mark)
+        assert program.session.ask(other, 1.0)[1]
+    assert program.session.ask(program.asked([user("hi")], idempotency_key="one"), 1.0) == (first, False)
 
 
 def test_an_idempotency_key_of_another_request_is_refused(program: Program) -> None:
@@ -363,7 +428,7 @@ def test_a_call_that_failed_holds_nothing_of_its_request(program: Program) -> No
         gc.collect()
         assert held() is None
         assert call.context.size == 0
-        assert call.prefixes == []
+        assert call.prefixes == ()
         assert call.asked.tools == ()
 
 
@@ -376,7 +441,7 @@ def test_calls_are_limited(program: Program) -> None:
     assert program.session.limit is None
     program.begin([user("b")])
     for _ in range(2):
-        with pytest.raises(Refused, match="had its 2 calls") as refused:
+        with pytest.raises(Refused, match="used its 2 calls") as refused:
             program.ask([user("c")])
         assert refused.value.kind == "limit"
     ending = program.session.end()
@@ -491,8 +556,8 @@ def test_a_record_has_no_more_bytes_than_its_call_says(
     added: list[Message], answer: Message, context: int, cuts: set[int], version: int, name: str
 ) -> None:
     edges = [0, *sorted(cuts)]
-    call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, [], added=tuple(added))
-    call.context, call.told_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
+    call = SessionCall(Program(session(), ToyPolicy()).asked(added), 0.0, (), added=tuple(added))
+    call.context, call.message_bytes = np.full(context, 2**31 - 1, np.int32), _size(added) + _size([answer])
     call.answer, call.timings = answer, {"render_s": 0.1, "sample_s": 0.1, "keep_s": 0.1}
     call.completion = Sampled(
         token_ids=[2**31 - 1] * edges[-1],

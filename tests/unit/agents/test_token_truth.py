@@ -4,16 +4,17 @@ and what it wrote, the number of roots is as predicted, and what is trained are 
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.replica_client import SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Message
-from headrace_services.agents.session import Ending, Refused, Session, SessionCall, SessionLimits
-from tests.support.toy_policy import END, ToyPolicy
+from headrace.replica_client import Sampled, SampleRequest
+from headrace.trajectory import EpisodeTrajectory, Message, Span
+from headrace_services.agents.session import Refused, Session, SessionCall, SessionLimits, SessionSummary
+from tests.support.toy_policy import END, THINK, THOUGHT, ToyPolicy, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 
 EPISODE_TOKENS, CONTEXT = 1500, 200
@@ -28,15 +29,41 @@ class Conversation:
         self.messages, self.tools, self.last, self.kept = messages, tools, last, kept
 
 
+class FewWords(ToyPolicy):
+    """Says so little that parallel answers are often equal, or differ in their reasoning alone."""
+
+    def sample(self, request: SampleRequest) -> Sampled:
+        chance = random.Random(f"{request.token_ids} {request.seed}")
+        tokens = [THINK, *encode(chance.choice("ab")), THOUGHT] if chance.random() < 0.7 else []
+        tokens += [*encode("c" * chance.randint(0, 1)), END]
+        stop_reason: int | str | None = END
+        if "c" in request.stop and ord("c") in tokens:
+            tokens, stop_reason = tokens[:-1], "c"
+        if len(tokens) > request.max_new_tokens:
+            tokens, stop_reason = tokens[: request.max_new_tokens], None
+        self.asked.append((tuple(request.token_ids), tuple(tokens)))
+        return Sampled(
+            token_ids=tokens,
+            logprobs=[-0.5] * len(tokens),
+            spans=(Span(self.version, 0, len(tokens)),),
+            finish_reason="length" if stop_reason is None else "stop",
+            stop_reason=stop_reason,
+            timeline=self.timeline,
+            version=self.version,
+            replica=self.replica,
+        )
+
+
 class Episode(RuleBasedStateMachine):
     @initialize(
         reasoning=st.sampled_from(["kept", "of the last answer", "stripped"]),
         ends_answers=st.booleans(),
         tight=st.booleans(),
+        few_words=st.booleans(),
     )
-    def start(self, reasoning: Any, ends_answers: bool, tight: bool) -> None:
+    def start(self, reasoning: Any, ends_answers: bool, tight: bool, few_words: bool) -> None:
         limits = SessionLimits(30, EPISODE_TOKENS, 60_000, CONTEXT, 64) if tight else LIMITS
-        self.policy = ToyPolicy(reasoning, ends_answers)
+        self.policy = (FewWords if few_words else ToyPolicy)(reasoning, ends_answers)
         self.program = Program(Session(limits, CLOCKS, [END], "42 g 0", 0.0), self.policy)
         self.limits = limits
         self.conversations: list[Conversation] = []
@@ -63,10 +90,12 @@ class Episode(RuleBasedStateMachine):
         """A request, which goes its own way beside others."""
         conversation = data.draw(st.sampled_from(self.conversations))
         options = {"max_tokens": max_tokens, "stop": stop, "train": train, "tools": conversation.tools}
+        given = {name: value for name, value in options.items() if value not in (None, ())}
         try:
-            call = self.program.begin(
-                conversation.messages, **{k: v for k, v in options.items() if v not in (None, ())}
-            )
+            call, is_new = self.program.session.ask(self.program.asked(conversation.messages, **given), 0.0)
+            if not is_new:  # the answer of an equal request, whose client had gone
+                self.hand_over(conversation, call)
+                return
             self.program.place(call)
         except Refused:
             assert self.program.session.limit is not None
@@ -83,10 +112,23 @@ class Episode(RuleBasedStateMachine):
         if continues:
             # an equal answer to an equal conversation may be taken for it, and is as good
             assert call.parent is not None
-            assert call.parent.conversation == last.conversation
+            assert self.shown(call.parent) == self.shown(last)
         elif not conversation.kept:
-            assert call.parent is None
+            assert call.parent is None or self.shown(call.parent) == self.shown_of(conversation)
         self.roots += call.parent is None
+
+    def shown(self, call: SessionCall) -> list[Any]:
+        """What the template shows of a call's conversation with its answer."""
+        return self.shown_of(Conversation([*call.history], call.asked.tools))
+
+    def shown_of(self, conversation: Conversation) -> list[Any]:
+        messages = conversation.messages
+        answered = max((at for at, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+        shows = self.policy.reasoning == "kept"
+        return [
+            [each["role"], _text(each), each.get("tool_calls"), (shows and each.get("reasoning")) or None]
+            for each in messages[: answered + 1]
+        ]
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), arrives=st.sampled_from([True, True, True, False]))
@@ -178,7 +220,7 @@ class Episode(RuleBasedStateMachine):
             return
         self.check_ending(self.program.session.end())
 
-    def check_ending(self, ending: Ending) -> None:
+    def check_ending(self, ending: SessionSummary) -> None:
         assert sum(ending.dropped.values()) + len(ending.calls) == len(self.program.session.calls)
         given = sorted(call.number for call in self.given)
         kept = sorted(call.number for call in self.program.session.calls if call.answer and call.delivered)
@@ -210,6 +252,11 @@ def _path(calls: Any, number: int) -> list[int]:
     return tokens
 
 
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _echo(message: Message) -> Message:
     echo = {"refusal": None, **dict(reversed(message.items()))}
     if isinstance(echo.get("content"), str):
@@ -229,4 +276,4 @@ def _echo(message: Message) -> Message:
 
 
 TestTokenTruth = Episode.TestCase
-TestTokenTruth.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestTokenTruth.settings = settings(deadline=None, max_examples=150, stateful_step_count=30)
