@@ -16,7 +16,7 @@ KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")
 
 
 def without_keys(record: logging.LogRecord) -> bool:
-    """Remove the keys of episodes from log records: from messages, the addresses there, and tracebacks. Use it as a filter of a handler."""
+    """Hide the keys of episodes in a log record: in its message (addresses too) and its traceback. Use it as a filter of a handler."""
     message = record.getMessage()
     if KEY.search(message):
         record.msg, record.args = KEY.sub(r"\1-KEY", message), ()

@@ -38,14 +38,14 @@ def test_a_name_that_leads_back_to_this_machine_is_refused(monkeypatch: pytest.M
     )
     assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
     with pytest.raises(
-        ServiceError, match=r"^weight_channel\.host is null, and gpu-1 .* 127\.0\.1\.1 \(/etc/hosts\).*: set it to"
+        ServiceError, match=r"^weight_channel\.host is null, and gpu-1 .* 127\.0\.1\.1 .*\(/etc/hosts\).*; set it to"
     ):
         host_towards("rediss://gpu-1:6379/0")
 
 
 def test_a_name_that_is_nowhere_is_an_error_that_names_the_key() -> None:
     with pytest.raises(
-        ServiceError, match=r"weight_channel\.host is null, and the way to the buffer's server no\.invalid"
+        ServiceError, match=r"weight_channel\.host is null, and there is no route to the buffer's server no\.invalid"
     ):
         host_towards("redis://no.invalid:6379/0")
 

@@ -165,4 +165,4 @@ def test_what_is_here_is_told_without_asking_anybody(tmp_path: Path) -> None:
         (tmp_path / file).write_text("{}")
         assert is_here(KEY, str(tmp_path))
         with pytest.raises(ServiceError, match="does not exist"):
-            is_here(KEY, "./models/tiny")
+            is_here(KEY, "./models/that-nobody-makes")

@@ -16,8 +16,8 @@
 -- attempt, until the episode ends in another way. INVALID fails the group at once.
 --
 -- Law 3: an episode can't be rescored. If another build scores an episode of a group that has scores, the group is generated again. If that
--- happens more than MOST_RESCORED times, builds take turns, and the group fails. A score of build '' comes from no
--- environment (a limit of the run gave it), and goes with any build.
+-- happens more than MOST_RESCORED times, builds take turns, and the group fails.
+-- A score of build '' comes from no environment (a limit of the run gave it), so it goes with any build.
 -- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
