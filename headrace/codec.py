@@ -5,7 +5,7 @@ of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so
 same schema. A missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the
 port where it arrived. Nothing is ever pickled.
 
-Every record has schema 1, except a trajectory that is an episode of several calls, which has schema 2; `schema_of` tells them apart.
+Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `schema_of` tells them apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Codec(Generic[R]):
     """Encodes and decodes the records of one Struct.
 
     The fields are declared once, in the Struct. Those with an array type travel as bytes, also inside a field `tuple[Record, ...]`.
-    Decoding requires every field, including those with a default.
+    Decoding requires every field, including those with a default, except the fields that a Struct with `omit_defaults` omits when they
+    are empty.
     """
 
     def __init__(self, record: type[R]) -> None:
@@ -52,9 +53,14 @@ class Codec(Generic[R]):
         ]
         types: dict[str, Any] = {f.name: bytes if f.type in _DTYPES else f.type for f in fields}
         types |= {name: GenericAlias(tuple, (codec._stored, ...)) for _, name, codec in self._records}
-        self._stored: Any = msgspec.defstruct(
-            record.__name__, [("schema", Literal[self._schema]), *((f.name, types[f.name]) for f in fields)]
-        )
+        omits = record.__struct_config__.omit_defaults
+        stored: list[Any] = [
+            (f.name, types[f.name], msgspec.field(default_factory=dict))
+            if omits and f.default_factory is dict
+            else (f.name, types[f.name])
+            for f in fields
+        ]
+        self._stored: Any = msgspec.defstruct(record.__name__, [("schema", Literal[self._schema]), *stored])
         self._decode = msgspec.msgpack.Decoder(self._stored).decode
 
     @property

@@ -38,6 +38,10 @@ class Sample:
     `completion` is text without special tokens; `completion_token_ids` are the ids that the model generated, including the end token.
     `finish_reason` is "length" for a truncated completion. `extra_env_info` is the data set's information about the problem. Equal
     `idempotency_key`s mean that the same completion was sent again.
+
+    `conversation` has all messages up to the last answer. For an episode these are the messages on the path to its last call, including
+    tool calls and their results; for a single completion, `messages` and the completion. `artifacts` is what the program of an episode
+    left, otherwise {}.
     """
 
     completion: str
@@ -50,6 +54,17 @@ class Sample:
     group_id: str = ""
     index: int = 0
     idempotency_key: str = ""
+    conversation: tuple[Message, ...] = ()
+    artifacts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.conversation:
+            object.__setattr__(self, "conversation", single_conversation(self.messages, self.completion))
+
+
+def single_conversation(messages: tuple[Message, ...], completion: str) -> tuple[Message, ...]:
+    """The conversation of a single completion."""
+    return (*messages, {"role": "assistant", "content": completion})
 
 
 Scored = float | Score

@@ -44,7 +44,8 @@ class Episode:
     `base_url` and `api_key` are for `chat`, or for any client of OpenAI's API. They belong to this episode alone, stop working when it
     ends, and must not be logged. `messages` is the prompt; `public` has the fields of the problem that the run lets the program see.
     `deadline` is the time by `time.monotonic()` by which the program must end. `attempt` counts how often the episode was started before.
-    What the program puts into `artifacts`, as JSON types, is returned with its reward.
+    What the program puts into `artifacts`, as JSON types, is stored and shown with the episode, and sent to its grader
+    (`Sample.artifacts`).
     """
 
     base_url: str = dataclasses.field(repr=False)

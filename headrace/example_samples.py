@@ -65,7 +65,8 @@ def sample(
 class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A completion and its expected result: a line of `headrace env check --samples`.
 
-    `status` is the expected status. A `reward` of None, and components that are not named, may have any value.
+    `status` is the expected status. A `reward` of None, and components that are not named, may have any value. `conversation` and
+    `artifacts` are those of an episode, for a grader.
     """
 
     completion: str
@@ -76,6 +77,8 @@ class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     status: Status = "SCORED"
     reward: float | None = None
     components: dict[str, float] = {}
+    conversation: tuple[Message, ...] = ()
+    artifacts: dict[str, Any] = {}
 
     def sample(self) -> Sample:
         return sample(
@@ -84,6 +87,8 @@ class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             prompt=self.prompt,
             finish_reason=self.finish_reason,
             task_name=self.task_name,
+            conversation=self.conversation,
+            artifacts=self.artifacts,
         )
 
     def difference(self, score: Score) -> str | None:

@@ -46,6 +46,8 @@ FAILED = "failed_data.jsonl"
 # A file of failed completions that has grown to this size is moved to failed_data.1.jsonl, replacing an older one.
 FAILED_BYTES = 32 << 20
 _DECIMALS = 6
+# Characters of the artifacts of one sample that are shown.
+_SHOWN = 10_000
 _STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
 _REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
 
@@ -68,7 +70,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     `reward` and `components` are the environment's. A completion that failed has none, but the `status` and `message` of its last scoring,
     the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. `step` is that of a trained sample, or the
     version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T]; `spans` are (version, start,
-    end). For an episode of several `calls` the completion is that of its calls, one after the other.
+    end). For an episode of several `calls` the completion is that of its calls, one after the other. `artifacts` is what its program left.
     """
 
     group: str
@@ -93,6 +95,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     time: float | None = None
     calls: tuple[StoredCall, ...] = ()
+    artifacts: dict[str, Any] = {}
 
     @property
     def truncated(self) -> bool:
@@ -112,14 +115,21 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         return [self._call(*pair) for pair in enumerate(self.calls)]
 
     @property
+    def left(self) -> str:
+        """The artifacts as people read them: JSON on one line, cut off where it is too long; empty if there are none."""
+        text = json.dumps(self.artifacts, ensure_ascii=False) if self.artifacts else ""
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+    @property
     def said(self) -> str:
-        """The completion as text for people: its content, or its conversation. Messages are indented, and their further lines more, so that
-        nothing in them looks like another message, or the head of a call."""
+        """The completion as text for people: its content, or its conversation, then its artifacts. Messages are indented, and their
+        further lines more, so that nothing in them looks like another message, the head of a call, or artifacts."""
         calls = (
             "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
             for head, parts in self.conversation
         )
-        return "\n\n".join(calls) or self.content
+        left = [f"artifacts: {self.left}"] if self.left else []
+        return "\n\n".join([*(calls if self.calls else [self.content]), *left])
 
     def weights(self, start: int = 0, end: int | None = None) -> str:
         """Return the versions that sampled the tokens `[start, end)`, by default all, as `weights 3 to 5`."""
@@ -278,8 +288,13 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, A
         "prompt_token_ids": flat.prompt_token_ids.tolist(),
         "token_ids": flat.completion_token_ids.tolist(),
         "generation_logprobs": rounded(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
-        **({"calls": list(_calls(trajectory))} if isinstance(trajectory, EpisodeTrajectory) else {}),
+        **(_of_episode(trajectory) if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
+
+
+def _of_episode(episode: EpisodeTrajectory) -> dict[str, Any]:
+    calls = {"calls": list(_calls(episode))}
+    return {**calls, "artifacts": episode.artifacts} if episode.artifacts else calls
 
 
 def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:

@@ -300,14 +300,24 @@ def text_of(message: Message) -> str:
     return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
-# The deepest nesting of a message in an episode: programs write messages, and every reader must be able to write them as JSON.
+# The deepest nesting of messages and artifacts in an episode: programs write them, and every reader must be able to write them as JSON.
 JSON_DEPTH = 64
+
+
+def artifacts_bytes(artifacts: dict[str, Any]) -> int:
+    """Return the size of artifacts in a record. Raises `CodecError` if a record can't hold them."""
+    try:
+        return len(msgspec.msgpack.encode(artifacts))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CodecError(f"artifacts can't be packed: {error}") from error
 
 
 def _is_json(value: Any, depth: int = 0) -> bool:
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | str():
             return True
+        case float():
+            return math.isfinite(value)
         case list() | tuple() if depth < JSON_DEPTH:
             return all(_is_json(item, depth + 1) for item in value)
         case dict() if depth < JSON_DEPTH:
@@ -315,11 +325,12 @@ def _is_json(value: Any, depth: int = 0) -> bool:
     return False
 
 
-class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
-    """The record of an episode of several calls: a tree of calls, parents before children.
+class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, omit_defaults=True):
+    """The record of an episode of several calls, or with artifacts: a tree of calls, parents before children.
 
     They are the calls whose answers the program got, and with which it ended. `truncated`: a limit of the run ended the episode. `runner`
-    ran it; `timings` are seconds.
+    ran it; `timings` are seconds. `artifacts` is what the program left for people and graders; training does not read it. The record of
+    an episode without artifacts has no such field, so that it is the same as before the field existed.
     """
 
     group_id: str
@@ -328,12 +339,20 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
     calls: tuple[Call, ...]
     truncated: bool
     runner: str
-    timings: dict[str, float] = {}
+    timings: dict[str, float] = msgspec.field(default_factory=lambda: {})  # omit_defaults leaves out an empty `{}`
+    artifacts: dict[str, Any] = {}
 
     @property
     def text(self) -> str:
         """The text of its last answer."""
         return self.calls[-1].text
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages on the path from the root to its last call, that call's answer included."""
+        last = len(self.calls) - 1
+        path = [self.calls[number] for number in (*sorted(self._before(last)), last)]
+        return tuple(message for call in path for message in (*call.messages, call.answer))
 
     @property
     def length(self) -> int:
@@ -351,8 +370,8 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its calls: nearly all of its encoded size."""
-        return sum(call.nbytes for call in self.calls)
+        """The bytes of its calls and artifacts: nearly all of its encoded size."""
+        return sum(call.nbytes for call in self.calls) + artifacts_bytes(self.artifacts)
 
     @property
     def _trained(self) -> list[Call]:
@@ -476,6 +495,8 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
             return f"none of its {len(self.calls)} calls is trained"
         if not all(map(math.isfinite, self.timings.values())):
             return f"timings {self.timings} are not finite numbers"
+        if not _is_json(self.artifacts):
+            return f"artifacts are not made of JSON types, at most {JSON_DEPTH} deep"
         return None
 
 
@@ -503,16 +524,17 @@ def episode_record(
     truncated: bool,
     runner: str,
     timings: dict[str, float],
+    artifacts: dict[str, Any] | None = None,
 ) -> AnyTrajectory:
-    """Return the record of an episode with these calls: of a single trained call, the single completion that it is (schema 1); of several,
-    a tree. Raises `CodecError` for invalid calls.
+    """Return the record of an episode with these calls: of a single call without artifacts, the single completion that it is (schema 1);
+    otherwise a tree. Raises `CodecError` for invalid calls or artifacts.
 
     The finish reason of a single completion is whether a limit of the run ended it, like `truncated`. The finish reason of the call, which
     may come from its own limit, is not kept.
     """
-    episode = EpisodeTrajectory(group_id, attempt, index, tuple(calls), truncated, runner, timings)
+    episode = EpisodeTrajectory(group_id, attempt, index, tuple(calls), truncated, runner, timings, artifacts or {})
     episode.check()
-    return episode if len(calls) > 1 else episode.flat()
+    return episode if len(calls) > 1 or episode.artifacts else episode.flat()
 
 
 Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]

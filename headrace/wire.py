@@ -8,10 +8,12 @@ import math
 import time
 from typing import Any
 
-from headrace.environment import Sample
+import msgspec
+
+from headrace.environment import Sample, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
-from headrace.trajectory import BUILD_BYTES, AnyTrajectory, FinishReason, Group, Message, Score
+from headrace.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
 from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
@@ -34,11 +36,16 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
     """Return a trajectory as its environment receives it. Its idempotency key is the same each time that the sample is made in `scope`: a
     run, or a smaller scope.
 
-    For an episode, the completion is its last answer, with the tokens of all its calls.
+    For an episode, the completion is its last answer, with the tokens of all its calls, its conversation and its artifacts.
     """
     flat = trajectory.flat()
     tokens = flat.completion_token_ids
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8)
+    conversation: tuple[Message, ...] = ()
+    artifacts: dict[str, Any] = {}
+    if isinstance(trajectory, EpisodeTrajectory):
+        conversation, artifacts = trajectory.conversation, trajectory.artifacts
+        digest.update(msgspec.msgpack.encode((conversation, artifacts)))
     return Sample(
         completion=trajectory.text,
         extra_env_info=group.extra_env_info,
@@ -49,13 +56,16 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
         task_name=group.task_name,
         group_id=group.id,
         index=trajectory.index,
-        # The tokens are part of the key: after a rewind another attempt may have the same number.
-        idempotency_key=f"{scope}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
+        # What is scored is part of the key: after a rewind another attempt may have the same number.
+        idempotency_key=f"{scope}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest.hexdigest()}",
+        conversation=conversation,
+        artifacts=artifacts,
     )
 
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
-    """Convert a sample. Raises `CodecError` if `extra_env_info` or a message has anything but JSON types."""
+    """Convert a sample. Raises `CodecError` if `extra_env_info`, `artifacts` or a message has anything but JSON types."""
+    is_single = sample.conversation == single_conversation(sample.messages, sample.completion)
     return pb.Trajectory(
         group_id=sample.group_id,
         index=sample.index,
@@ -67,17 +77,16 @@ def sample_to_wire(sample: Sample) -> pb.Trajectory:
         finish_reason=_FINISH[sample.finish_reason],
         extra_env_info_json=_dump(sample.extra_env_info, "extra_env_info"),
         idempotency_key=sample.idempotency_key,
+        conversation=[] if is_single else [_message_to_wire(message) for message in sample.conversation],
+        artifacts_json=_dump(sample.artifacts, "artifacts"),
     )
 
 
 def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
-    finish_reason, extra_env_info, messages = _checked(trajectory)
     return Sample(
+        **_checked(trajectory),
         completion=trajectory.completion,
-        extra_env_info=extra_env_info,
-        messages=messages,
         completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # slicing reads all numbers at once
-        finish_reason=finish_reason,
         environment=trajectory.environment,
         task_name=trajectory.task_name,
         group_id=trajectory.group_id,
@@ -208,16 +217,21 @@ def _reward(result: pb.Result) -> str:
     return str(result.reward) if result.HasField("reward") else "absent"
 
 
-def _checked(trajectory: pb.Trajectory) -> tuple[FinishReason, dict[str, Any], tuple[Message, ...]]:
-    """Return the parts of a sample that may be malformed: finish reason, information about the problem, and messages."""
+def _checked(trajectory: pb.Trajectory) -> dict[str, Any]:
+    """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
     finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
     if finish_reason is None:
         raise CodecError(f"{where}: finish_reason is {trajectory.finish_reason}; send FINISH_REASON_STOP or _LENGTH")
     if not trajectory.environment:
         raise CodecError(f"{where}: environment is empty; send the name of the environment that scores it")
-    extra_env_info = _load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json")
-    return finish_reason, extra_env_info, tuple(_message_from_wire(message, where) for message in trajectory.messages)
+    return {
+        "finish_reason": finish_reason,
+        "extra_env_info": _load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json"),
+        "messages": tuple(_message_from_wire(message, where) for message in trajectory.messages),
+        "conversation": tuple(_message_from_wire(message, where) for message in trajectory.conversation),
+        "artifacts": _load(trajectory.artifacts_json, f"{where}: artifacts_json"),
+    }
 
 
 def _message_to_wire(message: Message) -> pb.ChatMessage:
@@ -239,7 +253,7 @@ def _dump(value: dict[str, Any], what: str) -> str:
         return ""
     try:
         return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CodecError(f"{what} is not JSON: {error}") from error
 
 

@@ -161,6 +161,7 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
         *(_said(sample) if text_of is None else [_tokens(sample, text_of)]),
+        *_left(sample),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
@@ -175,6 +176,11 @@ def _said(sample: StoredSample) -> Iterator[RenderableType]:
     for head, parts in sample.conversation:
         yield _text(head, "dim")
         yield Padding(Group(*map(_text, parts)), (0, 0, 0, 2))
+
+
+def _left(sample: StoredSample) -> Iterator[RenderableType]:
+    if sample.left:
+        yield Text.assemble(("artifacts: ", "bold"), _text(sample.left))
 
 
 def _tokens(sample: StoredSample, text_of: TokenText) -> Table:

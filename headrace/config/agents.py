@@ -61,7 +61,7 @@ class AgentsConfig(Section):
     max_episode_bytes: int = Field(
         4 * 1024**2,
         ge=64 * 1024,
-        description="the largest record of an episode: tokens, log-probabilities and messages",
+        description="the largest record of an episode: tokens, log-probabilities, messages and artifacts",
     )
     on_limit: OnLimit = Field(
         "grade",

@@ -126,7 +126,9 @@ class EpisodeOutcome(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     ARTIFACTS_JSON_FIELD_NUMBER: _builtins.int
     artifacts_json: _builtins.str
-    """Anything that the program leaves besides: the end of a game, a patch."""
+    """Anything that the program leaves besides: the end of a game, a patch. It is kept with the episode, shown to people, and sent to the
+    grader (`Trajectory.artifacts_json`). It counts towards `agents.max_episode_bytes`: more is STATUS_FAILED.
+    """
     @_builtins.property
     def result(self) -> _trajectory_pb2.Result:
         """As of a trajectory that was scored. Absent if the program ended and says no reward, because a grader gives it

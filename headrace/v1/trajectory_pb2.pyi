@@ -152,6 +152,8 @@ class Trajectory(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     EXTRA_ENV_INFO_JSON_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    ARTIFACTS_JSON_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group: all completions of one prompt share it."""
     index: _builtins.int
@@ -171,6 +173,8 @@ class Trajectory(_message.Message):
     """Equal keys mean the same completion, sent again after a failure or a lost connection. An environment whose scoring
     costs money or has side effects may answer a key it knows from memory; any other may ignore it.
     """
+    artifacts_json: _builtins.str
+    """What the episode's program left (`EpisodeOutcome.artifacts_json`)."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The prompt."""
@@ -178,6 +182,12 @@ class Trajectory(_message.Message):
     @_builtins.property
     def completion_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The completion as the model wrote it: its token ids, the end token included."""
+
+    @_builtins.property
+    def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The messages of an episode from the beginning of its last call's conversation to that call's answer, with the tools that the
+        policy called and what they returned. Empty for a single completion, whose conversation is `messages` and the completion.
+        """
 
     def __init__(
         self,
@@ -192,10 +202,12 @@ class Trajectory(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         extra_env_info_json: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
+        conversation: _abc.Iterable[Global___ChatMessage] | None = ...,
+        artifacts_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "completion_token_ids", b"completion_token_ids", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts_json", b"artifacts_json", "completion", b"completion", "completion_token_ids", b"completion_token_ids", "conversation", b"conversation", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,7 @@ from headrace.errors import (
     Surplus,
 )
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.trajectory import AnyTrajectory, Lane, Score, episode_record
+from headrace.trajectory import AnyTrajectory, Lane, Score, artifacts_bytes, episode_record
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.episode import OpenEpisode
@@ -295,7 +295,7 @@ class EpisodeRunner:
         metrics.OPEN.set(len(self._open))
         began = time.monotonic()
         try:
-            score, hung = await self._play(episode, key)
+            score, hung, artifacts = await self._play(episode, key)
         finally:
             self._open.discard(episode)
             metrics.OPEN.set(len(self._open))
@@ -311,24 +311,41 @@ class EpisodeRunner:
         # a score that can't be kept has become FAILED, which goes without a trajectory
         if not finish.with_trajectory or (handed_in is not None and handed_in.status != "SCORED"):
             return None, handed_in
-        truncated, timings = ending.limit is not None, {"episode_s": seconds}
+        timings = {"episode_s": seconds}
         try:
-            record = episode_record(
-                lease.group.id,
-                lease.attempt,
-                index,
-                ending.calls,
-                truncated=truncated,
-                runner=self.runner,
-                timings=timings,
-            )
+            return self._record(lease, index, ending, artifacts, timings), handed_in
         except CodecError as error:
             return None, self._failed(lease, f"its trajectory can't be recorded: {error}")
-        return record, handed_in
 
-    async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None]:
-        """Run the program. Returns its score (None: it returned no reward), and the clock that ended it, if one did. Raises the error of
-        `OpenEpisode.over`, `ServiceError`."""
+    def _record(
+        self, lease: Lease, index: int, ending: SessionSummary, artifacts: dict[str, Any], timings: dict[str, float]
+    ) -> AnyTrajectory:
+        """Return the trajectory. Raises `CodecError` if it is invalid or too large."""
+        most = self._limits.nbytes
+        if (size := artifacts_bytes(artifacts)) > most:  # before anything iterates over them
+            raise CodecError(
+                f"its artifacts have {size} bytes, and its record may have {most} (agents.max_episode_bytes)"
+            )
+        record = episode_record(
+            lease.group.id,
+            lease.attempt,
+            index,
+            ending.calls,
+            truncated=ending.limit is not None,
+            runner=self.runner,
+            timings=timings,
+            artifacts=artifacts,
+        )
+        # the session has bounded everything else
+        if artifacts and (size := len(record.encode())) > most:
+            raise CodecError(
+                f"its record has {size} bytes with its artifacts, and may have {most} (agents.max_episode_bytes)"
+            )
+        return record
+
+    async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None, dict[str, Any]]:
+        """Run the program. Returns its score (None: it returned no reward), the clock that ended it, if one did, and its artifacts. Raises
+        the error of `OpenEpisode.over`, `ServiceError`."""
         running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
         ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:
@@ -336,16 +353,16 @@ class EpisodeRunner:
             if not running.done():
                 why = episode.over.result()
                 if isinstance(why, str):
-                    return None, why
+                    return None, why, {}
                 if isinstance(why, (CodecError, EpisodeTooLarge)):
-                    return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                    return Score("FAILED", message=f"a call could not be kept: {why}"), None, {}
                 if isinstance(why, InvalidCall):
                     # a program's own errors are refused before sampling. Here the buffer has forgotten the earlier calls or the weights,
                     # because its server lost writes
-                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None
+                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None, {}
                 raise why
             outcome: EpisodeOutcome = running.result()
-            return outcome.score, None
+            return outcome.score, None, outcome.artifacts
         finally:
             await _cancel([running])
 

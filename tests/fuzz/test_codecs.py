@@ -81,6 +81,7 @@ EPISODE = EpisodeTrajectory(
     truncated=True,
     runner="r",
     timings={"episode": 1.0},
+    artifacts={"board": [1, None, {"é": 0.5}], "moves": 3},
 )
 SCORE = Score("SCORED", 1.0, {"format": 0.5}, {"seen": [1, "a"]}, "fine", "math", "7")
 RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {

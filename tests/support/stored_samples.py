@@ -34,7 +34,7 @@ def hostile_sample(text: str, **changes: Any) -> StoredSample:
 
 
 def hostile_episode(text: str) -> StoredSample:
-    """An episode of two calls with `text` wherever its program, the policy or a replica can write."""
+    """An episode of two calls, with artifacts, and with `text` wherever its program, the policy or a replica can write."""
     message = {"role": text, "content": text, "tool_calls": [{text: text}]}
     calls = [
         StoredCall(
@@ -48,7 +48,7 @@ def hostile_episode(text: str) -> StoredSample:
         )
         for parent in (-1, 0)
     ]
-    return hostile_sample(text, calls=tuple(calls))
+    return hostile_sample(text, calls=tuple(calls), artifacts={text: [text]})
 
 
 def write(folder: Path, kind: Kind, step: int, samples: Sequence[StoredSample]) -> None:

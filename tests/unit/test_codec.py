@@ -79,7 +79,7 @@ EPISODE = EpisodeTrajectory(
     runner="runner-1",
     timings={"episode": 1.5},
 )
-RECORDS = [GROUP, TRAJECTORY, SCORE, CALL, EPISODE]
+RECORDS = [GROUP, TRAJECTORY, SCORE, CALL, EPISODE, msgspec.structs.replace(EPISODE, artifacts={"board": [1, None]})]
 KINDS = [Group, Trajectory, Score, Call, EpisodeTrajectory]
 Record = Group | Trajectory | Score | Call | EpisodeTrajectory
 
@@ -222,7 +222,10 @@ def fields_of(record: Record) -> list[tuple[Record, str]]:
 
 
 @pytest.mark.parametrize(
-    ("record", "name"), [case for record in RECORDS for case in fields_of(record)], ids=lambda v: str(v)[:20]
+    ("record", "name"),
+    # artifacts came later than the rest, and are left out where there are none
+    [case for record in RECORDS for case in fields_of(record) if case[1] != "artifacts"],
+    ids=lambda v: str(v)[:20],
 )
 def test_a_missing_field_is_refused_by_name(record: Record, name: str) -> None:
     data = changed(record, lambda fields: fields.pop(name))

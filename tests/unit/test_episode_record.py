@@ -11,8 +11,24 @@ import pytest
 from hypothesis import given
 
 from headrace.errors import CodecError
-from headrace.trajectory import JSON_DEPTH, Call, EpisodeTrajectory, Span, Trajectory, decode_trajectory, episode_record
+from headrace.trajectory import (
+    JSON_DEPTH,
+    Call,
+    EpisodeTrajectory,
+    Span,
+    Trajectory,
+    artifacts_bytes,
+    decode_trajectory,
+    episode_record,
+)
 from tests.support.episodes import call, episode, episodes
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def test_the_rows_of_a_chain() -> None:
@@ -142,6 +158,94 @@ def test_one_trained_call_is_written_byte_for_byte_as_a_single_completion() -> N
     )
 
 
+def test_one_call_with_artifacts_is_a_tree_of_one_call() -> None:
+    made = call(-1, [1, 2], [3, 4], version=7, answer={"role": "assistant", "content": "132"})
+    record = episode_record("g", 2, 1, [made], truncated=False, runner="run", timings={}, artifacts={"left": [1]})
+    assert isinstance(record, EpisodeTrajectory)
+    fields = msgpack.unpackb(record.encode())
+    assert (fields["schema"], fields["artifacts"]) == (2, {"left": [1]})
+    back = decode_trajectory(record.encode())
+    assert isinstance(back, EpisodeTrajectory)
+    assert (back.artifacts, back.encode()) == ({"left": [1]}, record.encode())
+    # what learns sees the single completion that it is
+    single = episode_record("g", 2, 1, [made], truncated=False, runner="run", timings={})
+    assert isinstance(single, Trajectory)
+    (path,) = back.paths()
+    assert path.encode() == back.flat().encode() == single.encode()
+    assert (back.length, back.oldest_version, back.newest_version, back.text) == (2, 7, 7, "132")
+    assert back.places.tolist() == single.places.tolist()
+
+
+def test_a_record_without_artifacts_is_as_builds_before_them_wrote_it_and_read_it() -> None:
+    calls = [call(-1, [1], [2]), call(0, [3], [4])]
+    record = episode_record("g", 1, 0, calls, truncated=False, runner="run", timings={}, artifacts={})
+    fields = msgpack.unpackb(record.encode())
+    assert list(fields) == ["schema", "group_id", "attempt", "index", "calls", "truncated", "runner", "timings"]
+    found = decode_trajectory(record.encode())
+    assert isinstance(found, EpisodeTrajectory)
+    assert found.artifacts == {}
+    # every other field is still required
+    del fields["timings"]
+    with pytest.raises(CodecError, match="timings"):
+        decode_trajectory(msgpack.packb(fields))
+
+
+def test_the_conversation_of_an_episode_is_that_of_its_last_call() -> None:
+    def said(role: str, content: str) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    one = episode(
+        [
+            call(-1, [1], [2], messages=(said("user", "47+85"),), answer=said("assistant", "let me see")),
+            call(0, [3], [4], messages=(said("tool", "no"),), answer=said("assistant", "a branch")),
+            call(-1, [5], [6], messages=(said("user", "of another root"),), answer=said("assistant", "so?")),
+            call(0, [7], [8], messages=(said("tool", "132"),), answer=said("assistant", "132")),
+        ]
+    )
+    assert [message["content"] for message in one.conversation] == ["47+85", "let me see", "132", "132"]
+    assert [message["role"] for message in one.conversation] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "said"),
+    [
+        ({"left": nested(JSON_DEPTH)}, "artifacts are not made of JSON types, at most 64 deep"),
+        ({"left": b"bytes"}, "artifacts are not made of JSON types"),
+        ({"left": {1: 2}}, "artifacts are not made of JSON types"),
+        ({"left": float("inf")}, "artifacts are not made of JSON types"),
+        ({"left": float("nan")}, "artifacts are not made of JSON types"),
+        ([1], "Expected `object`, got `array` - at `.*artifacts"),
+        (None, "Expected `object`, got `None` - at `.*artifacts"),
+    ],
+)
+def test_artifacts_are_json(artifacts: Any, said: str) -> None:
+    fields = msgpack.unpackb(episode([call(-1, [1], [2])]).encode())
+    fields["artifacts"] = artifacts
+    with pytest.raises(CodecError, match=said):
+        decode_trajectory(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["\ud83d", 2**64, -(2**63) - 1, nested(100_000), {"\ud83d": 1}],
+    ids=["text", "large", "small", "deep", "key"],
+)
+def test_artifacts_that_msgpack_cant_hold_are_refused(left: Any) -> None:
+    with pytest.raises(CodecError, match="artifacts"):
+        artifacts_bytes({"left": left})
+
+
+def test_the_size_of_artifacts_is_that_in_the_record() -> None:
+    calls = [call(-1, [1], [2])]
+    few, more = (
+        episode_record("g", 1, 0, calls, truncated=False, runner="run", timings={}, artifacts={"left": "x" * length})
+        for length in (1, 10)
+    )
+    assert artifacts_bytes({"left": "x" * 10}) - artifacts_bytes({"left": "x"}) == 9
+    assert len(more.encode()) - len(few.encode()) == 9
+    assert more.nbytes - few.nbytes == 9
+
+
 def test_more_calls_are_a_tree_and_calls_of_which_none_is_trained_are_refused() -> None:
     calls = [call(-1, [1], [2]), call(0, [3], [4])]
     record = episode_record("g", 1, 0, calls, truncated=False, runner="run", timings={})
@@ -153,13 +257,6 @@ def test_more_calls_are_a_tree_and_calls_of_which_none_is_trained_are_refused() 
 
 
 # -- what is no tree of calls -------------------------------------------------------------------------------------------
-
-
-def nested(depth: int) -> Any:
-    value: Any = "x"
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 @pytest.mark.parametrize(
@@ -186,6 +283,7 @@ def nested(depth: int) -> Any:
         ({"messages": [{"content": b"bytes"}]}, "call 1: a message is not made of JSON types"),
         ({"messages": [{"content": {"a": {1: 2}}}]}, "call 1: a message is not made of JSON types"),
         ({"answer": {"content": nested(JSON_DEPTH)}}, "call 1: a message is not made of JSON types"),
+        ({"messages": [{"content": float("inf")}]}, "call 1: a message is not made of JSON types"),
         ({"schema": 2}, "episode trajectory: .*calls"),
     ],
 )

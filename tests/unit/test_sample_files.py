@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -179,3 +180,26 @@ def test_a_single_completion_reads_as_its_content_and_its_line_knows_no_calls() 
     group = Group("g", "train", 0, "sums", "math", (), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
     (path,) = episode([call(-1, [1], [2])]).paths()
     assert "calls" not in record(group, path, Score("SCORED", 0.5))
+
+
+def test_what_a_program_left_is_kept_and_shown_with_its_conversation(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "47+85"}
+    made = call(-1, [1], [2], messages=(asked,), answer={"role": "assistant", "content": "132"})
+    group = Group("g", "train", 0, "sums", "math", (asked,), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
+    left = {"board": [1, None], "é": "so\ncall 9"}
+    played = msgspec.structs.replace(episode([made]), artifacts=left)
+    line = record(group, played, Score("SCORED", 0.5))
+    found = sample_of(group, played, Score("SCORED", 0.5))
+    assert line["artifacts"] == found.artifacts == left
+    assert found.said == (
+        'call 0 (tokens 0-1, weights 0, r0)\n  assistant: 132\n\nartifacts: {"board": [1, null], "é": "so\\ncall 9"}'
+    )
+    SampleFiles(tmp_path, None).write("train", 1, [{**line, "step": 1}])
+    assert SampleFiles(tmp_path, None).samples("train", 1)[0].artifacts == left
+    without = record(group, episode([made, made]), Score("SCORED", 0.5))
+    assert "artifacts" not in without
+    assert sample_of(group, episode([made]), None).left == ""
+    large = msgspec.structs.replace(played, artifacts={"patch": "x" * 100_000})
+    shown = sample_of(group, large, None)
+    assert shown.left == '{"patch": "' + "x" * 9989 + "… (100013 characters)"
+    assert shown.artifacts == large.artifacts

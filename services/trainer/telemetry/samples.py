@@ -216,4 +216,5 @@ def _said(sample: StoredSample) -> str:
         f'<div class="note">{safe(head)}</div>' + "".join(f"<pre>{safe(part)}</pre>" for part in parts)
         for head, parts in sample.conversation
     )
-    return f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{safe(sample.content)}</pre>"
+    said = f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{safe(sample.content)}</pre>"
+    return said + (f"<pre><b>artifacts:</b> {safe(sample.left)}</pre>" if sample.left else "")

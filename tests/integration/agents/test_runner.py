@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace.episode import Episode, EpisodeOutcome
-from headrace.errors import ServiceError
+from headrace.errors import ChatError, ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
-from headrace.trajectory import SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from headrace.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
 from headrace_services.agents.episode import OpenEpisode
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
@@ -65,6 +65,94 @@ async def test_an_episode_of_one_call_is_an_ordinary_trajectory(stage: Stage, li
     async with stage.runner(Played(one_turn)):
         await stage.until(ready=limits.prompts_per_step)
     assert all(isinstance(each, Trajectory) for each in await payloads_of(stage, 0))
+
+
+async def test_what_a_program_leaves_is_in_the_record_of_its_episode(stage: Stage, limits: Limits) -> None:
+    async def leaves(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        left = {"board": [episode.index, None]} if episode.index else {}
+        return dataclasses.replace(scored(float(episode.index)), artifacts=left)
+
+    await stage.enqueue(*range(limits.prompts_per_step))
+    async with stage.runner(Played(leaves)):
+        await stage.until(ready=limits.prompts_per_step)
+    found = await payloads_of(stage, 0)
+    assert [type(each) for each in found] == [Trajectory, EpisodeTrajectory] * limits.prompts_per_step
+    left = [each.artifacts for each in found if isinstance(each, EpisodeTrajectory)]
+    assert left == [{"board": [1, None]}] * limits.prompts_per_step
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("x" * 100_000, "artifacts have 100011 bytes, and its record may have 65536 (agents.max_episode_bytes)"),
+        ([[]] * 10**7, "artifacts have 10000011 bytes, and its record may have 65536 (agents.max_episode_bytes)"),
+        ("x" * 65_500, "bytes with its artifacts, and may have 65536 (agents.max_episode_bytes)"),
+        ("\ud83d", "artifacts can't be packed"),
+        (10**30, "artifacts can't be packed"),
+        (float("inf"), "artifacts are not made of JSON types"),
+        (_nested(JSON_DEPTH), f"artifacts are not made of JSON types, at most {JSON_DEPTH} deep"),
+        (_nested(100_000), "artifacts can't be packed"),
+    ],
+    ids=["large", "many", "large with the calls", "half a surrogate pair", "huge", "infinite", "deep", "endless"],
+)
+async def test_artifacts_that_cant_be_kept_fail_their_episode_alone(stage: Stage, left: Any, said: str) -> None:
+    async def leaves(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        bad = episode.index == 0 and episode.attempt == 0
+        return dataclasses.replace(scored(), artifacts={"left": left if bad else "fine"})
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(leaves), max_episode_bytes=65536) as (runner, _, _):
+        await stage.until(ready=1)
+    assert runner.status.outcomes == {"failed": 1, "scored": N}
+    reasons = [fields.get("reason", "") for _, fields in await stage.replay.events("0", 0.1)]
+    (reason,) = filter(None, reasons)
+    assert reason.startswith("FAILED: its trajectory can't be recorded: ")
+    assert said in reason
+
+
+async def test_artifacts_that_never_fit_fail_their_group(stage: Stage) -> None:
+    async def leaves(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        return EpisodeOutcome(None, {"left": "x" * 100_000})
+
+    env = stage.config.env["talk"].model_copy(update={"grader": "judge"})
+    stage.config = stage.config.model_copy(update={"env": {"talk": env}})
+    await stage.enqueue(0)
+    async with stage.runner(Played(leaves), max_episode_bytes=65536):
+        await stage.until(failed=1)
+    (failed,) = await stage.replay.failures()
+    assert "failed 2 times" in str(failed)
+    assert "agents.max_episode_bytes" in str(failed)
+
+
+async def test_what_a_limit_stopped_is_graded_with_what_it_had_left(stage: Stage) -> None:
+    async def greedy(episode: Episode) -> EpisodeOutcome:
+        episode.artifacts["calls"] = 0
+        try:
+            while True:
+                await episode.chat(episode.messages)
+                episode.artifacts["calls"] += 1
+        except ChatError as error:
+            return EpisodeOutcome(Score("FAILED", message=str(error)), episode.artifacts)
+
+    env = stage.config.env["talk"].model_copy(update={"grader": "judge"})
+    stage.config = stage.config.model_copy(update={"env": {"talk": env}})
+    await stage.enqueue(0)
+    async with stage.runner(Played(greedy), max_rollout_turns=3):
+        await stage.until(scoring=1)
+    held = await stage.replay.held("e0-train-0")
+    assert held is not None
+    left = [each.artifacts for each, _ in held.trajectories if isinstance(each, EpisodeTrajectory)]
+    assert left == [{"calls": 3}] * N
 
 
 async def test_metrics_by_environment_say_what_episodes_came_to_and_lost(stage: Stage) -> None:

@@ -25,13 +25,15 @@ CALLS = [
     call(0, [7], [8], trained=False, answer={"content": None}),
 ]
 
+ARTIFACTS = {"board": [1, 2]}
+
 
 async def put(replay: ReplayClient, group_id: str, index: int) -> EpisodeTrajectory:
     """Write an episode in the place of a trajectory that was pushed."""
     found = await replay.group(group_id)
     assert found is not None
     (key,) = [one["key"] for one in found["trajectories"] if one["index"] == index]
-    put = episode(CALLS, group_id=group_id, index=index)
+    put = msgspec.structs.replace(episode(CALLS, group_id=group_id, index=index), artifacts=ARTIFACTS)
     await replay.redis.set(key, put.encode())
     return put
 
@@ -49,6 +51,8 @@ async def test_an_episode_is_scored_reserved_and_trained_as_any_trajectory(repla
     assert job.trajectory.encode() == stored.encode()
     sample = scoring_sample(job.group, job.trajectory, "run")
     assert (sample.completion, sample.completion_token_ids, sample.finish_reason) == ("", (3, 4, 6, 8), "stop")
+    assert [message["content"] for message in sample.conversation] == ["47+85", "let me see", None]
+    assert sample.artifacts == ARTIFACTS
     for each in jobs:
         await replay.score(each, Score("SCORED", 0.5 + each.trajectory.index, environment="math"))
     batch = await reserve(replay, 0)
@@ -91,6 +95,22 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
         export.from_line(line.replace('"parent": 0', '"parent": 5', 1))
 
 
+async def test_people_see_what_a_program_left(replay: ReplayClient, limits: Limits) -> None:
+    await tighten(replay, limits, max_age=3)
+    await enqueue(replay, range(4))
+    await generate(replay, await healthy_replica(replay), 1)
+    stored = msgspec.structs.replace(episode(CALLS[:1], group_id="e0-train-0"), artifacts={"board": [2**64 - 1, None]})
+    found = await replay.group("e0-train-0")
+    assert found is not None
+    await replay.redis.set(found["trajectories"][0]["key"], stored.encode())
+    held = await replay.held("e0-train-0")
+    assert held is not None
+    assert sample_of(held.group, *held.trajectories[0]).artifacts == stored.artifacts
+    (line, other) = [line async for line in export.lines(replay, ["ready"])]
+    assert export.from_line(line).trajectory.encode() == stored.encode()
+    assert "artifacts" not in other
+
+
 async def test_an_episode_is_served_with_its_calls(tmp_path: Path) -> None:
     async with serving(config_of(tmp_path)) as (http, replay):
         await enqueue(replay, range(3))
@@ -101,5 +121,6 @@ async def test_an_episode_is_served_with_its_calls(tmp_path: Path) -> None:
         assert [one["parent"] for one in found["calls"]] == [-1, 0, 0]
         assert found["calls"][0]["spans"] == [{"version": 0, "start": 0, "end": 2}]
         assert found["calls"][1]["completion_token_ids"] == [6]
+        assert found["artifacts"] == ARTIFACTS
         (line,) = (await http.get("/v1/export")).text.splitlines()
         assert json.loads(line)["trajectory"]["schema"] == 2

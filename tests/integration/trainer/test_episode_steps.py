@@ -126,6 +126,19 @@ def test_a_chain_is_trained_as_the_single_completion_that_it_is(tiny_model: Path
         assert torch.equal(after[key], reference[key]), key
 
 
+def test_artifacts_change_nothing_of_what_is_trained_nor_of_the_metrics(tiny_model: Path, teacher: Path) -> None:
+    """An episode of one call with artifacts is a tree of one call."""
+    found, rewards = random_episodes(COUNT)
+    single = [msgspec.structs.replace(one, calls=one.calls[:1]) for one in found]
+    left = [msgspec.structs.replace(one, artifacts={"board": [1, 2]}) for one in single]
+    chosen = settings(tiny_model, teacher, "gspo", train_micro_batch_size=3)
+    metrics, after = step(chosen, left, rewards)
+    expected, reference = step(chosen, [one.flat() for one in single], rewards)
+    assert metrics == expected
+    for key in reference:
+        assert torch.equal(after[key], reference[key]), key
+
+
 def test_a_tree_is_trained_as_its_paths_with_what_they_share_masked_in_all_but_one(tiny_model: Path) -> None:
     found, rewards = random_episodes(COUNT)
     assert max(len(tree.paths()) for tree in found) > 2

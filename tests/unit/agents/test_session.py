@@ -532,7 +532,11 @@ _MANY = st.builds(
     lambda value, times: [value] * times, st.sampled_from([0.5, 1, -(2**40), None, "", "é", {}]), st.integers(0, 5000)
 )
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=5),
 )
 _MESSAGES = st.builds(

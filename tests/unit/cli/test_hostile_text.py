@@ -40,7 +40,9 @@ def test_groups_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(groups.runs, "find", lambda run: Config())
     monkeypatch.setenv("COLUMNS", "300")
     groups.show("id", "run", text=True, as_json=False)
-    assert harmless(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert harmless(out)
+    assert "artifacts: {" in out
 
 
 def test_status() -> None:

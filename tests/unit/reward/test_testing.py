@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,23 @@ def test_a_sample_is_as_a_run_sends_it() -> None:
     assert one.completion_token_ids
     assert one.idempotency_key != other.idempotency_key
     assert sample(extra_env_info={}).extra_env_info == {}
+
+
+def test_a_golden_sample_of_an_episode_has_its_conversation_and_artifacts(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    line = {"completion": "4", "conversation": [*said, *said], "artifacts": {"board": [1, 2]}, "reward": 4}
+    path = tmp_path / "golden.jsonl"
+    path.write_text(json.dumps(line))
+    (golden,) = read_samples(path)
+    assert golden.sample().conversation == (*said, *said)
+
+    class Grader(Environment):
+        def score(self, sample: Sample) -> float:
+            return len(sample.conversation) * float(sample.artifacts == {"board": [1, 2]})
+
+    with served(Grader()) as grader:
+        assert golden.difference(grader.score(golden.sample())[0]) is None
+        assert grader.reward(sample("4")) == 0
 
 
 def test_the_fixture_serves_environments_as_a_run_sees_them(serve_environment: ServeEnvironment) -> None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import Sample, Score
+from headrace.episode import EpisodeOutcome
 from headrace.errors import CodecError
 from headrace.trajectory import Status
 from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import check_trajectory, sample_from_wire, sample_to_wire, score_from_wire, score_to_wire
+from headrace.wire import (
+    check_trajectory,
+    outcome_from_wire,
+    outcome_to_wire,
+    sample_from_wire,
+    sample_to_wire,
+    score_from_wire,
+    score_to_wire,
+    scoring_sample,
+)
+from tests.support.buffer import make_group
+from tests.support.episodes import call, episode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab é"),
@@ -41,6 +54,76 @@ def test_a_sample_survives_the_wire(info: dict[str, object]) -> None:
         idempotency_key="run/e0-train-1/1/3",
     )
     assert sample_from_wire(pb.Trajectory.FromString(sample_to_wire(sample).SerializeToString())) == sample
+
+
+CONVERSATION = (
+    {"role": "user", "content": "47+85"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "add"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "132 é"},
+    {"role": "assistant", "content": "132", "reasoning": "so"},
+)
+
+
+@given(artifacts=st.dictionaries(st.text("kl"), JSON, max_size=3))
+def test_what_an_episode_said_and_left_survives_the_wire(artifacts: dict[str, object]) -> None:
+    sample = Sample(
+        "132", messages=CONVERSATION[:1], environment="math", conversation=CONVERSATION, artifacts=artifacts
+    )
+    assert sample_from_wire(pb.Trajectory.FromString(sample_to_wire(sample).SerializeToString())) == sample
+
+
+def test_the_conversation_of_a_single_completion_is_its_prompt_and_itself_and_is_not_sent() -> None:
+    sample = Sample("132", messages=CONVERSATION[:1], environment="math")
+    assert sample.conversation == ({"role": "user", "content": "47+85"}, {"role": "assistant", "content": "132"})
+    assert sample.artifacts == {}
+    wire = sample_to_wire(sample)
+    assert (list(wire.conversation), wire.artifacts_json) == ([], "")
+    # of a hub that knows neither field
+    assert sample_from_wire(wire) == sample
+
+
+def test_a_grader_gets_the_conversation_and_the_artifacts_of_an_episode() -> None:
+    prompt = {"role": "user", "content": "47+85"}
+    calls = [
+        call(-1, [1, 2], [3, 4], messages=(prompt,), answer={"role": "assistant", "content": "Hm."}),
+        call(
+            0, [5], [6], messages=({"role": "tool", "content": "132"},), answer={"role": "assistant", "content": "132"}
+        ),
+    ]
+    group = make_group(0)
+    played = msgspec.structs.replace(episode(calls, group_id=group.id), artifacts={"board": [1, 2]})
+    sample = scoring_sample(group, played, "run")
+    assert [message["content"] for message in sample.conversation] == ["47+85", "Hm.", "132", "132"]
+    assert (sample.completion, sample.artifacts) == ("132", {"board": [1, 2]})
+    single = scoring_sample(group, played.flat(), "run")
+    assert single.conversation == (*group.messages, {"role": "assistant", "content": "132"})
+    assert single.artifacts == {}
+
+
+def test_an_episode_that_said_or_left_something_else_has_another_key() -> None:
+    """An environment may answer a key that it knows from memory."""
+    group, said = make_group(0), {"role": "assistant", "content": "132"}
+
+    def key(artifacts: dict[str, object], asked: str) -> str:
+        calls = [call(-1, [1, 2], [3, 4], messages=({"role": "user", "content": asked},), answer=said)]
+        played = msgspec.structs.replace(episode(calls, group_id=group.id), artifacts=artifacts)
+        return scoring_sample(group, played, "run").idempotency_key
+
+    assert key({"left": 1}, "47+85") == key({"left": 1}, "47+85")
+    assert len({key({"left": 1}, "47+85"), key({"left": 2}, "47+85"), key({"left": 1}, "48+85")}) == 3
+
+
+@pytest.mark.parametrize("left", ["nested", "round"])
+def test_artifacts_without_an_end_are_a_failure_of_the_episode(left: str) -> None:
+    value: list[object] = []
+    if left == "round":
+        value.append(value)
+    for _ in range(100_000 if left == "nested" else 0):
+        value = [value]
+    outcome = outcome_from_wire(outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0), {"left": value})))
+    assert outcome.score is not None
+    assert (outcome.score.status, outcome.artifacts) == ("FAILED", {})
+    assert "its artifacts can't be sent: artifacts is not JSON" in outcome.score.message
 
 
 @pytest.mark.parametrize(
@@ -98,6 +181,9 @@ def _trajectory(**changes: object) -> pb.Trajectory:
         (_trajectory(extra_env_info_json="7"), "a JSON int, not an object"),
         (_trajectory(extra_env_info_json="[" * 100_000), "extra_env_info_json is not JSON"),
         (_trajectory(messages=[pb.ChatMessage(role="user", extra_json="x")]), "extra_json of a message is not JSON"),
+        (_trajectory(conversation=[pb.ChatMessage(extra_json="x")]), "extra_json of a message is not JSON"),
+        (_trajectory(artifacts_json="{"), "artifacts_json is not JSON"),
+        (_trajectory(artifacts_json="[]"), "artifacts_json is a JSON list, not an object"),
     ],
 )
 def test_a_malformed_trajectory_is_refused_by_name(trajectory: pb.Trajectory, words: str) -> None:
@@ -111,6 +197,8 @@ def test_a_malformed_trajectory_is_refused_by_name(trajectory: pb.Trajectory, wo
 def test_what_json_cannot_carry_is_not_sent(info: dict[str, object]) -> None:
     with pytest.raises(CodecError, match="extra_env_info is not JSON"):
         sample_to_wire(Sample("c", info))
+    with pytest.raises(CodecError, match="artifacts is not JSON"):
+        sample_to_wire(Sample("c", artifacts=info))
 
 
 @pytest.mark.parametrize("status", ["NOT_STARTED", "INTERRUPTED"])

@@ -112,6 +112,7 @@ def test_an_episode_is_a_conversation_on_the_page_of_samples(tmp_path: Path) -> 
     heads = [f'<div class="note">call {number}' for number in ("0 (tokens 0-1", "1 continues call 0 (tokens 1-2")]
     assert [page.count(head) for head in heads] == [1, 1]
     said = [part.split("</pre>")[0] for part in page[page.index(heads[0]) :].split("<pre>")[1:]]
+    assert said.pop().startswith("<b>artifacts:</b> {&quot;")
     # of each call: what the tool answered; what the program added, and what the policy answered, both with the call of a tool
     of_call = [part.split(": ")[0] for part in said[: len(said) // 2]]
     assert of_call == ["tool", SHOWN, f"{SHOWN} calls", SHOWN, f"{SHOWN} calls"]
