@@ -357,9 +357,9 @@ class EpisodeRunner:
                 if isinstance(why, (CodecError, EpisodeTooLarge)):
                     return Score("FAILED", message=f"a call could not be kept: {why}"), None, {}
                 if isinstance(why, InvalidCall):
-                    # a program's own errors are refused before sampling. Here the buffer has forgotten the earlier calls or the weights,
-                    # because its server lost writes
-                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None, {}
+                    # A program's own errors are refused before sampling. Here the buffer has forgotten the earlier calls or the weights,
+                    # because its server lost writes. NOT_STARTED costs nothing, however often; INTERRUPTED says that a program's process died
+                    return Score("NOT_STARTED", message=f"a call could not be kept: {why}"), None, {}
                 raise why
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None, outcome.artifacts
@@ -394,7 +394,7 @@ class EpisodeRunner:
         because its server lost writes. The trainer then restores the buffer, which ends the lease."""
         state = await self._retry(self._replay.state)
         if newest_version > state.next_step:
-            return Score("INTERRUPTED", message=message, environment=lease.group.env_name).storable()
+            return Score("NOT_STARTED", message=message, environment=lease.group.env_name).storable()
         return self._failed(lease, message)
 
     def _failed(self, lease: Lease, message: str) -> Score:

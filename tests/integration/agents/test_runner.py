@@ -272,7 +272,7 @@ async def test_weights_that_the_buffer_has_forgotten_cost_nothing(
     stage.toy.policy.version = 1  # of a step that the buffer knows nothing of
     await stage.enqueue(0)
     async with stage.runner(Played(two_turns)) as (runner, _, _):
-        await eventually(lambda: _true(runner.status.outcomes["interrupted"] > stage.config.replay.max_attempts * N))
+        await eventually(lambda: _true(runner.status.outcomes["not_started"] > stage.config.replay.max_attempts * N))
         stage.toy.policy.version = 0
         await stage.until(ready=1)
 
@@ -302,7 +302,7 @@ async def test_an_episode_that_is_too_large_for_the_buffer_is_charged(stage: Sta
     await stage.enqueue(0)
     async with stage.runner(Played(two_turns)) as (runner, _, _):
         await stage.until(failed=1)
-    assert runner.status.outcomes["interrupted"] == 0
+    assert runner.status.outcomes["not_started"] == 0
     (failed,) = await stage.replay.failures()
     assert "more than max_episode_bytes 500" in str(failed)
 
