@@ -358,7 +358,7 @@ class EpisodeRunner:
                     return Score("FAILED", message=f"a call could not be kept: {why}"), None, {}
                 if isinstance(why, InvalidCall):
                     # A program's own errors are refused before sampling. Here the buffer has forgotten the earlier calls or the weights,
-                    # because its server lost writes. NOT_STARTED costs nothing, however often; INTERRUPTED says that a program's process died
+                    # because its server lost writes. NOT_STARTED always costs nothing; INTERRUPTED says that a process died
                     return Score("NOT_STARTED", message=f"a call could not be kept: {why}"), None, {}
                 raise why
             outcome: EpisodeOutcome = running.result()
