@@ -374,7 +374,7 @@ async def test_repeats_change_nothing(replay: ReplayClient) -> None:
     await replay.deregister("nobody")
     await replay.drop_validation(timeline, 0)
     assert await contents(replay) == before
-    with pytest.raises(InvalidCall, match="not held"):
+    with pytest.raises(InvalidCall, match="no longer held"):
         await replay.read([batch.trajectories[0].key])
     with pytest.raises(InvalidCall, match="not held"):
         await replay.read_groups(batch.groups)
