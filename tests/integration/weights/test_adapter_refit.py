@@ -162,7 +162,10 @@ async def test_an_engine_computes_with_each_adapter_and_refuses_one_that_it_does
         report = await run.refit(3)
         assert report.verified == ()
         assert "the engine's adapter differs from what was received" in report.refused["a"]
-        assert "model.layers.0.mlp.down_proj.lora_B.weight first" in report.refused["a"]
+        assert (
+            "the first difference is in base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+            in report.refused["a"]
+        )
         await replica.inject(None)
         report = await run.refit(3)
         assert (report.verified, report.nbytes) == (("a",), alone), "the model has been there all the time"
