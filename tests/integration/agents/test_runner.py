@@ -624,8 +624,10 @@ async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(st
     idle, playing = Played(two_turns), Played(two_turns)
     async with stage.runner(idle, slots=N - 1, advertised_url="http://behind") as (front, _, _):
         url = str(front._info["gateway"])
-        await stage.enqueue(0)
-        async with stage.runner(playing, advertised_url=url):
+        async with stage.runner(playing, advertised_url=url) as (behind, _, _):
+            # until its next heartbeat, a gateway refuses the keys of a new one
+            await eventually(lambda: _true(behind._info["name"] in front._gateway.peers))
+            await stage.enqueue(0)
             await stage.until(ready=1)
     assert not idle.began
     assert {episode.base_url.partition("/s/")[0] for episode in playing.began} == {url}
