@@ -254,7 +254,8 @@ class Pipeline:
         ready = status == 200
         self._notes[child.name] = "" if ready else _reason(answer)
         if child.state not in ("restarting", "finished", "failed"):
-            child.set_ready(ready, "not ready" if child.was_ready else "starting")
+            away = "ending" if alive == 0 else "not ready"
+            child.set_ready(ready, away if child.was_ready else "starting")
             child.heard(alive not in (503, NO_ANSWER), after_s)
 
     async def _look_at_environments(self, after_s: float) -> None:
