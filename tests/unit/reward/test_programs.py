@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import headrace
 from headrace import Episode, Score
-from headrace.chat import chat
+from headrace.chat import _authorities, chat
+from headrace.cli.app import app as cli
 from headrace.episode import EpisodeOutcome
 from headrace.errors import ChatError, CodecError
 from headrace.programs import Programs
@@ -294,6 +297,35 @@ async def test_lost_connections_and_overload_are_tried_again_as_one_call() -> No
     assert len({headers["idempotency-key"] for headers in seen}) == 1
     assert [headers["x-stainless-retry-count"] for headers in seen] == ["0", "1", "2", "3"]
     assert seen[0]["authorization"] == "Bearer key"
+
+
+async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(cli, ["certs", "--dir", str(tmp_path), "127.0.0.1"]).exit_code == 0
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(tmp_path / "127.0.0.1.pem", tmp_path / "127.0.0.1.key")
+    loaded: list[ssl.SSLContext] = []
+
+    def loads() -> ssl.SSLContext:
+        loaded.append(create_default_context())
+        return loaded[-1]
+
+    create_default_context = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", loads)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    _authorities.cache_clear()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"choices": [{"message": {"role": "assistant", "content": "yes"}}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_side) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        for _ in range(3):
+            assert (await chat(url, "key", {"messages": []}, WAIT_S))["content"] == "yes"
+    _authorities.cache_clear()
+    assert len(loaded) == 1
 
 
 async def test_an_answer_that_is_too_large_is_an_error_that_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
