@@ -57,7 +57,7 @@ _AGENTS = "make_room register_runner deregister_runner runner_heartbeat lease_ep
 _OPENS = ("replay", "up")
 
 ROLES = {
-    "replay": Role(_names(_REPLAY), ("function|list", "set", *_SWEEP)),
+    "replay": Role(_names(_REPLAY), ("function|list", "bgrewriteaof", "set", *_SWEEP)),
     "trainer": Role(_names(_TRAINER), _SWEEP),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
     "agents": Role(_names(_AGENTS), ("set",)),

@@ -19,9 +19,10 @@ from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
-from headrace.replay.connection import open_redis, shown
+from headrace.replay.connection import BufferConnection, keeping_cancellation, open_redis, shown
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.replay import library
+from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.gauges import LatestStats, exported
 from headrace_services.replay.http import build_app
@@ -124,6 +125,8 @@ async def running(
             helpers = [buffer.watch()]
             if server is not None:
                 helpers += [_restart_forever(server), _kill_if_hung(server, client.redis, config.run.hang_timeout_s)]
+            else:
+                helpers.append(_keep_file_readable(AofRewrites(BufferConnection(client.redis, client.run_id))))
             await _until_stopped(stop, run_scorer(config, client, stop), helpers)
 
         yield sock.getsockname()[1], work
@@ -264,6 +267,13 @@ async def _restart_forever(server: EmbeddedServer) -> None:
         await server.start()
 
 
+async def _keep_file_readable(rewrites: AofRewrites) -> None:
+    while True:
+        with contextlib.suppress(ReplayUnavailable):
+            await rewrites.look()
+        await asyncio.sleep(_LOOK_S)
+
+
 async def _kill_if_hung(server: EmbeddedServer, redis: Redis, timeout_s: float) -> None:
     """Kill the embedded server once it has been silent for `timeout_s`, so that `_restart_forever` restarts it. A server that refuses the
     connection has ended, and a server that is loading answers."""
@@ -271,7 +281,8 @@ async def _kill_if_hung(server: EmbeddedServer, redis: Redis, timeout_s: float) 
     while True:
         try:
             async with asyncio.timeout(_PING_S):
-                await redis.ping()
+                with keeping_cancellation():
+                    await redis.ping()
             silent = 0.0
         except (TimeoutError, redis_errors.TimeoutError):
             silent += _PING_S

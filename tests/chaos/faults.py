@@ -25,6 +25,8 @@ _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
 _DISK_DEADLINE_S = 300.0
+# The replay service has the server rewrite its file.
+_FILE_DEADLINE_S = 60.0
 _RIVAL_DEADLINE_S = 300.0
 _RESTORE_DEADLINE_S = 300.0
 # Of a run whose clock was moved, to take its next steps.
@@ -256,6 +258,8 @@ class Faults:
                     await until(lambda: service.pid not in (None, self._killed))
             case "kill" | "kill_engine" | "torn_tail" | "torn_refilled" | "torn_validation" | "torn_close":
                 self._restart(victim)
+                if victim == "server":
+                    await asyncio.wait_for(self._servers.came_back(), _FILE_DEADLINE_S)
             case "torn_step":
                 self._restart(victim)
                 async with asyncio.timeout(_RESTORE_DEADLINE_S):
@@ -283,7 +287,7 @@ class Faults:
                 (self._servers.disk if victim == "server" else self._checkpoints).joinpath(_BALLAST).unlink()
                 self._restart(victim)
                 if victim == "server":
-                    await asyncio.wait_for(self._servers.disk_was_full(), _DISK_DEADLINE_S)
+                    await asyncio.wait_for(self._servers.disk_was_full(), _FILE_DEADLINE_S)
 
     def _kill(self, fault: Fault, victim: str) -> str:
         if victim != "server":

@@ -4,12 +4,13 @@ behind one address that follows the primary."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
@@ -58,8 +59,11 @@ class Servers(Protocol):
     def lose_copies(self) -> None:
         """Nothing that was sent before arrives from now on."""
 
+    async def came_back(self) -> None:
+        """Return once the server that was restarted has a file that no other crash can spoil."""
+
     async def disk_was_full(self) -> None:
-        """What its operator does once there is room again."""
+        """Return once that is so after there is room again."""
 
 
 class Embedded:
@@ -94,8 +98,11 @@ class Embedded:
     def lose_copies(self) -> None:
         pass  # there are none
 
+    async def came_back(self) -> None:
+        pass
+
     async def disk_was_full(self) -> None:
-        pass  # the replay service sees to it
+        pass
 
     def _signal(self, signum: int) -> None:
         if (pid := self._pid()) is not None:
@@ -173,13 +180,14 @@ class External:
         if "courier" in self.processes:
             self.processes["courier"].kill()
 
-    async def disk_was_full(self) -> None:
-        """Rewrite the append-only file: Redis and Valkey leave a gap in it that they can't read (docs/replay.md)."""
+    async def came_back(self) -> None:
         async with Redis(host=self._own[self._primary], port=PORT, socket_timeout=10.0) as redis:
-            await _until(redis, "aof_last_write_status", "ok")
-            await redis.bgrewriteaof()
-            await _until(redis, "aof_rewrite_scheduled", 0)
-            await _until(redis, "aof_rewrite_in_progress", 0)
+            await _until(redis, lambda info: info["aof_rewrites"] and not info["aof_rewrite_in_progress"])
+
+    async def disk_was_full(self) -> None:
+        async with Redis(host=self._own[self._primary], port=PORT, socket_timeout=10.0) as redis:
+            before = (await redis.info("persistence"))["aof_rewrites"]
+            await _until(redis, lambda info: info["aof_rewrites"] > before and not info["aof_rewrite_in_progress"])
 
     def leave_replica_behind(self) -> None:
         """From now on the replica misses what is written."""
@@ -216,9 +224,12 @@ def limit_memory(servers: Servers, *, full: bool) -> int:
     return limit
 
 
-async def _until(redis: Redis, field: str, wanted: object) -> None:
-    """Return once INFO says so."""
-    while (await redis.info("persistence"))[field] != wanted:  # noqa: ASYNC110 - happens in the server
+async def _until(redis: Redis, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Return once it holds of what the server says about its files, which the replay service has rewritten (docs/replay.md)."""
+    while True:
+        with contextlib.suppress(RedisError, OSError), keeping_cancellation():  # it starts
+            if holds(await redis.info("persistence")):
+                return
         await asyncio.sleep(0.1)
 
 

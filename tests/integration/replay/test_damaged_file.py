@@ -1,4 +1,4 @@
-"""The embedded server's append-only file as a power cut or a full disk can leave it."""
+"""The server's append-only file as a crash, a power cut or a full disk can leave it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from headrace.errors import ServiceError
+from headrace.errors import ReplayDenied, ServiceError
+from headrace.replay.connection import BufferConnection
+from headrace_services.replay import aof
+from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.buffer import eventually
 from tests.support.ports import free_port
 
 ZEROS = b"\0" * 500
@@ -76,3 +81,123 @@ async def test_a_file_that_another_server_has_open_is_left_alone(killed: Embedde
     with pytest.raises(ServiceError, match="address already in use"):
         await other.start()
     assert newest.read_bytes().endswith(ZEROS)
+
+
+async def rewritten(server: EmbeddedServer) -> None:
+    """What the replay service does once a second, until there is nothing more to do."""
+    async with Redis.from_url(server.url) as redis:
+        rewrites, process = AofRewrites(BufferConnection(redis, "run")), (await redis.info("server"))["run_id"]
+
+        async def done() -> bool:
+            await rewrites.look()
+            return await redis.get("hr:{run}:rewritten") == process.encode()
+
+        await eventually(done)
+
+
+async def test_law_1_half_a_transaction_is_not_carried_out_at_a_later_start(killed: EmbeddedServer) -> None:
+    """Redis 7.0 does, unless its file is rewritten."""
+    await killed.start()
+    async with Redis.from_url(killed.url) as redis:
+        await redis.eval("redis.call('SET', 'half', '1') redis.call('SET', 'other half', '2')", 0)
+    killed.kill()
+    await killed.ended()
+    newest = file_of(killed, "incr.aof")
+    os.truncate(newest, newest.stat().st_size - 20)
+    for later in ("c", "d"):
+        await killed.start()
+        await rewritten(killed)
+        async with Redis.from_url(killed.url) as redis:
+            assert await redis.mget("a", "half", "other half") == [b"1", None, None]
+            await redis.eval("redis.call('SET', KEYS[1], '1') redis.call('SET', 'e', '2')", 1, later)
+        killed.kill()
+        await killed.ended()
+    await killed.start()
+    async with Redis.from_url(killed.url) as redis:
+        assert await redis.mget("half", "c", "d", "e") == [None, b"1", b"1", b"2"]
+
+
+class SaidServer:
+    """A connection to a server that says `info`. `asked` counts rewrites; `refuses` is its answer to them."""
+
+    key = "hr:{run}"
+
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {
+            "loading": 0, "aof_enabled": 1, "aof_last_write_status": "ok", "aof_rewrite_in_progress": 0,
+            "aof_rewrite_scheduled": 0, "aof_last_bgrewrite_status": "ok", "run_id": "first",
+        }  # fmt: skip
+        self.asked = 0
+        self.refuses: Exception | None = None
+        self._value = b""
+
+    async def command(self, *words: str) -> Any:
+        match words[0]:
+            case "INFO":
+                return self.info
+            case "GET":
+                return self._value
+            case "SET":
+                self._value = words[2].encode()
+            case "BGREWRITEAOF":
+                self.asked += 1
+                if self.refuses is not None:
+                    raise self.refuses
+                self.info |= {"aof_rewrite_in_progress": 1}
+        return None
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> tuple[SaidServer, AofRewrites, list[float]]:
+    now = [1000.0]
+    monkeypatch.setattr(aof.time, "monotonic", lambda: now[0])
+    server = SaidServer()
+    return server, AofRewrites(server), now  # type: ignore[arg-type]
+
+
+async def test_a_file_is_rewritten_once_after_each_start_and_after_a_failed_write(
+    said: tuple[SaidServer, AofRewrites, list[float]],
+) -> None:
+    server, rewrites, _ = said
+    story: list[tuple[dict[str, Any], int]] = [
+        ({}, 1),  # nobody knows whether it was since it started
+        ({}, 1),
+        ({"aof_rewrite_in_progress": 0}, 1),
+        ({}, 1),
+        ({"aof_last_write_status": "err"}, 1),
+        ({}, 1),  # no room yet
+        ({"aof_last_write_status": "ok"}, 2),
+        ({"aof_rewrite_in_progress": 0}, 2),
+        ({}, 2),
+        ({"run_id": "second", "loading": 1}, 2),
+        ({"loading": 0}, 3),
+        ({"run_id": "third", "aof_rewrite_in_progress": 0, "aof_enabled": 0}, 3),
+    ]
+    for then, asked in story:
+        server.info |= then
+        await rewrites.look()
+        assert server.asked == asked, then
+    # another start of the replay service knows what this one did
+    server.info |= {"run_id": "first", "aof_enabled": 1}
+    server._value = b"first"
+    await AofRewrites(server).look()  # type: ignore[arg-type]
+    assert server.asked == 3
+
+
+async def test_a_rewrite_that_fails_or_is_refused_is_asked_for_again_a_minute_later(
+    said: tuple[SaidServer, AofRewrites, list[float]], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, rewrites, now = said
+    await rewrites.look()
+    server.info |= {"aof_rewrite_in_progress": 0, "aof_last_bgrewrite_status": "err"}
+    for later_s, asked in [(1.0, 1), (58.0, 1), (2.0, 2)]:
+        now[0] += later_s
+        await rewrites.look()
+        assert server.asked == asked
+    server.refuses = ReplayDenied("user 'run-replay' may not")
+    server.info |= {"aof_rewrite_in_progress": 0}
+    now[0] += 60.0
+    await rewrites.look()
+    assert "can't be rewritten (user 'run-replay' may not); run BGREWRITEAOF after each restart" in caplog.text
+    await rewrites.look()
+    assert server.asked == 3

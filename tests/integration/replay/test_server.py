@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
 
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
@@ -23,7 +25,7 @@ from headrace.trajectory import Score
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
-from headrace_services.replay.main import limits_of, running
+from headrace_services.replay.main import _kill_if_hung, limits_of, running
 from tests.support.buffer import (
     contents,
     enqueue,
@@ -348,6 +350,25 @@ async def test_service_goes_on_after_its_server_was_killed(tmp_path: Path) -> No
     # started again, the run goes on
     async with serving(config) as (_, replay):
         assert (await replay.state()).counts["queued"] == 3
+
+
+async def test_the_watch_for_a_hung_server_ends_when_it_is_cancelled(server: EmbeddedServer) -> None:
+    """Before Python 3.12, redis-py loses a cancellation that arrives with an error. The service then neither went on nor ended."""
+    pinging = asyncio.Event()
+
+    class Losing(Redis):
+        async def ping(self, **_: object) -> bool:  # type: ignore[override]
+            pinging.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            raise redis_errors.ConnectionError("refused")
+
+    async with Losing.from_url(server.url) as redis:
+        watching = asyncio.create_task(_kill_if_hung(server, redis, 60.0))
+        await pinging.wait()
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert watching.cancelled()
 
 
 async def test_service_makes_the_run_again_on_a_server_that_came_back_empty(
