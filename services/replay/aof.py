@@ -31,6 +31,7 @@ class AofRewrites:
         )
         self._requested: str | None = None  # the server process that was asked to
         self._write_failed = False
+        self._refused = False
         self._next_at = 0.0
 
     async def look(self) -> None:
@@ -56,10 +57,12 @@ class AofRewrites:
     async def _request(self, server: str) -> None:
         try:
             await self._connection.command("BGREWRITEAOF")
-            self._requested = server
+            self._requested, self._refused = server, False
         except (ReplayUnavailable, ReplayDenied) as error:
-            _log.warning(
+            _log.log(
+                logging.DEBUG if self._refused else logging.WARNING,
                 "the server's append-only file can't be rewritten (%s); run BGREWRITEAOF after each restart of the server, or it may read "
                 "the file wrongly after its next crash",
                 error,
             )
+            self._refused = True
