@@ -187,7 +187,9 @@ class Fleet:
             if replica is None:
                 refused.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), _PAUSE_S)
+                    # not wait_for, which before Python 3.12 loses a cancellation that arrives with the news
+                    async with asyncio.timeout(_PAUSE_S):
+                        await news.wait()
                 continue
             self._calls[replica] += 1
             try:

@@ -359,7 +359,9 @@ class AttachedBackend:
             if stream is not None and stream.room(self._name, kind):
                 return stream
             try:
-                await asyncio.wait_for(self._changed.wait(), until - asyncio.get_running_loop().time())
+                # not wait_for, which before Python 3.12 loses a cancellation that arrives with the change
+                async with asyncio.timeout_at(until):
+                    await self._changed.wait()
             except TimeoutError:
                 return None
 

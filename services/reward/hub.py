@@ -203,7 +203,9 @@ class RemoteBackend:
         until = time.monotonic() + within_s
         while (description := self._description) is not None and self._episodes >= description.episodes:
             try:
-                await asyncio.wait_for(self._freed.wait(), until - time.monotonic() if description.episodes else 0)
+                # not wait_for, which before Python 3.12 loses a cancellation that arrives with the room
+                async with asyncio.timeout(until - time.monotonic() if description.episodes else 0):
+                    await self._freed.wait()
             except TimeoutError:
                 return f"{self._target} runs {self._episodes} episodes, its maximum"
         return None
