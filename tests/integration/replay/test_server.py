@@ -352,6 +352,15 @@ async def test_service_goes_on_after_its_server_was_killed(tmp_path: Path) -> No
         assert (await replay.state()).counts["queued"] == 3
 
 
+async def test_service_has_a_server_of_the_users_own_rewrite_its_file(server: EmbeddedServer, tmp_path: Path) -> None:
+    async with serving(config_of(tmp_path, redis_url=server.url)) as (_, replay):
+
+        async def rewritten() -> bool:
+            return int((await replay.redis.info("persistence"))["aof_rewrites"]) == 1
+
+        await eventually(rewritten)
+
+
 async def test_the_watch_for_a_hung_server_ends_when_it_is_cancelled(server: EmbeddedServer) -> None:
     """Before Python 3.12, redis-py loses a cancellation that arrives with an error. The service then neither went on nor ended."""
     pinging = asyncio.Event()
