@@ -72,7 +72,8 @@ async def room_made(replay: ReplayClient) -> None:
 
 
 async def buffers_free(replay: ReplayClient) -> int:
-    """The server's memory, in bytes, once it holds no connection's buffers: those of a large call count, and stay for a while."""
+    """The server's memory that counts against its limit, in bytes, once it holds no connection's buffers: those of a large call count, and
+    stay for a while. What waits for the disk doesn't count."""
     await replay.redis.connection_pool.disconnect()
     memory = await replay.redis.info("memory")
 
@@ -82,7 +83,7 @@ async def buffers_free(replay: ReplayClient) -> int:
         return memory["mem_clients_normal"] < 2**18
 
     await eventually(small)
-    return int(memory["used_memory"])
+    return int(memory["used_memory"]) - int(memory["mem_not_counted_for_evict"])
 
 
 def large(lease: Lease, index: int, nbytes: int) -> Trajectory:
