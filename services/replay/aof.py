@@ -1,68 +1,80 @@
-"""Keeping the append-only file of a server of the user's own readable. (The embedded server is newer than the first fault, and
-`embedded.py` repairs the second.)"""
+"""Keeps the append-only file of an external server (`replay.redis_url`) readable."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from headrace.errors import ReplayDenied, ReplayUnavailable
 from headrace.replay.connection import BufferConnection
 
 _log = logging.getLogger("headrace.replay")
+_LOOK_S = 1.0
 # The pause before a rewrite that failed or was refused is requested again.
 _AGAIN_S = 60.0
 
 
 class AofRewrites:
-    """Has the server rewrite its append-only file from memory, where it may have continued a damaged one: after each start, and after a
-    failed write. Otherwise its next start may read the file wrongly:
+    """Has the server rewrite its append-only file from memory after each start and after a failed write, because it may then continue a
+    damaged file, which its next start reads wrongly or not at all:
 
     - Redis, and Valkey without https://github.com/valkey-io/valkey/pull/4342, cut off a command that a crash has left incomplete, but keep
       the commands before it in the same transaction. At the start after that, they execute this half together with what was written behind
-      it. A function call is such a transaction.
-    - A full disk can leave a gap of zeros, which can't be loaded (docs/replay.md).
+      it. The writes of a function are such a transaction. (The embedded server has the correction.)
+    - A full disk can leave a gap of zeros, which can't be loaded. (`embedded.py` cuts the file off there.)
     """
 
-    def __init__(self, connection: BufferConnection) -> None:
-        self._connection = connection
-        self._rewritten = (
-            f"{connection.key}:rewritten"  # holds the server process that has rewritten its file since it started
-        )
-        self._requested: str | None = None  # the server process that was asked to
-        self._write_failed = False
-        self._refused = False
+    def __init__(self, connection: BufferConnection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._command = connection.command
+        self._clock = clock
+        self._too_early = 0  # this many rewrites since the server's start began before its newest failed write
         self._next_at = 0.0
+        self._warned = False
+
+    async def watch(self) -> None:
+        while True:
+            with contextlib.suppress(ReplayUnavailable):
+                await self.look()
+            await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Request a rewrite if one is due, or note that it is done. Raises `ReplayUnavailable`."""
-        command = self._connection.command
-        info = await command("INFO", "server", "persistence")
+        """Request a rewrite if one is due. Raises `ReplayUnavailable`."""
+        info = await self._command("INFO", "persistence")
         if info["loading"] or not info["aof_enabled"]:
             return
+        rewrites, failed = info["aof_rewrites"], info["aof_last_bgrewrite_status"] != "ok"
+        if rewrites < self._too_early:  # the server was restarted
+            self._too_early = 0
         if info["aof_last_write_status"] != "ok":
-            self._requested, self._write_failed = None, True
-        elif info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"]:
+            self._too_early = rewrites
             return
-        elif self._requested == info["run_id"] and info["aof_last_bgrewrite_status"] == "ok":
-            await command("SET", self._rewritten, info["run_id"])
-            self._requested, self._write_failed, self._next_at = None, False, 0.0
-        elif time.monotonic() >= self._next_at and (self._write_failed or await self._is_due(info["run_id"])):
-            self._next_at = time.monotonic() + _AGAIN_S
-            await self._request(info["run_id"])
+        if info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"]:
+            return
+        if rewrites > self._too_early and not failed:
+            self._next_at, self._warned = 0.0, False
+            return
+        if self._clock() >= self._next_at:
+            await self._request(failed)
 
-    async def _is_due(self, server: str) -> bool:
-        return bool(await self._connection.command("GET", self._rewritten) != server.encode())
-
-    async def _request(self, server: str) -> None:
+    async def _request(self, failed: bool) -> None:
+        """Request a rewrite. `failed`: the newest one failed."""
+        if failed:
+            self._failed("the newest rewrite failed; see the server's log")
         try:
-            await self._connection.command("BGREWRITEAOF")
-            self._requested, self._refused = server, False
+            await self._command("BGREWRITEAOF")
         except (ReplayUnavailable, ReplayDenied) as error:
-            _log.log(
-                logging.DEBUG if self._refused else logging.WARNING,
+            self._failed(str(error))
+
+    def _failed(self, why: str) -> None:
+        """Wait before the next request, and log why, once until a rewrite succeeds."""
+        self._next_at = self._clock() + _AGAIN_S
+        if not self._warned:
+            _log.warning(
                 "the server's append-only file can't be rewritten (%s); run BGREWRITEAOF after each restart of the server, or it may read "
                 "the file wrongly after its next crash",
-                error,
+                why,
             )
-            self._refused = True
+        self._warned = True

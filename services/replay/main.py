@@ -126,7 +126,7 @@ async def running(
             if server is not None:
                 helpers += [_restart_forever(server), _kill_if_hung(server, client.redis, config.run.hang_timeout_s)]
             else:
-                helpers.append(_keep_file_readable(AofRewrites(BufferConnection(client.redis, client.run_id))))
+                helpers.append(AofRewrites(BufferConnection(client.redis, client.run_id)).watch())
             await _until_stopped(stop, run_scorer(config, client, stop), helpers)
 
         yield sock.getsockname()[1], work
@@ -265,13 +265,6 @@ async def _restart_forever(server: EmbeddedServer) -> None:
             )
         _log.warning("the embedded server ended with status %d; restarting it on its append-only file", status)
         await server.start()
-
-
-async def _keep_file_readable(rewrites: AofRewrites) -> None:
-    while True:
-        with contextlib.suppress(ReplayUnavailable):
-            await rewrites.look()
-        await asyncio.sleep(_LOOK_S)
 
 
 async def _kill_if_hung(server: EmbeddedServer, redis: Redis, timeout_s: float) -> None:

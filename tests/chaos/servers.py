@@ -99,10 +99,10 @@ class Embedded:
         pass  # there are none
 
     async def came_back(self) -> None:
-        pass
+        pass  # it reads no half of a transaction
 
     async def disk_was_full(self) -> None:
-        pass
+        pass  # the replay service cuts its file off at a gap
 
     def _signal(self, signum: int) -> None:
         if (pid := self._pid()) is not None:

@@ -34,7 +34,6 @@
 --   events, metrics   streams
 --   m:<moment>        hashes (see _meter.lua)
 --   clients           hash: `<what> <client>` -> number of the newest such call; `taken <client>` -> the answer to its newest take_scoring
---   rewritten         string: the server process that has rewritten its append-only file since it started (services/replay/aof.py)
 --   old               set of incarnations to be swept
 --   used              set of timelines and incarnations that have ended, replicas that have left, and superseded starts of the replay service
 --   wake:<what>       channels

@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 
 from headrace.errors import ReplayDenied, ServiceError
 from headrace.replay.connection import BufferConnection
-from headrace_services.replay import aof
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.buffer import eventually
@@ -86,11 +85,12 @@ async def test_a_file_that_another_server_has_open_is_left_alone(killed: Embedde
 async def rewritten(server: EmbeddedServer) -> None:
     """What the replay service does once a second, until there is nothing more to do."""
     async with Redis.from_url(server.url) as redis:
-        rewrites, process = AofRewrites(BufferConnection(redis, "run")), (await redis.info("server"))["run_id"]
+        rewrites = AofRewrites(BufferConnection(redis, "run"))
 
         async def done() -> bool:
             await rewrites.look()
-            return await redis.get("hr:{run}:rewritten") == process.encode()
+            info = await redis.info("persistence")
+            return info["aof_rewrites"] == 1 and not info["aof_rewrite_in_progress"]
 
         await eventually(done)
 
@@ -118,87 +118,81 @@ async def test_law_1_half_a_transaction_is_not_carried_out_at_a_later_start(kill
 
 
 class SaidServer:
-    """A connection to a server that says `info`. `asked` counts rewrites; `refuses` is its answer to them."""
-
-    key = "hr:{run}"
+    """A connection to a server that says `info`. `refuses` is its answer to a request for a rewrite."""
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {
             "loading": 0, "aof_enabled": 1, "aof_last_write_status": "ok", "aof_rewrite_in_progress": 0,
-            "aof_rewrite_scheduled": 0, "aof_last_bgrewrite_status": "ok", "run_id": "first",
+            "aof_rewrite_scheduled": 0, "aof_last_bgrewrite_status": "ok", "aof_rewrites": 0,
         }  # fmt: skip
         self.asked = 0
         self.refuses: Exception | None = None
-        self._value = b""
 
     async def command(self, *words: str) -> Any:
-        match words[0]:
-            case "INFO":
-                return self.info
-            case "GET":
-                return self._value
-            case "SET":
-                self._value = words[2].encode()
-            case "BGREWRITEAOF":
-                self.asked += 1
-                if self.refuses is not None:
-                    raise self.refuses
-                self.info |= {"aof_rewrite_in_progress": 1}
-        return None
+        if words[0] == "INFO":
+            return self.info
+        self.asked += 1
+        if self.refuses is not None:
+            raise self.refuses
+        self.info |= {"aof_rewrite_in_progress": 1, "aof_rewrites": self.info["aof_rewrites"] + 1}
+        return b"Background append only file rewriting started"
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> tuple[SaidServer, AofRewrites, list[float]]:
-    now = [1000.0]
-    monkeypatch.setattr(aof.time, "monotonic", lambda: now[0])
+DONE = {"aof_rewrite_in_progress": 0}
+RESTARTED = {"aof_rewrites": 0, "aof_rewrite_in_progress": 0, "loading": 1}
+
+
+async def test_a_file_is_rewritten_once_after_each_start_and_after_a_failed_write() -> None:
     server = SaidServer()
-    return server, AofRewrites(server), now  # type: ignore[arg-type]
-
-
-async def test_a_file_is_rewritten_once_after_each_start_and_after_a_failed_write(
-    said: tuple[SaidServer, AofRewrites, list[float]],
-) -> None:
-    server, rewrites, _ = said
+    rewrites = AofRewrites(server, lambda: 0.0)  # type: ignore[arg-type]
     story: list[tuple[dict[str, Any], int]] = [
-        ({}, 1),  # nobody knows whether it was since it started
         ({}, 1),
-        ({"aof_rewrite_in_progress": 0}, 1),
         ({}, 1),
+        (DONE, 1),
         ({"aof_last_write_status": "err"}, 1),
         ({}, 1),  # no room yet
         ({"aof_last_write_status": "ok"}, 2),
-        ({"aof_rewrite_in_progress": 0}, 2),
-        ({}, 2),
-        ({"run_id": "second", "loading": 1}, 2),
+        (DONE, 2),
+        (RESTARTED, 2),
         ({"loading": 0}, 3),
-        ({"run_id": "third", "aof_rewrite_in_progress": 0, "aof_enabled": 0}, 3),
+        # one that began before the write failed leaves what the failed write left
+        ({"aof_last_write_status": "err"}, 3),
+        ({"aof_last_write_status": "ok"}, 3),
+        (DONE, 4),
+        # a server that ends during its rewrite starts over
+        (RESTARTED, 4),
+        ({"loading": 0}, 5),
+        (DONE, 5),
+        ({**RESTARTED, "loading": 0, "aof_enabled": 0}, 5),
     ]
     for then, asked in story:
         server.info |= then
         await rewrites.look()
         assert server.asked == asked, then
-    # another start of the replay service knows what this one did
-    server.info |= {"run_id": "first", "aof_enabled": 1}
-    server._value = b"first"
+    # another start of the replay service asks the server, and needs no memory of its own
+    server.info |= {"aof_enabled": 1, "aof_rewrites": 1}
     await AofRewrites(server).look()  # type: ignore[arg-type]
-    assert server.asked == 3
+    assert server.asked == 5
 
 
-async def test_a_rewrite_that_fails_or_is_refused_is_asked_for_again_a_minute_later(
-    said: tuple[SaidServer, AofRewrites, list[float]], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("refuses", [None, ReplayDenied("user 'run-replay' may not")], ids=["fails", "is refused"])
+async def test_a_rewrite_that_does_not_succeed_is_requested_again_a_minute_later(
+    refuses: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, rewrites, now = said
+    server, now = SaidServer(), [1000.0]
+    server.refuses = refuses
+    rewrites = AofRewrites(server, lambda: now[0])  # type: ignore[arg-type]
     await rewrites.look()
-    server.info |= {"aof_rewrite_in_progress": 0, "aof_last_bgrewrite_status": "err"}
-    for later_s, asked in [(1.0, 1), (58.0, 1), (2.0, 2)]:
+    server.info |= {"aof_last_bgrewrite_status": "err" if refuses is None else "ok"}
+    if refuses is None:  # the first failure may be a fork that found no memory
+        server.info |= DONE
+        await rewrites.look()
+    before = server.asked
+    for later_s, asked in [(1.0, 0), (58.0, 0), (2.0, 1), (30.0, 1), (31.0, 2)]:
+        server.info |= DONE
         now[0] += later_s
         await rewrites.look()
-        assert server.asked == asked
-    server.refuses = ReplayDenied("user 'run-replay' may not")
-    server.info |= {"aof_rewrite_in_progress": 0}
-    for _ in range(3):
-        now[0] += 60.0
-        await rewrites.look()
-    assert server.asked == 5
+        assert server.asked == before + asked
     (record,) = caplog.records
-    assert "can't be rewritten (user 'run-replay' may not); run BGREWRITEAOF after each restart" in record.getMessage()
+    why = "user 'run-replay' may not" if refuses else "the newest rewrite failed; see the server's log"
+    assert f"can't be rewritten ({why}); run BGREWRITEAOF after each restart" in record.getMessage()

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import logging
+import ssl
 import threading
 import time
 from collections import Counter
@@ -80,7 +81,11 @@ async def test_an_openai_client_talks_over_several_turns() -> None:
 
 
 async def test_the_key_is_an_api_key_too() -> None:
-    async with open_episode() as opened, opened.client(base_url=f"{opened.address}/v1", api_key=opened.key) as client:
+    shared = openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context())  # as docs/agents.md advises
+    async with (
+        open_episode() as opened,
+        opened.client(base_url=f"{opened.address}/v1", api_key=opened.key, http_client=shared) as client,
+    ):
         assert [model.id async for model in client.models.list()] == ["policy"]
         assert (await ask(client)).usage.completion_tokens > 0
 

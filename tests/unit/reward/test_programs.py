@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 import threading
 import time
@@ -312,7 +313,7 @@ async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pyte
     create_default_context = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", loads)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    _authorities.cache_clear()
+    monkeypatch.setattr("headrace.chat._authorities", functools.cache(_authorities.__wrapped__))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -324,7 +325,6 @@ async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pyte
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         for _ in range(3):
             assert (await chat(url, "key", {"messages": []}, WAIT_S))["content"] == "yes"
-    _authorities.cache_clear()
     assert len(loaded) == 1
 
 
