@@ -20,15 +20,17 @@ from headrace.replay import Lease, Replica
 from headrace.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.service import bind, serve_openly
 from headrace.trajectory import Call, Group, Message, Sampling
+from headrace_services.agents import metrics
 from headrace_services.agents.episode import Keep, OpenEpisode
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.main import forwarding
 from headrace_services.agents.session import Clocks, SessionLimits
 from tests.support.toy_policy import END, ToyPolicy
-from tests.support.toy_sessions import CLOCKS, LIMITS
+from tests.support.toy_sessions import CLOCKS, LIMITS, user
 
 TIMELINE = "now"
+HI: Any = [user("hi")]
 
 
 def lease(n: int = 1) -> Lease:
@@ -195,3 +197,30 @@ def unavailable(times: int) -> Callable[[SampleRequest], Any]:
             raise ReplicaUnavailable("it is gone")
 
     return before
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.001)
+
+
+async def ask(client: openai.AsyncOpenAI, messages: Any = HI, **options: Any) -> Any:
+    return await client.chat.completions.create(model="any", messages=messages, **options)
+
+
+def gate(opened: Open) -> asyncio.Event:
+    """What every sampling waits for from now on."""
+    event = asyncio.Event()
+    for toy in opened.replicas.values():
+        toy.before = lambda request: event.wait()
+    return event
+
+
+def elsewhere(reason: str) -> float:
+    """How often a replica did not do its part of a call."""
+    return metrics.ASKED_ELSEWHERE.labels(reason)._value.get()
+
+
+async def renders_anything(*_: Any, **__: Any) -> list[int]:
+    """What a replica's `render` may be, to make large conversations cheap."""
+    return [1]
