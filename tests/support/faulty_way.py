@@ -20,14 +20,18 @@ _AT_ONCE = {"retry-after-ms": "1"}
 
 
 @contextlib.asynccontextmanager
-async def faulty_way(address: str, faults: Iterable[Fault | None]) -> AsyncIterator[str]:
-    """The address of the proxy to `address`. None is no fault; so are all requests behind the last of `faults`."""
+async def faulty_way(
+    address: str, faults: Iterable[Fault | None], *, of_first_tries: bool = False
+) -> AsyncIterator[str]:
+    """The address of the proxy to `address`. None is no fault; so are all requests behind the last of `faults`. `of_first_tries`: requests
+    that a client marks as a retry have none either."""
     app = FastAPI()
     coming = iter(faults)
     async with httpx.AsyncClient(timeout=60.0) as client:
 
         async def handle(request: Request) -> Response:
-            fault = next(coming, None) if request.method == "POST" else None
+            spared = of_first_tries and request.headers["x-stainless-retry-count"] != "0"
+            fault = next(coming, None) if request.method == "POST" and not spared else None
             return _Passed(client, address, fault)
 
         app.add_api_route("/{path:path}", handle, methods=["GET", "POST"])

@@ -153,7 +153,7 @@ async def test_duplicates_of_which_some_are_lost_leave_exactly_the_answers_that_
 async def test_equal_requests_that_never_arrived_get_an_answer_each(fault: Fault) -> None:
     """Their second tries are marked as such, and there is no first one that they could join."""
     many = 8
-    async with open_episode() as opened, faulty_way(opened.address, [fault] * many) as address:
+    async with open_episode() as opened, faulty_way(opened.address, [fault] * many, of_first_tries=True) as address:
         async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=3) as client:
             answers = await asyncio.gather(*(ask(client) for _ in range(many)))
         ending = await opened.episode.end()
