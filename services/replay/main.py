@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from headrace.config import Config
 from headrace.credentials import buffer_url
-from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
+from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
 from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
@@ -192,14 +192,24 @@ class _Buffer:
                 self._note_full(await self._client.make_room())
             except ReplayUnavailable as error:
                 self.latest.stats = self.latest.meters = None
+                reason = await self._bring_back() or str(error)
                 if self._trouble is None:
-                    _log.warning("%s; waiting for it", error)
-                self._trouble = str(error)
-                # a server that came back empty has neither the functions nor the run; this does nothing if it is unreachable
-                with contextlib.suppress(ReplayUnavailable):
-                    await self._load()
-                    await self._reopen("")
+                    _log.warning("%s; waiting for it", reason)
+                self._trouble = reason
             await asyncio.sleep(_LOOK_S)
+
+    async def _bring_back(self) -> str | None:
+        """Load the functions and open the run on a server that came back without them. Return why that can't be done now, or None.
+
+        What ends the service at its start is waited for here: a server that is a replica during a failover becomes a primary again, and a
+        person may change its settings or load the functions. If the login itself is refused, the next look ends the service.
+        """
+        try:
+            await self._load()
+            await self._reopen("")
+        except (ReplayUnavailable, ReplayDenied, ServiceError) as error:
+            return str(error)
+        return None
 
     async def _reopen(self, opened: str) -> bool:
         """Open the run again if the server lost that write, unless another start of the replay service has opened it since. Return whether
@@ -209,11 +219,12 @@ class _Buffer:
             self._superseded = False
             return reopened
         except WrongTimeline:
+            if not self._superseded:
+                _log.warning(
+                    "another replay service has been started for run %s, and its limits apply; stop one of the two",
+                    self._client.run_id,
+                )
             self._superseded = True
-            _log.warning(
-                "another replay service has been started for run %s, and its limits apply; stop one of the two",
-                self._client.run_id,
-            )
             return False
 
     def _note_full(self, refused: int) -> None:
