@@ -168,6 +168,7 @@ class Pipeline:
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
         self._notes: dict[str, str] = {}  # by service: why it is not ready
+        self._ready_at: dict[str, float] = {}  # by service: when it last was ready
 
     async def run(self) -> RunSummary:
         """Run until the trainer has finished. Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't continue."""
@@ -253,6 +254,8 @@ class Pipeline:
         status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
         ready = status == 200
         self._notes[child.name] = "" if ready else _reason(answer)
+        if ready:
+            self._ready_at[child.name] = time.monotonic()
         if child.state not in ("restarting", "finished", "failed"):
             away = "ending" if alive == 0 else "not ready"
             child.set_ready(ready, away if child.was_ready else "starting")
@@ -278,7 +281,7 @@ class Pipeline:
                 self.supervisor.replace(child, f"{child.source} has changed")
 
     def _waits(self) -> list[Wait]:
-        """Return what the run waits for: environments that can't be reached, or whose breaker is open."""
+        """Return what the run waits for: environments that can't be reached, or whose breaker is open, and the buffer's server."""
         now = time.monotonic()
         known = {each["name"]: each for each in self._environments}
 
@@ -287,6 +290,9 @@ class Pipeline:
             return f"environment {name} at {address}" if address else f"environment {name}"
 
         waits = [Wait(whom(name), now - since, known[name]["message"]) for name, since in self._waiting_since.items()]
+        replay = self.children.replay.name
+        if replay in self._ready_at and self._notes[replay]:
+            waits.append(Wait("the buffer's server", now - self._ready_at[replay], self._notes[replay]))
         return waits + [
             Wait(whom(name), state.broken_s, f"it is broken: {state.message}{self._repair(name)}")
             for name, state in self._broken.items()
