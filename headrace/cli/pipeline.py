@@ -253,7 +253,7 @@ class Pipeline:
         alive, _ = await self._ask(host, port, "/healthz")
         status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
         ready = status == 200
-        self._notes[child.name] = "" if ready else _reason(answer)
+        self._notes[child.name] = "" if ready else reason_of(answer)
         if ready:
             self._ready_at[child.name] = time.monotonic()
         if child.state not in ("restarting", "finished", "failed"):
@@ -316,7 +316,7 @@ class Pipeline:
                     status, answer = await self._ask(host, port, "/readyz")
                     if status == 200:
                         break
-                    self._notes[child.name] = _reason(answer)
+                    self._notes[child.name] = reason_of(answer)
                     self._show([])
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -462,7 +462,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _reason(answer: str) -> str:
+def reason_of(answer: str) -> str:
     """Return why a service is not ready, from the answer of its `/readyz`."""
     said = _json(answer)
     return str(said.get("reason") or "") if isinstance(said, dict) else ""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace import credentials
+from headrace.cli.app import app
+from headrace.config import Config
 from headrace.credentials import REDIS_ROLES
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from headrace_services.replay.main import _Buffer
+from headrace_services.replay.main import _Buffer, limits_of, running
 from tests.support.buffer import enqueue, eventually, nonce
 from tests.support.ports import free_port
 
@@ -140,3 +145,43 @@ async def test_law_6_a_service_that_another_replaced_says_so_once_however_long_t
 
 async def _logged(caplog: pytest.LogCaptureFixture) -> bool:
     return "another replay service" in caplog.text
+
+
+async def test_status_says_since_when_the_run_waits_for_the_server_and_why(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    secrets = tmp_path / "credentials"
+    settings = {
+        "run": {"id": RUN, "dir": str(tmp_path)},
+        "replay": {"port": free_port(), "redis_url": server.url},
+        "security": {"credentials": str(secrets)},
+    }
+    config = Config.model_validate(settings)
+    credentials.complete(secrets, credentials.names_of(config, redis=False))
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+
+    async def status() -> str:
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["status", str(file)])
+        return " ".join((result.output + str(result.exception or "")).split())
+
+    def shows(*words: str) -> Callable[[], Awaitable[bool]]:
+        async def shown() -> bool:
+            said = await status()
+            return all(word in said for word in words)
+
+        return shown
+
+    stop = asyncio.Event()
+    async with running(config, limits_of(config), stop) as (_, work), open_redis(server.url) as redis:
+        working = asyncio.create_task(work())
+        assert "buffer's server" not in await status()
+        await redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]
+        await eventually(shows("waits for the buffer's server", "is a replica of", "(since "))
+        await redis.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+        await eventually(shows("next step"))
+        await server.stop()
+        await eventually(shows("waits for the buffer's server", "can't be reached", "(since "))
+        await server.start()
+        stop.set()
+        await working
