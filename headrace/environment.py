@@ -28,7 +28,7 @@ from headrace.trajectory import FinishReason, Message, Score
 _LONGEST_MESSAGE = 2000
 # The end of a traceback, which has the exception, in characters.
 _LONGEST_TRACEBACK = 2000
-_CALLERS = ("headrace.environment_server", "headrace.programs", "headrace.slots")
+_CALLERS = ("headrace.environment", "headrace.environment_server", "headrace.programs", "headrace.slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,17 @@ class Environment:
 
 
 def checked(environment: Environment, value: object, method: str = "score") -> Score:
-    """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED."""
+    """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED.
+
+    The value is the user's, and so is what it raises when it is looked at.
+    """
+    try:
+        return _checked(environment, value, method)
+    except BaseException as error:  # noqa: BLE001
+        return failed(environment, error)
+
+
+def _checked(environment: Environment, value: object, method: str) -> Score:
     if isinstance(value, Score):
         score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
         return ranged(score, environment.reward_min, environment.reward_max)
@@ -161,12 +171,28 @@ def _bound(value: float | None) -> str:
 def failed(environment: Environment, reason: object) -> Score:
     """Return a FAILED score that names the environment. `reason` is a message, or the exception that `score` raised. For an exception the
     message says where it was raised, and the traceback is in the metadata."""
-    message, metadata = str(reason), {}
+    metadata = {}
     if isinstance(reason, BaseException):
-        message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
-        metadata = {"traceback": "".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:]}
-    message = message[:_LONGEST_MESSAGE]
+        message = described(reason)[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
+        metadata = {"traceback": encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])}
+    else:
+        message = str(reason)
+    message = encodable(message[:_LONGEST_MESSAGE])
     return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of a user's exception, even if it can't tell its message."""
+    try:
+        message = str(error)
+    except BaseException as worse:  # noqa: BLE001
+        message = f"(its __str__ raised {type(worse).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
+def encodable(text: str) -> str:
+    """Return the text with half surrogate pairs, which UTF-8 can't carry, written as `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def place_of(environment: Environment, error: BaseException) -> str:

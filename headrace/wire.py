@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environment import Sample, single_conversation
+from headrace.environment import Sample, described, encodable, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
 from headrace.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
@@ -113,9 +113,14 @@ def score_to_wire(score: Score) -> pb.Result:
             build=score.build,
             took_ms=1000 * score.timings["environment"] if "environment" in score.timings else None,
         )
-    except (CodecError, KeyError, TypeError, ValueError) as error:
-        refusal = f"the score can't be sent: {error}"
-        return pb.Result(status=pb.STATUS_FAILED, message=refusal, environment=score.environment, build=score.build)
+    except Exception as error:  # noqa: BLE001  # the values are the user's
+        reason = str(error) if isinstance(error, CodecError) else described(error)
+        named = {"environment": score.environment, "build": score.build}
+        return pb.Result(
+            status=pb.STATUS_FAILED,
+            message=encodable(f"the score can't be sent: {reason}"),
+            **{key: encodable(value) for key, value in named.items() if isinstance(value, str)},
+        )
 
 
 def score_from_wire(result: pb.Result) -> Score:

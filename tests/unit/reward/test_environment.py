@@ -112,7 +112,7 @@ def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_th
     assert (exception.status, exception.message) == ("FAILED", f"ZeroDivisionError: division by zero ({here})")
     assert exception.metadata["traceback"].endswith("ZeroDivisionError: division by zero\n")
     assert ended.status == "FAILED"
-    assert ended.message.startswith("RuntimeError: SystemExit: 3")
+    assert ended.message.startswith("SystemExit: 3")
 
 
 def test_what_an_exception_says_is_kept_short() -> None:

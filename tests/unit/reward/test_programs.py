@@ -144,7 +144,7 @@ async def test_what_it_raises_is_failed_with_the_place_and_without_the_key() -> 
     assert key not in repr(episode)
 
 
-@pytest.mark.parametrize(("play", "said"), [(leaves, "SystemExit: 3"), (cancels_itself, "cancelled itself")])
+@pytest.mark.parametrize(("play", "said"), [(leaves, "SystemExit: 3"), (cancels_itself, "CancelledError")])
 async def test_one_program_that_ends_all_or_itself_touches_no_other(play: Any, said: str) -> None:
     programs = Programs(program(play))
     outcomes = await asyncio.gather(*(programs.run(given()) for _ in range(3)))
