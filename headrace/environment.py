@@ -23,7 +23,7 @@ import msgspec
 
 from headrace.episode import Episode
 from headrace.source_build import source_build
-from headrace.trajectory import FinishReason, Message, Score
+from headrace.trajectory import FinishReason, Message, Score, reward_problem
 
 _LONGEST_MESSAGE = 2000
 # The end of a traceback, which has the exception, in characters.
@@ -148,8 +148,8 @@ def _checked(environment: Environment, value: object, method: str) -> Score:
     if not hasattr(value, "__float__"):
         return failed(environment, f"{method} returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))
-    if not math.isfinite(reward):
-        return failed(environment, f"{method} returned {reward}, not a finite number")
+    if problem := reward_problem(reward):
+        return failed(environment, f"{method}: {problem}")
     score = Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
     return ranged(score, environment.reward_min, environment.reward_max)
 

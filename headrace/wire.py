@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace import strict_json
 from headrace.environment import Sample, described, encodable, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
@@ -127,8 +128,8 @@ def score_from_wire(result: pb.Result) -> Score:
     """Convert a result. Law 7: one that breaks the contract is FAILED, with the reason as its message."""
     status: Any = _STATUS_NAMES.get(result.status, "FAILED")
     try:
-        if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
-            raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
+        if status == "SCORED" and not result.HasField("reward"):
+            raise CodecError("the environment answered SCORED without a reward, not a finite number")
         for name, value in (("environment", result.environment), ("build", result.build)):
             if len(value.encode()) > BUILD_BYTES:
                 raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
@@ -218,10 +219,6 @@ def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
     )
 
 
-def _reward(result: pb.Result) -> str:
-    return str(result.reward) if result.HasField("reward") else "absent"
-
-
 def _checked(trajectory: pb.Trajectory) -> dict[str, Any]:
     """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
@@ -262,18 +259,11 @@ def _dump(value: dict[str, Any], what: str) -> str:
         raise CodecError(f"{what} is not JSON: {error}") from error
 
 
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_read = json.JSONDecoder(parse_constant=_no_number).decode
-
-
 def _load(text: str, what: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = _read(text)
+        value = strict_json.decode(text)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -52,6 +52,8 @@ def test_components_metadata_and_an_own_build_are_kept() -> None:
     [
         (float("nan"), "not a finite number"),
         (float("-inf"), "not a finite number"),
+        (1.7e308, "reward is 1.7e+308, and is to be between -1e+09 and 1e+09; scale it"),
+        (-1.1e9, "reward is -1.1e+09"),
         (None, "NoneType"),
         ("1.0", "str"),
         ({"reward": 1}, "dict"),

@@ -102,7 +102,7 @@ def test_tools_and_messages_pass_as_they_are(serve_environment: Callable[..., Se
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (float("nan"), "episode returned nan, not a finite number"),
+        (float("nan"), "episode: reward is nan, not a finite number"),
         ("much", "episode returned 'much' (str), not a number or a Score"),
         (7.0, "reward 7 is not between the environment's reward_min (none) and reward_max 1"),
     ],
