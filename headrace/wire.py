@@ -117,12 +117,11 @@ def score_to_wire(score: Score) -> pb.Result:
         )
     except Exception as error:  # noqa: BLE001  # the values are the user's
         reason = str(error) if isinstance(error, CodecError) else described(error)
-        named = {"environment": score.environment, "build": score.build}
-        return pb.Result(
-            status=pb.STATUS_FAILED,
-            message=encodable(f"the score can't be sent: {reason}"),
-            **{key: encodable(value) for key, value in named.items() if isinstance(value, str)},
+        environment, build = (
+            encodable(value) if isinstance(value, str) else "" for value in (score.environment, score.build)
         )
+        message = encodable(f"the score can't be sent: {reason}")
+        return pb.Result(status=pb.STATUS_FAILED, message=message, environment=environment, build=build)
 
 
 def score_from_wire(result: pb.Result) -> Score:
