@@ -275,8 +275,7 @@ class Pipeline:
         for name, child in self.children.environments.items():
             if child.state not in ("restarting", "failed"):
                 child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
-                # while its breaker is closed, an environment that does not answer is busy, not hung
-                child.heard(name in reached or name not in self._broken, after_s)
+                child.heard(name in reached, after_s)
             if name in self._broken and child.source_changed():
                 self.supervisor.replace(child, f"{child.source} has changed")
 
@@ -358,8 +357,12 @@ class Pipeline:
         await asyncio.gather(
             *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
         )
+        patience = {
+            child.name: patience_s(self.config, name, is_broken=name in self._broken)
+            for name, child in self.children.environments.items()
+        }
         for child in self.children:
-            if child.silent_s > self.config.run.hang_timeout_s:
+            if child.silent_s > patience.get(child.name, self.config.run.hang_timeout_s):
                 self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
                 child.silent_s = 0.0
         try:
@@ -444,6 +447,16 @@ class Pipeline:
         await self.supervisor.stop(self.children.environments.values())
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()
+
+
+def patience_s(config: Config, environment: str, *, is_broken: bool) -> float:
+    """Return for how long an environment may answer nothing before it is restarted. It may be busy, and hold its process, until the time
+    of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its breaker is open, it has nothing to do."""
+    env, hang_s = config.env[environment], config.run.hang_timeout_s
+    if is_broken:
+        return hang_s
+    longest_s = config.replay.group_deadline_s if env.episodes else env.timeout_s
+    return max(hang_s, longest_s + LONGEST_PROBE_GAP_S)
 
 
 def _written(path: Path) -> int | None:

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
 from headrace.config.built_in import problems
-from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
+from headrace.config.data import BUILT_IN, MATH_TIMEOUT_S, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
@@ -66,6 +66,20 @@ class Config(Section):
         if isinstance(values, dict) and values.get("grpo") is None and values.get("ppo") is None:
             return {**values, "grpo": {}}
         return values
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _kinds_have_their_timeouts(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: {"timeout_s": MATH_TIMEOUT_S, **env}
+            if isinstance(env, dict)
+            and (env.get("type") or name) == "math"
+            and not any(env.get(key) for key in ("target", "command", "attached"))
+            else env
+            for name, env in values.items()
+        }
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
