@@ -44,8 +44,8 @@ _THREADS, _OPEN_FILES, _FILES = 64, 64, 1024
 _SCRATCH_BYTES = 64 * 1024**2
 _ERROR_BYTES = 2000
 MAX_OUTPUT_BYTES = 1024**2
-# how often the memory of a program's processes is added up
-_COUNT_EVERY_S = 0.05
+# how often the memory of a program's processes is added up, and how often in a row it must be too much
+_COUNT_EVERY_S, _LOOKS_ABOVE = 0.05, 2
 _ENDING = struct.Struct("=id")  # how the program ended, as `wait` says it, and the CPU seconds that it used
 
 
@@ -167,17 +167,19 @@ def _watched(run: Run, user: int, proc: int) -> ProgramResult:
     late = large = False
     try:
         try:
+            if problem := os.read(broken, 1000):  # empty once the program has started
+                raise OSError(problem.decode(errors="replace"))
             count = _counter(first, proc) if run.processes > 1 else lambda: 0
             deadline = time.monotonic() + run.wall_s
-            while not (late := time.monotonic() >= deadline) and not (large := count() > run.memory_bytes):
+            above = 0  # a process that has just been started may share all its memory with its parent, and then counts twice
+            while not (late := time.monotonic() >= deadline) and not (large := above == _LOOKS_ABOVE):
+                above = above + 1 if count() > run.memory_bytes else 0
                 if _read_until(ended, written, out, min(deadline, time.monotonic() + _COUNT_EVERY_S)):
                     break
         finally:
             os.kill(first, signal.SIGKILL)  # and with it, every process of its namespace
             os.waitpid(first, 0)
         _drain(written, out)
-        if problem := os.read(broken, 1000):
-            raise OSError(problem.decode(errors="replace"))
         ending = os.read(ended, _ENDING.size)
     finally:
         for end in (out, error, broken, ended):
@@ -189,7 +191,7 @@ def _watched(run: Run, user: int, proc: int) -> ProgramResult:
     if len(written[out]) > MAX_OUTPUT_BYTES:
         failure = f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
     elif large:
-        failure = f"its processes used more than {run.memory_bytes >> 20} MiB of memory together"
+        failure = f"its processes used more than {run.memory_bytes >> 20} MiB of memory together, or hid how much"
     elif late:
         failure = f"it ran out of time ({run.cpu_s} s of CPU time, {run.wall_s:g} s in all)"
     elif code:
@@ -244,7 +246,10 @@ def _children(process: str, proc: int) -> list[str]:
 
 
 def _own(process: str, proc: int) -> int:
-    pages = (line.split() for line in _text(proc, f"{process}/smaps_rollup").splitlines())
+    try:
+        pages = [line.split() for line in _text(proc, f"{process}/smaps_rollup").splitlines()]
+    except PermissionError:  # a program that may not be read, of somebody whom this namespace doesn't know
+        return sys.maxsize
     return sum(1024 * int(words[1]) for words in pages if words[0] in ("Pss:", "SwapPss:"))
 
 

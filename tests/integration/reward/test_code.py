@@ -15,10 +15,11 @@ import pytest
 from headrace import Sample
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
+from headrace.wire import sample_to_wire
 from headrace_services.reward.environments.code import Code, refusal
-from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.pool import WorkerPool, sleeps
 from headrace_services.reward.sandbox import Level
-from tests.support.reward_hub import start_hub
+from tests.support.reward_hub import WAIT_S, start_hub
 
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
@@ -411,6 +412,34 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
     assert (late.status, late.reward) == ("SCORED", 0)
     assert (unlucky.status, unlucky.reward) == ("TIMED_OUT", None)
     assert "no test ran out of time; raise timeout_s, or give fewer tests" in unlucky.message
+
+
+async def test_programs_that_sleep_do_not_keep_others_waiting() -> None:
+    env = EnvConfig(**ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0})
+    info = {"inputs": [""], "outputs": ["1"]}
+    pool = WorkerPool({"code": env}, 1)
+    await pool.start()
+    try:
+        asleep, good = (
+            [pool.submit([sample_to_wire(sample(program, info))], 240.0)[0] for _ in range(4)]
+            for program in ("import time; time.sleep(999)", "print(1)")
+        )
+        async with asyncio.timeout(WAIT_S):
+            results = await asyncio.gather(*good)
+        assert [result.reward for result in results] == [1] * 4
+        assert not any(future.done() for future in asleep)
+        (other,) = pool.submit([sample_to_wire(sample("print(1)", info))], 240.0)  # and so does one that comes later
+        assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
+    finally:
+        await pool.aclose()
+    assert not [each for each in psutil.Process().children(recursive=True) if "worker" in command_of(each)]
+
+
+def test_only_a_worker_that_wants_no_core_sleeps() -> None:
+    assert sleeps(1.0, 1.0)
+    assert not any(
+        sleeps(before, now) for before, now in ((None, 1.0), (1.0, None), (None, None), (1.0, 1.3), (1.0, 0.2))
+    )
 
 
 async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:
