@@ -15,7 +15,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -63,7 +63,8 @@ def check_carried(fields: dict[str, Any]) -> None:
             msgspec.msgpack.encode({name: value})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"field {name!r} can't be stored as JSON and msgpack ({error}); write it as text, or leave it out"
+                f"field {name!r} can't be stored as JSON and msgpack ({error}); write it as text, or leave it out: info_keys names the "
+                "fields that the environment needs"
             ) from error
 
 
@@ -100,18 +101,11 @@ def _is_list(path: Path) -> bool:
 
 def _parsed(text: str, where: str, key: str) -> Any:
     try:
-        return _read_json(text)
+        return json.loads(text)  # NaN in a field that nobody asks for is no reason to refuse the row
     except RecursionError as error:
         raise bad_row(where, "it is nested too deeply", key) from error
     except ValueError as error:
         raise bad_row(where, error, key) from error
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_read_json = json.JSONDecoder(parse_constant=_no_number).decode
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
