@@ -401,7 +401,7 @@ class EnvConfig(Section):
     )
     cpu_s: int = Field(5, ge=1, description="code: CPU seconds per test")
     wall_s: float = Field(10.0, gt=0, description="code: seconds per test")
-    memory_mb: int = Field(512, ge=16, description="code: memory of each process of the program")
+    memory_mb: int = Field(512, ge=16, description="code: memory of the program, all its processes together")
     processes: int = Field(
         1,
         ge=1,
