@@ -246,9 +246,9 @@ def evaluation_config(
         "security": given["security"],
     }
     try:
-        evaluation = Config.model_validate(values)
+        evaluation = Config.model_validate(values).referring(config.references)
     except ValidationError as error:
-        raise ConfigError(explain(error, lambda keys: "")) from error
+        raise ConfigError(explain(error, lambda keys: "", references=config.references)) from error
     if samples > 1 and validation_temperature(evaluation) == 0:
         raise ConfigError(
             f"--samples {samples} at temperature 0: all completions of a prompt would be the same; give --temperature, or --samples 1"

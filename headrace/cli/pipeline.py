@@ -134,7 +134,7 @@ class Children:
             variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
                 variables |= device_plan.device_variables(plan, config, each.name)
-            own = child_environ(os.environ) if each.environ is None else each.environ
+            own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
             each.environ = {**own, **variables}
         return children
 

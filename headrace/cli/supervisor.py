@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.backoff import pause_after
@@ -321,12 +321,12 @@ async def _wait(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+def child_environ(environ: Mapping[str, str], kept: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of services: all variables (HF_TOKEN, HF_HOME, …) except HEADRACE_*. These are already resolved into the run's
-    configuration, and would override the command line.
+    configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay.
 
     PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
     random.py or services.py must not replace a module.
     """
-    kept = {name: value for name, value in environ.items() if not name.upper().startswith("HEADRACE_")}
-    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    own = {name: value for name, value in environ.items() if name in kept or not name.upper().startswith("HEADRACE_")}
+    return {**own, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
