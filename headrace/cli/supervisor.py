@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from headrace.addresses import without_proxy
 from headrace.backoff import pause_after
 from headrace.cli import guard
 from headrace.errors import ServiceError
@@ -326,7 +327,7 @@ def child_environ(environ: Mapping[str, str], kept: Collection[str] = ()) -> dic
     configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay.
 
     PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
-    random.py or services.py must not replace a module.
+    random.py or services.py must not replace a module. Programs reach what runs on this machine without a proxy.
     """
     own = {name: value for name, value in environ.items() if name in kept or not name.upper().startswith("HEADRACE_")}
-    return {**own, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    return {**own, **without_proxy(environ), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
