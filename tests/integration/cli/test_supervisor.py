@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
-from tests.support.processes import eventually, gone
+from tests.support.processes import descendants, eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -122,6 +122,19 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
     argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), hearing]
     with subprocess.Popen(argv) as supervisor:
         pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        supervisor.send_signal(signal.SIGKILL)
+    assert [gone(int(pid)) for pid in pids] == [True, True]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_killed_guard_is_replaced_before_the_supervisor_is_killed_too(tmp_path: Path, times: int) -> None:
+    argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), "deaf"]
+    with (tmp_path / "said").open("w") as said, subprocess.Popen(argv, stderr=said) as supervisor:
+        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        for number in range(times):
+            guard = next(pid for pid, command in descendants(supervisor.pid).items() if "guard.py" in command)
+            os.kill(guard, signal.SIGKILL)
+            eventually(lambda number=number: (tmp_path / "said").read_text().count("there is another") == number + 1)
         supervisor.send_signal(signal.SIGKILL)
     assert [gone(int(pid)) for pid in pids] == [True, True]
 
