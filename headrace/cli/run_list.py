@@ -146,7 +146,12 @@ def differences(first: Any, second: Any) -> Iterator[str]:
     """Yield the keys in which two runs differ, each with both values. Names, folders and ports are left out, because they differ between
     any two runs."""
     for change in diff(first, second):
-        own = change.key in ("run.id", "run.dir", "security.credentials") or change.key.endswith("port")
+        own = change.key in (
+            "run.id",
+            "run.dir",
+            "run.from_environment",
+            "security.credentials",
+        ) or change.key.endswith("port")
         if not own:
             yield str(change)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +166,17 @@ class Change:
 def fixed(config: Config) -> dict[str, Any]:
     """Return every key that may not change when the run continues, with its value."""
     return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
+
+
+def digest(config: Config) -> str | None:
+    """Return a digest of the fixed keys whose text comes from the environment and is not stored; None without any."""
+    shown = dict(_flat(config.shown()))
+    hidden = {key: value for key, value in fixed(config).items() if shown.get(key) != value}
+    if not hidden:
+        return None
+    # slow on purpose: it stands in a file, and a short value could be guessed
+    key = hashlib.scrypt(json.dumps(hidden).encode(), salt=str(config.run.id).encode(), n=2**14, r=8, p=1, dklen=16)
+    return key.hex()
 
 
 def diff(before: Config, after: Config) -> list[Change]:
