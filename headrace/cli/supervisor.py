@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -340,12 +341,21 @@ async def _wait(process: subprocess.Popen[Any]) -> int:
     return process.wait()
 
 
+# What torchrun tells a rank. Below a shell that has it, a trainer would wait for ranks that nobody starts.
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
 def child_environ(environ: Mapping[str, str], kept: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of services: all variables (HF_TOKEN, HF_HOME, …) except HEADRACE_*. These are already resolved into the run's
-    configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay.
+    configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay. Those that torchrun gives
+    its ranks go too: what is started here starts its own.
 
     PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
     random.py or services.py must not replace a module. Programs reach what runs on this machine without a proxy.
     """
-    own = {name: value for name, value in environ.items() if name in kept or not name.upper().startswith("HEADRACE_")}
+    own = {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not (name.upper().startswith("HEADRACE_") or _OF_TORCHRUN.fullmatch(name))
+    }
     return {**own, **without_proxy(environ), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

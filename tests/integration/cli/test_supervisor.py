@@ -140,8 +140,11 @@ def test_a_killed_guard_is_replaced_before_the_supervisor_is_killed_too(tmp_path
 
 
 def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
-    environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
-    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    given = {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3", "HEADRACE_REPLAY__REDIS_URL": "url"}
+    of_a_rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "other", "TORCHELASTIC_RUN_ID": "x"}
+    environ = child_environ(given | of_a_rank, {"HEADRACE_REPLAY__REDIS_URL"})
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_REPLAY__REDIS_URL": "url", **safe}
 
 
 async def test_a_log_stays_small_while_its_service_runs_and_keeps_its_newest_lines(tmp_path: Path) -> None:
