@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 # Services for this machine alone listen here.
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ HTTP_PROXIES = {scheme: (f"{scheme}_proxy", "all_proxy") for scheme in ("http", 
 def through_proxy(target: str, variables: Sequence[str]) -> str:
     """Return the end of an error about `target` (host:port) that names the variable whose proxy leads there; empty if none does."""
     host = target.rpartition(":")[0].strip("[]")
-    if target_is_local(target) or proxy_bypass_environment(host):
+    if target_is_local(target) or proxy_bypass(host):
         return ""
     environ = {name.lower(): name for name in os.environ if os.environ[name]}
     name = next((environ[variable] for variable in variables if variable in environ), None)
