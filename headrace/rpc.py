@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace.addresses import with_port
+from headrace.addresses import target_is_local, with_port
 from headrace.credentials import Credentials
 from headrace.errors import CodecError, ConfigError, ServiceError
 from headrace.service import bind
@@ -86,16 +86,19 @@ def channel(
     security: TlsSettings | None = None,
     token: Callable[[], str] | None = None,
     keep_alive: bool = False,
+    proxied: bool = False,
 ) -> grpc.aio.Channel:
     """Return a channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
 
     It is encrypted if `security` requires it. `token` returns the caller's token for each call (not for streams). With `keep_alive` it
-    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. Raises `ConfigError` for a
-    `security.tls_ca` that can't be read.
+    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. With `proxied`, for a user's own
+    server, the proxy in the environment leads to a target that is not on this machine. Raises `ConfigError` for a `security.tls_ca` that
+    can't be read.
     """
     options = [
         *_limits(max_message_bytes),
         *(_KEEP_ALIVE if keep_alive else []),
+        ("grpc.enable_http_proxy", int(proxied and not target_is_local(target))),
         ("grpc.max_reconnect_backoff_ms", 3000),
     ]
     interceptors = [] if token is None else [_PresentToken(token)]

@@ -148,6 +148,14 @@ async def body_of(request: Request, most: int) -> bytes | None:
 
 def bind(host: str, port: int, key: str) -> socket.socket:
     """Return a listening TCP socket; port 0 chooses a free one. Raises `ServiceError` naming the configuration key of a busy port."""
+    sock = reserve(host, port, key)
+    sock.listen(128)
+    return sock
+
+
+def reserve(host: str, port: int, key: str) -> socket.socket:
+    """Return a bound socket that doesn't listen; port 0 chooses a free one. While it is open the kernel gives the port to nobody who asks
+    for a free one, and a server that sets SO_REUSEADDR, as ours do, can listen there (Linux). Raises as `bind` does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it the second part of an answer waits 40 ms for the reader's delayed
     # acknowledgement of the first
@@ -160,7 +168,6 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         raise ServiceError(
             f"{key}: can't listen on {host}:{port} ({error.strerror}); free the port or set {key} to another"
         ) from error
-    sock.listen(128)
     return sock
 
 

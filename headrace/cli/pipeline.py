@@ -57,12 +57,13 @@ def check(config: Config) -> None:
     environment_processes.check(config)
 
 
-def settled(config: Config) -> tuple[Config, Path]:
-    """Settle and save what the services need before they start: ports, credentials and configuration. Returns the saved configuration and
-    its path. Raises `ConfigError`, `ServiceError`."""
-    config = runs.settle_ports(config)
-    runs.make_credentials(config)
-    return config, runs.save(config)
+@contextlib.contextmanager
+def settled(config: Config) -> Iterator[tuple[Config, Path]]:
+    """Settle and save what the services need before they start: credentials, configuration, and ports, which stay reserved while the
+    context is open. Yields the saved configuration and its path. Raises `ConfigError`, `ServiceError`."""
+    with runs.settled_ports(config) as ready:
+        runs.make_credentials(ready)
+        yield ready, runs.save(ready)
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ class Children:
             variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
                 variables |= device_plan.device_variables(plan, config, each.name)
-            own = child_environ(os.environ) if each.environ is None else each.environ
+            own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
             each.environ = {**own, **variables}
         return children
 

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from headrace.addresses import without_proxy
 from headrace.backoff import pause_after
 from headrace.cli import guard
 from headrace.errors import ServiceError
@@ -169,13 +172,30 @@ class Supervisor:
         self.log_bytes = log_bytes
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__, str(grace_s)],
+        self._guard = self._start_guard()
+        self._guarding: asyncio.Task[None] | None = None
+
+    def _start_guard(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, str(self.grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             text=True,
         )
+
+    async def _keep_guard(self) -> None:
+        """Replace a guard that was killed, and tell the new one the groups."""
+        while True:
+            await _wait(self._guard)
+            with contextlib.suppress(BrokenPipeError):  # a line that it never read
+                self._guard.communicate()
+            self._guard = self._start_guard()
+            for process in self._processes.values():
+                self._notify_guard("+", process.pid)
+            self.report(
+                "the guard, which ends the services if this process is killed, was killed itself; there is another now"
+            )
 
     async def supervise(self, child: Child) -> None:
         """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't continue."""
@@ -205,6 +225,8 @@ class Supervisor:
 
     async def run(self, child: Child) -> int:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
+        if self._guarding is None:
+            self._guarding = asyncio.create_task(self._keep_guard())
         source_time = _time_of(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
@@ -282,6 +304,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End the guard process, once every child has been stopped."""
+        if self._guarding is not None:
+            self._guarding.cancel()
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.communicate()
 
@@ -291,11 +315,7 @@ class Supervisor:
             self._guard.stdin.write(f"{sign}{group}\n")
             self._guard.stdin.flush()
         except BrokenPipeError:
-            if sign == "+":
-                guard.signal_group(group, signal.SIGKILL)
-                raise ServiceError(
-                    "the guard process was killed, and without it services could outlive the supervisor"
-                ) from None
+            return  # it was killed: `_keep_guard` tells the next one every group
 
 
 def _time_of(path: Path | None) -> int:
@@ -306,7 +326,7 @@ def _time_of(path: Path | None) -> int:
         return 0
 
 
-async def _wait(process: subprocess.Popen[bytes]) -> int:
+async def _wait(process: subprocess.Popen[Any]) -> int:
     """Wait for the process to exit, and reap it. Returns its exit code. Several tasks may wait."""
     if process.returncode is None:
         loop = asyncio.get_running_loop()
@@ -321,12 +341,21 @@ async def _wait(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+# What torchrun tells a rank. Below a shell that has it, a trainer would wait for ranks that nobody starts.
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def child_environ(environ: Mapping[str, str], kept: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of services: all variables (HF_TOKEN, HF_HOME, …) except HEADRACE_*. These are already resolved into the run's
-    configuration, and would override the command line.
+    configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay. Those that torchrun gives
+    its ranks go too: what is started here starts its own.
 
     PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
-    random.py or services.py must not replace a module.
+    random.py or services.py must not replace a module. Programs reach what runs on this machine without a proxy.
     """
-    kept = {name: value for name, value in environ.items() if not name.upper().startswith("HEADRACE_")}
-    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    own = {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not (name.upper().startswith("HEADRACE_") or _OF_TORCHRUN.fullmatch(name))
+    }
+    return {**own, **without_proxy(environ), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

@@ -50,8 +50,7 @@ def up(
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded):
-        loaded, saved = settled(loaded)
+    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved):
         device_plan.record(plan, threads, loaded.run_folder)
         for warning in warnings:
             say(f"warning: {warning}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
+from headrace.config.references import Reference, referred, variables
 from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,
@@ -59,6 +61,7 @@ class Config(Section):
     security: SecurityConfig = SecurityConfig()
     # the run's folder, if it is not the one that `run` names
     _folder: Path | None = PrivateAttr(None)
+    _references: tuple[Reference, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -172,6 +175,27 @@ class Config(Section):
         placed = self.model_copy()
         placed._folder = folder
         return placed
+
+    def referring(self, references: Sequence[Reference]) -> Config:
+        """Return the configuration with the `references` of what came from the environment."""
+        referring = self.model_copy()
+        referring._references = tuple(one for place, one in enumerate(references) if one not in references[:place])
+        return referring
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """The text that came from the environment, except for paths, the names of models, and `run`."""
+        return self._references
+
+    @property
+    def variables(self) -> set[str]:
+        """The variables of the environment that the configuration refers to."""
+        return variables(reference.expression for reference in self._references)
+
+    def shown(self) -> dict[str, Any]:
+        """Return every value, for files and people: text from the environment as the expression that gives it."""
+        values: dict[str, Any] = referred(self.model_dump(mode="json"), self._references)
+        return values
 
     @property
     def redis_url(self) -> str:

@@ -14,7 +14,7 @@ import grpc
 import prometheus_client
 
 from headrace import rpc
-from headrace.addresses import target_is_local
+from headrace.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.credentials import Credentials
@@ -118,6 +118,7 @@ class RemoteBackend:
             security=None if target_is_local(env.address) else security,
             token=None if credentials is None else credentials.presented(f"environment {name}"),
             keep_alive=env.episodes,  # a call is silent while its program runs, which may take minutes
+            proxied=True,
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         # the description of the process that the channel is connected to
@@ -161,7 +162,7 @@ class RemoteBackend:
             away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
             hint = f"see environment-{self._name}.log" if started else "is it running?"
             said = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
-            return None, f"{away} ({error.code().name}: {said}); {hint}"
+            return None, f"{away} ({error.code().name}: {said}{through_proxy(self._target, GRPC_PROXIES)}); {hint}"
         return self._described(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
-from tests.support.processes import eventually, gone
+from tests.support.processes import descendants, eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -126,9 +126,25 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
     assert [gone(int(pid)) for pid in pids] == [True, True]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_killed_guard_is_replaced_before_the_supervisor_is_killed_too(tmp_path: Path, times: int) -> None:
+    argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), "deaf"]
+    with (tmp_path / "said").open("w") as said, subprocess.Popen(argv, stderr=said) as supervisor:
+        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        for number in range(times):
+            guard = next(pid for pid, command in descendants(supervisor.pid).items() if "guard.py" in command)
+            os.kill(guard, signal.SIGKILL)
+            eventually(lambda number=number: (tmp_path / "said").read_text().count("there is another") == number + 1)
+        supervisor.send_signal(signal.SIGKILL)
+    assert [gone(int(pid)) for pid in pids] == [True, True]
+
+
 def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
-    environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
-    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    given = {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3", "HEADRACE_REPLAY__REDIS_URL": "url"}
+    of_a_rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "other", "TORCHELASTIC_RUN_ID": "x"}
+    environ = child_environ(given | of_a_rank, {"HEADRACE_REPLAY__REDIS_URL"})
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_REPLAY__REDIS_URL": "url", **safe}
 
 
 async def test_a_log_stays_small_while_its_service_runs_and_keeps_its_newest_lines(tmp_path: Path) -> None:

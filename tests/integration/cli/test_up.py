@@ -140,8 +140,20 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert f"`run.id=test` continues this run from checkpoint {version} ({newest})" in again.said()
 
 
-def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start) -> None:
-    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer")
+def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(
+    up: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # in a shell with a proxy that leads nowhere, and with a secret
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HR_TOKEN", "canary-7f3a")
+    monkeypatch.setenv("HEADRACE_LOGGER__WANDB__NAME", "canary-7f3a")
+    secret = "logger.wandb.project=${oc.env:HR_TOKEN}"
+    run = up(100_000, *ENDLESS, secret, rollout="refusable_rollout", trainer="talking_trainer")
     run.wait_for("step 1:")
     for service in ("rollout", "reward", "replay", "trainer"):
         name = "rollout-1" if service == "rollout" else service
@@ -153,6 +165,10 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start
         goes_on(run)
     assert run.stop(signal.SIGINT) == []
     assert run.process.returncode == 130
+    assert "project: ${oc.env:HR_TOKEN}" in (folder / "config.yaml").read_text()
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in written if b"canary" in path.read_bytes()] == []
+    assert "canary" not in run.said()
 
 
 def is_back(run: Up, service: str, name: str, before: int) -> bool:
