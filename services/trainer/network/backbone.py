@@ -119,7 +119,14 @@ def load_model(
             f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
             f"positions of {name!r}; set it to {context} or less"
         )
+    if caps_attention(model.config) and model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # SDPA ignores the cap without a word
     return model.eval()
+
+
+def caps_attention(config: Any) -> bool:
+    """Whether the model caps the logits of its attention softly (Gemma 2)."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
