@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -340,3 +343,25 @@ def test_several_sequences_in_a_row_are_refused_with_soft_caps(capped: Path) -> 
         ServiceError, match=r"policy\.sequence_packing\.enabled true: .* caps the logits of its attention"
     ):
         PolicyModel(settings(capped, MODES["packed"]))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_is_saved_and_sent_has_the_biases_of_routers(tmp_path: Path, adapter: bool) -> None:
+    routed = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **routed, moe_intermediate_size=16, num_experts_per_tok=2))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "given")
+    given = load_file(tmp_path / "given" / "model.safetensors")
+    ours = PolicyModel(settings(tmp_path / "given", {"lora_cfg": {"enabled": adapter}}))
+    sent = dict(ours.weights())
+    assert [(name, tuple(tensor.shape)) for name, tensor in sent.items()] == list(ours.weight_shapes())
+    (tmp_path / "saved").mkdir()
+    ours.snapshot()(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert adapter or sent.keys() == saved.keys() == given.keys()
+    biases = [name for name in given if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for tensors in (sent, saved):
+        assert all(torch.equal(tensors[name], given[name]) for name in biases)
