@@ -51,6 +51,7 @@ from headrace_services.trainer.distributed import (
     is_first_rank,
     place_of,
     reduce_gradients,
+    saved_tensors,
     several_ranks,
     shard,
     shards_alone,
@@ -119,7 +120,14 @@ def load_model(
             f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
             f"positions of {name!r}; set it to {context} or less"
         )
+    if caps_attention(model.config) and model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # SDPA ignores the cap without a word
     return model.eval()
+
+
+def caps_attention(config: Any) -> bool:
+    """Whether the model caps the logits of its attention softly (Gemma 2)."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,8 +251,8 @@ def iter_full_weights(
 
 def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and full shapes in the order of `iter_full_weights`. Gathers nothing."""
-    for name, parameter in model.named_parameters() if adapter is None else adapter.parameters():
-        for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
+    for name, own in saved_tensors(model) if adapter is None else adapter.parameters():
+        for saved, tensor in _as_saved(model, name, torch.empty(own.shape, device="meta")):
             yield saved, tuple(tensor.shape)
 
 
@@ -295,8 +303,8 @@ def _full_parameters(
     if adapter is not None:
         yield from adapter.weights(merged=merged)
         return
-    for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter.detach(), gathered_in)
+    for name, tensor in saved_tensors(model):
+        yield name, full_tensor(tensor.detach(), gathered_in)
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

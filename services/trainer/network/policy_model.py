@@ -129,6 +129,12 @@ class PolicyModel:
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
+    @property
+    def window(self) -> int | None:
+        """The number of tokens that its layers with a sliding window attend to; None if it has none."""
+        window: int | None = getattr(self.model.config.get_text_config(), "sliding_window", None)
+        return window
+
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
         """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.
 

@@ -278,6 +278,20 @@ async def test_a_replica_that_computes_something_else_never_serves_and_does_not_
     assert epoch.members == (good.id,)
 
 
+async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reason_before_it_trains(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    bad = SmallReplica(replay, tiny_model, faulty=True)
+    async with running(bad.run()):
+        assert await trainer.run() == EXIT_USER_ERROR
+    assert bad.installed == []
+    assert [line.step for line in trainer.journal() if line.kind == "train"] == []
+    assert (
+        "no replica can be verified with the initial weights: 1 x log-probabilities of the probe differ"
+        in trainer.said()
+    )
+
+
 async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_another_goes_on(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
