@@ -12,10 +12,14 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ServiceError
+import msgspec
+
+from headrace.errors import HeadraceError, ServiceError
 from headrace.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
@@ -34,6 +38,52 @@ EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 # 128 + SIGTERM: the service was stopped before its work was done.
 EXIT_STOPPED = 143
+# The variable that names the file for a service's `Ending`. It doesn't begin with HEADRACE_, which would make it a configuration key.
+ENDING = "_HEADRACE_ENDING"
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The exception that ended a process of a service. `place` is the innermost line of Headrace's own code, `module:line`; it is empty for
+    an error that was raised on purpose, whose message says everything."""
+
+    error: str
+    place: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Ending:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        message = " ".join(str(error).split())
+        if isinstance(error, HeadraceError):
+            return cls(type(error).__name__, "", message)
+        frames = [
+            (frame.f_globals.get("__name__", "?"), line) for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        own = [each for each in frames if each[0].partition(".")[0] in ("headrace", "headrace_services")]
+        module, line = (own or frames)[-1]
+        return cls(type(error).__name__, f"{module}:{line}", message)
+
+    def __str__(self) -> str:
+        return f"{self.error} at {self.place}: {self.message}" if self.place else self.message
+
+    def repeats(self, before: Ending | None) -> bool:
+        """Whether it is the same exception at the same place as the one before. Messages may differ: they name steps and files."""
+        return before is not None and self.place != "" and (self.error, self.place) == (before.error, before.place)
+
+
+@contextlib.contextmanager
+def ending_recorded() -> Iterator[None]:
+    """Record an exception that leaves the context in the file that the supervisor named. Of several ranks, the first to fail writes it. The
+    service's own children don't inherit the name."""
+    path = os.environ.pop(ENDING, None)
+    try:
+        yield
+    except Exception as error:
+        if path is not None:
+            with contextlib.suppress(OSError), Path(path).open("xb") as file:  # the exception itself matters more
+                file.write(msgspec.json.encode(Ending.of(error)))
+        raise
 
 
 # The body of an error answer, as JSON schema. It is not a pydantic model, because environments import this module and need no pydantic.

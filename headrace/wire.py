@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from headrace import strict_json
 from headrace.environment import Sample, described, encodable, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
@@ -286,23 +287,11 @@ def _dump(value: dict[str, Any], what: str) -> str:
         raise CodecError(f"{what} is not JSON: {error}") from error
 
 
-def _no_number(number: str) -> NoReturn:
-    raise ValueError(f"{number} is not a JSON number")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    return value if math.isfinite(value) else _no_number(f"{number:.40}, larger than a float64 can be,")
-
-
-_read = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite).decode
-
-
 def _load(text: str, what: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = _read(text)
+        value = strict_json.decode(text)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):

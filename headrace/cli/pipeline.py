@@ -41,6 +41,8 @@ from headrace.tls import client_context
 READY_DEADLINE_S = 120.0
 # How long a trainer that is being stopped may take for its step and a checkpoint.
 SAVE_DEADLINE_S = 600.0
+# The same, when the run's folder is gone.
+WITHOUT_FOLDER_S = 5.0
 POLL_S = 1.0
 # While services start.
 LOOK_S = 0.2
@@ -146,6 +148,7 @@ class Pipeline:
     def __init__(self, config: Config, saved: Path, plan: DevicePlan | None, display: Display) -> None:
         self.config = config
         self.display = display
+        self._saved = saved
         self.children = Children.of(config, saved, plan)
         self._device_is_shared = plan is not None and plan.is_shared
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
@@ -204,6 +207,7 @@ class Pipeline:
     async def _work(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                folder = tasks.create_task(self._watch_folder())
                 supervise = self.supervisor.supervise
                 first = (self.children.replay, self.children.reward, *self.children.environments.values())
                 running = [tasks.create_task(supervise(child)) for child in first]
@@ -224,16 +228,38 @@ class Pipeline:
                         await self._until_loaded(client)
                     trainer = tasks.create_task(supervise(self.children.trainer))
                     await trainer
-                    for task in (watch, *running):
+                    for task in (folder, watch, *running):
                         task.cancel()
                     await asyncio.wait({watch})
                     await self._poll(client)  # the trainer's last metrics
         # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
         except BaseExceptionGroup as failures:
+            if not self._saved.exists():
+                raise self._without_folder() from None  # whatever failed, failed for that
             ours, others = failures.split(HeadraceError)
             if ours is None or others is not None:
                 raise
             raise _first(ours) from None
+
+    async def _watch_folder(self) -> None:
+        """Raise `ServiceError` once the run's folder is gone."""
+        while True:
+            if not self._saved.exists():
+                raise self._without_folder()
+            await asyncio.sleep(LOOK_S)
+
+    def _without_folder(self) -> ServiceError:
+        held, checkpoints = self.config.replay.redis_url, self.config.checkpoint_folder
+        return ServiceError(
+            f"the run's folder {self.config.run_folder} was deleted or moved while the run was up, and the run ends; "
+            + ("its buffer was in it" if held is None else "the buffer's server keeps what it holds")
+            + (
+                f", and the checkpoints in {checkpoints} are kept"
+                if checkpoints.exists()
+                else ", and so were its checkpoints"
+            )
+            + ". Move the folder back, and the run continues; or start a new one with another run.id"
+        )
 
     async def _supervise_rollout(self, child: Child) -> None:
         """Supervise a replica. One that can't continue ends the run only if it was the last."""
@@ -440,8 +466,10 @@ class Pipeline:
         self.display.update(self.summary)
 
     async def _stop(self) -> None:
+        # without the run's folder, what the trainer would wait for never comes
+        save_s = SAVE_DEADLINE_S if self._saved.exists() else WITHOUT_FOLDER_S
         await asyncio.gather(
-            self.supervisor.stop([self.children.trainer], SAVE_DEADLINE_S),
+            self.supervisor.stop([self.children.trainer], save_s),
             self.supervisor.stop([*self.children.rollouts, *self.children.agents]),
         )
         await self.supervisor.stop([self.children.reward])

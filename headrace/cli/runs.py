@@ -233,7 +233,7 @@ def locked(config: Config) -> Iterator[None]:
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == [RUN_LOCK]:
+            if folder.is_dir() and [path.name for path in folder.iterdir()] == [RUN_LOCK]:
                 (folder / RUN_LOCK).unlink()
                 folder.rmdir()
 

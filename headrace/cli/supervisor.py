@@ -15,11 +15,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.addresses import without_proxy
 from headrace.backoff import pause_after
 from headrace.cli import guard
 from headrace.errors import ServiceError
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
+from headrace.service import (
+    ENDING,
+    EXIT_BUFFER_UNAVAILABLE,
+    EXIT_INTERNAL_ERROR,
+    EXIT_USER_ERROR,
+    Ending,
+    die_with_parent,
+)
 
 LOG_TAIL_LINES = 15
 # A log that has grown to this size is moved to NAME.log.1, replacing an older one.
@@ -50,7 +59,7 @@ class Finished:
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
     """Decides what to do when a service exits: at most `limit` restarts in a row without progress between them, with exponential
-    backoff.
+    backoff. The same exception at the same place twice in a row is no crash that a restart heals: then there is no other.
 
     A limit per time window would be wrong in both directions. It would restart a service that takes minutes to start for ever, and give up
     one whose work progresses between its deaths.
@@ -61,9 +70,18 @@ class RestartPolicy:
     longest_delay_s: float = 30.0
 
     def decide(
-        self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int, is_user_code: bool = False
+        self,
+        exit_code: int,
+        *,
+        ends_run: bool,
+        was_ready: bool,
+        fruitless: int,
+        is_user_code: bool = False,
+        ending: Ending | None = None,
+        before: Ending | None = None,
     ) -> Restart | GiveUp | Finished:
         """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
+        `ending` is the exception that the process ended with, if it told one, and `before` that of the process before.
 
         There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer that
         never existed won't come back), and none after a clean exit of a service that ends the run.
@@ -74,6 +92,9 @@ class RestartPolicy:
         if exit_code == 0 and ends_run:
             return Finished()
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        if exit_code not in (EXIT_USER_ERROR, EXIT_INTERNAL_ERROR, EXIT_BUFFER_UNAVAILABLE):
+            ending = None  # a signal ended one of its ranks, and what the others then met is not the reason
+        how = how if ending is None else str(ending)
         delay_s = pause_after(fruitless + 1, self.first_delay_s, self.longest_delay_s)
         if is_user_code and was_ready:
             return Restart(delay_s, how)
@@ -81,6 +102,8 @@ class RestartPolicy:
             return GiveUp(f"{how} before it answered")
         if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
             return GiveUp(how)
+        if fruitless and ending is not None and ending.repeats(before):
+            return GiveUp(f"it ended twice in a row, without progress between, with {how}")
         if fruitless >= self.limit:
             return GiveUp(f"{how}, after {fruitless} restarts without progress")
         return Restart(delay_s, how)
@@ -105,6 +128,7 @@ class Child:
     pid: int | None = None
     restarts: int = 0
     fruitless: int = 0
+    ending: Ending | None = None  # of the last process
     answered: bool = False  # the current process, at least once
     silent_s: float = 0.0  # since its last answer
     log_start: int = 0  # where in the log the current process began
@@ -141,6 +165,22 @@ class Child:
         starting: its silence doesn't count."""
         self.answered = self.answered or answered
         self.silent_s = 0.0 if answered or not self.answered else self.silent_s + after_s
+
+    @property
+    def ending_file(self) -> Path | None:
+        """The file in which a process of the service records the exception that ends it."""
+        return None if self.log is None else self.log.absolute().with_suffix(".ending")
+
+    def take_ending(self) -> Ending | None:
+        """Return the exception that ended the last process, and forget it; None if it told none: it was killed, or is not a service."""
+        if self.ending_file is None or not self.ending_file.exists():
+            return None
+        told = self.ending_file.read_bytes()
+        self.ending_file.unlink()
+        try:
+            return msgspec.json.decode(told, type=Ending)
+        except msgspec.MsgspecError:  # it was killed while it wrote
+            return None
 
     def log_tail(self) -> str:
         """Return the last lines that the current process logged."""
@@ -201,12 +241,15 @@ class Supervisor:
         """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't continue."""
         while True:
             code = await self.run(child)
+            before, child.ending = child.ending, child.take_ending()
             match self.policy.decide(
                 code,
                 ends_run=child.ends_run,
                 was_ready=child.was_ready,
                 fruitless=child.fruitless,
                 is_user_code=child.is_user_code,
+                ending=child.ending,
+                before=before,
             ):
                 case Finished():
                     child.state = "finished"
@@ -235,12 +278,14 @@ class Supervisor:
                 child.log.parent.mkdir(parents=True, exist_ok=True)
                 log = opened.enter_context(child.log.open("ab"))
                 child.log_start = log.tell()
+            child.take_ending()  # of an earlier run
+            own = self.environ if child.environ is None else child.environ
             process = subprocess.Popen(  # noqa: ASYNC220
                 child.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
-                env=self.environ if child.environ is None else child.environ,
+                env={**own, **({} if child.ending_file is None else {ENDING: str(child.ending_file)})},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

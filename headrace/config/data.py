@@ -104,11 +104,6 @@ class DataSourceConfig(Section):
         description="field of a row with the expected answer; null: the last message of the problem if it is the assistant's, else no "
         "answer",
     )
-    info_keys: list[str] | None = Field(
-        None,
-        description="the other fields of a row that the environment gets (`extra_env_info`) and prompt_file may use; the rest is not "
-        "read. null: all of a file's, none of a known set on the Hub",
-    )
     task: str | None = Field(None, description="reasoning_gym: name of the task")
     processor: str | None = Field(
         None,

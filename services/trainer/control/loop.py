@@ -167,6 +167,7 @@ class Loop:
                         self._version, "of the initial model" if self._saved is None else self._saved,
                         "" if self._version == (self._saved or 0) else " and trains what came after it again",
                     )  # fmt: skip
+                    await self._context.telemetry.draw_end()
                     return False
                 case Action.FAIL:
                     raise ServiceError(decision.reason)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from headrace import strict_json
 from headrace.environment_file import run_file
 from headrace.errors import ConfigError
 
@@ -63,8 +64,7 @@ def check_carried(fields: dict[str, Any]) -> None:
             msgspec.msgpack.encode({name: value})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"field {name!r} can't be stored as JSON and msgpack ({error}); write it as text, or leave it out: info_keys names the "
-                "fields that the environment needs"
+                f"field {name!r} can't be stored as JSON and msgpack ({error}); write it as text, or leave it out"
             ) from error
 
 
@@ -101,7 +101,7 @@ def _is_list(path: Path) -> bool:
 
 def _parsed(text: str, where: str, key: str) -> Any:
     try:
-        return json.loads(text)  # NaN in a field that nobody asks for is no reason to refuse the row
+        return strict_json.decode(text)
     except RecursionError as error:
         raise bad_row(where, "it is nested too deeply", key) from error
     except ValueError as error:

@@ -9,7 +9,6 @@ read in the same way: one with data files, or one that `save_to_disk` wrote. `ro
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -209,10 +208,7 @@ def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], 
 
 def _problem_of_row(row: dict[str, Any], source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. Raises `ValueError` saying what is wrong with the row."""
-    question = _field(row, source.input_key, "input_key")
-    info = (
-        dict(row) if source.info_keys is None else {name: _field(row, name, "info_keys") for name in source.info_keys}
-    )
+    question, info = _field(row, source.input_key, "input_key"), dict(row)
     info.pop(source.input_key, None)
     if source.output_key is None:
         question, answer = _last_answer(question)
@@ -236,8 +232,6 @@ def _last_answer(question: Any) -> tuple[Any, str | None]:
 def _answer(value: Any, name: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"field {name!r} is {value!r:.80}, not text or a number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"field {name!r} is {value}, not a finite number; write it as text")
     return str(value)
 
 

@@ -293,7 +293,7 @@ def tokenizer_of(key: str, name: str) -> Any:
     """Load the tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if it can't be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises a plain `Exception`
         raise backbone.cannot_load(key, name, "a tokenizer", error) from error
 
 

@@ -60,6 +60,44 @@ async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Sup
     assert str(tmp_path / "service.log") in message
 
 
+SERVICE = """
+import sys
+from pathlib import Path
+lives = Path(sys.argv[1]) / "lives"
+lives.open("a").write("x")
+from headrace.files import keep_newest
+from headrace.service import ending_recorded
+try:
+    with ending_recorded():
+        {work}
+except Exception:
+    sys.exit(70)
+"""
+
+
+async def test_an_exception_that_comes_back_at_once_ends_the_service_with_it(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    service = child(tmp_path, SERVICE.format(work="keep_newest(None, '*', len(lives.read_text()))"))
+    with pytest.raises(ServiceFailed, match=r"twice in a row.* with AttributeError at headrace\.files:\d+: 'NoneType'"):
+        await supervisor.supervise(service)
+    assert (tmp_path / "lives").read_text() == "xx"
+    assert service.take_ending() is None
+
+
+async def test_other_exceptions_are_restarted_up_to_the_limit_and_a_process_that_heals_runs_on(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    varying = "raise {1: KeyError, 2: ValueError, 3: TypeError}[len(lives.read_text())]('life')"
+    with pytest.raises(ServiceFailed, match=r"TypeError at .*: life, after 2 restarts"):
+        await supervisor.supervise(child(tmp_path, SERVICE.format(work=varying)))
+    (tmp_path / "lives").unlink()
+    once = "len(lives.read_text()) < 2 and keep_newest(None, '*', 1)"
+    service = child(tmp_path, SERVICE.format(work=once), ends_run=True)
+    await supervisor.supervise(service)
+    assert (service.state, service.restarts) == ("finished", 1)
+
+
 async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
     service = child(tmp_path, "import sys; sys.exit('error: port 1 is busy')")
     with pytest.raises(ServiceFailed, match="error: port 1 is busy"):

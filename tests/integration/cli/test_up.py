@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,27 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(
     assert "canary" not in run.said()
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["all in it", "checkpoints elsewhere"])
+def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
+    up: Start, folder: Path, tmp_path: Path, elsewhere: bool
+) -> None:
+    (tmp_path / "kept").mkdir()
+    where = [f"checkpointing.checkpoint_dir={tmp_path / 'kept'}"] if elsewhere else []
+    run = up(100_000, *ENDLESS, *where, rollout="refusable_rollout", trainer="talking_trainer")
+    run.wait_for("step 1:")
+    left = run.started()
+    shutil.rmtree(folder, ignore_errors=True)
+    assert run.ends() == 1, run.said()
+    assert all(gone(pid) for pid in left)
+    last = run.said().splitlines()[-1]
+    assert last.startswith(
+        f"error: the run's folder {folder} was deleted or moved while the run was up, and the run ends; "
+    )
+    assert ("and so were its checkpoints" in last) != elsewhere
+    assert "Traceback" not in run.said()
+    assert not folder.exists()
+
+
 def is_back(run: Up, service: str, name: str, before: int) -> bool:
     """Whether the service runs again; and it was ready once more than `before`, if it is one that tells."""
     runs_again = any(f" {service} " in command for command in run.started().values())
@@ -194,7 +216,7 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
         run.wait_for("The run continues with the other replicas.")
-        assert "can't continue: exit code 1" in run.said()
+        assert "can't continue: this machine has no place for it" in run.said()
         assert "this machine has no place for it" in run.said()
         (folder / "refused").unlink()
         goes_on(run)

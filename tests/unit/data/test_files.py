@@ -116,10 +116,9 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"input": "a", "output": "1", "w": NaN}', "field 'w' can't be stored as JSON and msgpack .*info_keys"),
-        ('{"input": "a", "output": 1e400}', "field 'output' is inf, not a finite number; write it as text"),
-        ('{"input": "a", "output": NaN}', "field 'output' is nan, not a finite number"),
-        ('{"input": "a", "output": "1", "w": 1e999}', "field 'w' can't be stored as JSON and msgpack"),
+        ('{"input": "a", "output": "1", "w": NaN}', "NaN is not a JSON number"),
+        ('{"input": "a", "output": 1e400}', "1e400, larger than a float64 can be, is not a JSON number"),
+        ('{"input": "a", "output": "1", "w": 1e999}', "1e999, larger than a float64"),
         ('{"input": "a\\ud800", "output": "1"}', "field 'input' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "\\ud800"}', "field 'answer' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' can't be stored as JSON and msgpack"),
@@ -130,7 +129,6 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
     ids=[
         "nan",
         "infinite-answer",
-        "nan-answer",
         "infinite",
         "surrogate",
         "surrogate-answer",
@@ -145,21 +143,6 @@ def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: st
     path.write_text(f'{{"input": "1", "output": "1"}}\n{line}\n')
     with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: .*{said}.*; correct or remove the line"):
         read(path)
-
-
-def test_columns_that_nobody_asks_for_are_not_looked_at(tmp_path: Path) -> None:
-    odd = {"when": datetime.date(2026, 1, 1), "raw": b"\xff", "gap": float("nan"), "level": 3}
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"input": "1+1", "output": "2", **odd}]), path)
-    with pytest.raises(ConfigError, match=r"field 'when' can't be stored .*info_keys"):
-        read(path)
-    assert asked(read(path, info_keys=["level"])) == [("1+1", {"answer": "2", "level": 3})]
-    assert asked(read(path, info_keys=[])) == [("1+1", {"answer": "2"})]
-    lines = tmp_path / "rows.jsonl"
-    lines.write_text('{"input": "1+1", "output": "2", "gap": NaN, "level": 3}\n')
-    assert asked(read(lines, info_keys=["level"])) == [("1+1", {"answer": "2", "level": 3})]
-    with pytest.raises(ConfigError, match="levels"):
-        read(lines, info_keys=["levels"])
 
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # surrogates, too
