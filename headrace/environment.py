@@ -23,12 +23,12 @@ import msgspec
 
 from headrace.episode import Episode
 from headrace.source_build import source_build
-from headrace.trajectory import FinishReason, Message, Score
+from headrace.trajectory import FinishReason, Message, Score, reward_problem
 
 _LONGEST_MESSAGE = 2000
 # The end of a traceback, which has the exception, in characters.
 _LONGEST_TRACEBACK = 2000
-_CALLERS = ("headrace.environment_server", "headrace.programs", "headrace.slots")
+_CALLERS = ("headrace.environment", "headrace.environment_server", "headrace.programs", "headrace.slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +131,25 @@ class Environment:
 
 
 def checked(environment: Environment, value: object, method: str = "score") -> Score:
-    """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED."""
+    """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED.
+
+    The value is the user's, and so is what it raises when it is looked at.
+    """
+    try:
+        return _checked(environment, value, method)
+    except BaseException as error:  # noqa: BLE001
+        return failed(environment, error)
+
+
+def _checked(environment: Environment, value: object, method: str) -> Score:
     if isinstance(value, Score):
         score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
         return ranged(score, environment.reward_min, environment.reward_max)
     if not hasattr(value, "__float__"):
         return failed(environment, f"{method} returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))
-    if not math.isfinite(reward):
-        return failed(environment, f"{method} returned {reward}, not a finite number")
+    if problem := reward_problem(reward):
+        return failed(environment, f"{method}: {problem}")
     score = Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
     return ranged(score, environment.reward_min, environment.reward_max)
 
@@ -161,12 +171,28 @@ def _bound(value: float | None) -> str:
 def failed(environment: Environment, reason: object) -> Score:
     """Return a FAILED score that names the environment. `reason` is a message, or the exception that `score` raised. For an exception the
     message says where it was raised, and the traceback is in the metadata."""
-    message, metadata = str(reason), {}
+    metadata = {}
     if isinstance(reason, BaseException):
-        message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
-        metadata = {"traceback": "".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:]}
-    message = message[:_LONGEST_MESSAGE]
+        message = described(reason)[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
+        metadata = {"traceback": encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])}
+    else:
+        message = str(reason)
+    message = encodable(message[:_LONGEST_MESSAGE])
     return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of a user's exception, even if it can't tell its message."""
+    try:
+        message = str(error)
+    except BaseException as worse:  # noqa: BLE001
+        message = f"(its __str__ raised {type(worse).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
+def encodable(text: str) -> str:
+    """Return the text with half surrogate pairs, which UTF-8 can't carry, written as `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def place_of(environment: Environment, error: BaseException) -> str:

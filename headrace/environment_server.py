@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -21,7 +22,7 @@ from headrace.failure_log import FailureLog
 from headrace.programs import Programs
 from headrace.repeats import Repeats
 from headrace.service import stop_on_signals
-from headrace.slots import Slots
+from headrace.slots import Raised, Slots
 from headrace.tls import CertificateFiles
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2 as pb
@@ -240,29 +241,38 @@ class BatchScorer:
     async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()
         try:
-            score = _timed(
-                checked(self.environment, await self._slots.call(self.environment.score, sample, slot)), began
-            )
-        except Exception as error:  # noqa: BLE001  # whatever the user's code raised reaches the caller as FAILED
-            score = failed(self.environment, error)
-            self._failures.raised(error, [sample], score)
+            value = await self._slots.call(self.environment.score, sample, slot)
+        except Raised as raised:
+            score = failed(self.environment, raised.error)
+            self._failures.raised(raised.error, [sample], score)
         else:
+            score = _timed(checked(self.environment, value), began)
             self._failures.note([sample], [score])
         return [score]
 
     async def _batch(self, samples: Sequence[Sample], slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()
         try:
-            values = list(await self._slots.call(self.environment.score_batch, samples, slot))
-            if len(values) != len(samples):
-                raise ValueError(f"score_batch returned {len(values)} results for {len(samples)} samples")
-            scores = [_timed(checked(self.environment, value), began) for value in values]
-        except Exception as error:  # noqa: BLE001  # as above
-            scores = [failed(self.environment, error)] * len(samples)
-            self._failures.raised(error, samples, scores[0])
+            values = _listed(await self._slots.call(self.environment.score_batch, samples, slot), len(samples))
+        except Raised as raised:
+            scores = [failed(self.environment, raised.error)] * len(samples)
+            self._failures.raised(raised.error, samples, scores[0])
         else:
+            scores = [_timed(checked(self.environment, value), began) for value in values]
             self._failures.note(samples, scores)
         return scores
+
+
+def _listed(values: Iterable[object], count: int) -> list[object]:
+    """Return what `score_batch` returned as a list. Raises `Raised` unless it has `count` results."""
+    try:
+        results = list(itertools.islice(values, count + 1))
+        if len(results) != count:
+            number = f"more than {count}" if len(results) > count else f"{len(results)}"
+            raise ValueError(f"score_batch returned {number} results for {count} samples")
+    except BaseException as error:  # noqa: BLE001  # iterating is the user's code too
+        raise Raised(error) from None
+    return results
 
 
 def _timed(score: Score, began: float) -> Score:

@@ -26,7 +26,7 @@ class FailureLog:
         self._environment = environment
         self._repeats = repeats
 
-    def raised(self, error: Exception, given: Sequence[Sample | Episode], score: Score) -> None:
+    def raised(self, error: BaseException, given: Sequence[Sample | Episode], score: Score) -> None:
         """Log `error`, which was raised during work on `given`; `score` is the result. The kind of failure is the error's type and the
         environment's line where it was raised."""
         kind = f"{type(error).__name__}{place_of(self._environment, error)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -13,7 +12,7 @@ from headrace.environment import Environment, checked, failed
 from headrace.episode import Episode, EpisodeOutcome
 from headrace.failure_log import FailureLog
 from headrace.repeats import Repeats
-from headrace.slots import Slots
+from headrace.slots import Raised, Slots
 from headrace.trajectory import Score
 
 # Replaces an episode's key in messages: a client's error may show the key with the address that it called.
@@ -81,25 +80,16 @@ class Programs:
         """Return the program's score."""
         began = time.monotonic()
         try:
-            value = await self._called(episode, give_back)
-            if value is None:
-                return None
-            score = checked(self._environment, value, "episode")
-        except Exception as error:  # noqa: BLE001  # whatever the user's code raised reaches the caller as FAILED
-            score = _without_key(failed(self._environment, error), episode)
-            self._failures.raised(error, [episode], score)
+            value = await self._slots.call(self._environment.episode, episode, give_back)
+        except Raised as raised:
+            score = _without_key(failed(self._environment, raised.error), episode)
+            self._failures.raised(raised.error, [episode], score)
             return score
+        if value is None:
+            return None
+        score = checked(self._environment, value, "episode")
         self._failures.note([episode], [score])
         return msgspec.structs.replace(score, timings={"environment": time.monotonic() - began})
-
-    async def _called(self, episode: Episode, give_back: Callable[[], None]) -> Any:
-        try:
-            return await self._slots.call(self._environment.episode, episode, give_back)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise RuntimeError("the program cancelled itself") from error
 
     def _refusal(self) -> Score:
         label = self._environment.label

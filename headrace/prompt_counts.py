@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.config import Config
 from headrace.config.compare import fixed
-from headrace.errors import ServiceError
+from headrace.errors import ConfigError, ServiceError
 from headrace.files import atomic_write, cannot_write
 
 FILE = "prompts.json"
@@ -51,6 +51,18 @@ class PromptCounts(msgspec.Struct, frozen=True):
         train = f"{self.train} to train on" + (f" (left out: {', '.join(left_out)})" if left_out else "")
         validation = f"{self.validation} to validate on{too_long}"
         return [f"prompts: {train}, {validation}", f"steps: {self._steps(config)}"]
+
+    def check(self, config: Config) -> None:
+        """Raise `ConfigError` if there are too few prompts for a single step."""
+        algorithm = config.algorithm
+        needed = algorithm.num_prompts_per_step
+        if config.data.evaluate is None and self.orders < needed and algorithm.max_num_steps > 0:
+            section = algorithm.name
+            raise ConfigError(
+                f"data.train has {self.train} prompts, {self.orders} over {section}.max_num_epochs {algorithm.max_num_epochs}, and a step "
+                f"takes {section}.num_prompts_per_step {needed}: nothing would be trained; give more prompts or epochs, or at most "
+                f"{self.orders} a step"
+            )
 
     def _steps(self, config: Config) -> str:
         algorithm = config.algorithm

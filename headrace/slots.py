@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
+
+
+class Raised(Exception):
+    """A user's code raised `error`.
+
+    Python and asyncio take some exceptions for signs of their own (`StopIteration`, `CancelledError`, `SystemExit`), and lose them or end
+    the process. So none leaves its call as it is.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Slots:
@@ -31,60 +44,73 @@ class Slots:
         return give_back
 
     async def call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
-        """Call `method` with `argument`, and return its result. Its slot is given back when it ends. An exception ends this call alone,
-        even a `SystemExit`."""
+        """Call `method` with `argument`, and return its result. Its slot is given back when it ends. Whatever it raises ends this call
+        alone, as `Raised`."""
         if inspect.iscoroutinefunction(method):
             try:
-                return await method(argument)
-            except SystemExit as error:  # raised from a task, it would end the whole process
-                raise _of_this_call(error) from error
+                return await _awaited(method, argument)
             finally:
                 give_back()
         # A thread can't be stopped: it keeps its slot until it ends, even if the caller has given up.
         running = _in_thread(method, argument)
         waiting, owed = True, False
 
-        def ended(done: asyncio.Future[Any]) -> None:
+        def ended(done: asyncio.Future[_Outcome]) -> None:
             nonlocal owed
-            owed = waiting and done.exception() is None and inspect.isawaitable(done.result())
+            owed = waiting and done.result().is_awaitable
             if not owed:
                 give_back()
 
         running.add_done_callback(ended)
         try:
-            result = await asyncio.shield(running)
-            return await result if inspect.isawaitable(result) else result
+            outcome = await asyncio.shield(running)
+            if outcome.error is not None:
+                raise Raised(outcome.error)
+            return await _awaited(lambda result: result, outcome.result) if outcome.is_awaitable else outcome.result
         finally:
             waiting = False
             if owed:
                 give_back()
 
 
-def _of_this_call(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+async def _awaited(method: Callable[[Any], Any], argument: object) -> Any:
+    try:
+        return await method(argument)
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        # a StopIteration can't leave a coroutine: Python wraps it
+        is_wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+        raise Raised(error.__cause__ if is_wrapped and error.__cause__ else error) from None
 
 
-def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What a call in a thread returned (`is_awaitable`: to be awaited) or raised."""
+
+    result: Any = None
+    is_awaitable: bool = False
+    error: BaseException | None = None
+
+
+def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[_Outcome]:
     """Run the function in a daemon thread. Unlike a pool's thread, one that hangs does not keep the process from exiting."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[_Outcome] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    def settle(outcome: _Outcome) -> None:
+        if not future.cancelled():
+            future.set_result(outcome)
 
     def run() -> None:
-        result, error = None, None
         try:
             result = function(argument)
-        except BaseException as raised:  # noqa: BLE001  # passed to the caller, even SystemExit
-            error = _of_this_call(raised)
+            outcome = _Outcome(result, inspect.isawaitable(result))
+        except BaseException as error:  # noqa: BLE001  # a user's: the caller gets it, whatever it is
+            outcome = _Outcome(error=error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, daemon=True, name="headrace-score").start()
     return future

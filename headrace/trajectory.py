@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -543,6 +543,22 @@ Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INT
 SCORE_BYTES = 8192
 # The most bytes of an environment's build, in UTF-8 (score.lua).
 BUILD_BYTES = 256
+# The largest magnitude of a reward and of its components.
+LARGEST_REWARD = 1e9
+
+
+def reward_problem(reward: float, components: Mapping[str, float] | None = None) -> str | None:
+    """Return why a run can't train on the reward or one of its components, or None. Sums of squares over a batch stay finite in float32
+    only for values that are far from its limits."""
+    for what, value in (
+        ("reward", reward),
+        *((f"component {name!r}", each) for name, each in (components or {}).items()),
+    ):
+        if not math.isfinite(value):
+            return f"{what} is {value}, not a finite number"
+        if abs(value) > LARGEST_REWARD:
+            return f"{what} is {value:g}, and is to be between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}; scale it"
+    return None
 
 
 class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
@@ -567,8 +583,8 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     def __post_init__(self) -> None:
         if (self.status == "SCORED") != (self.reward is not None):
             raise CodecError(f"score: status {self.status} with reward {self.reward}; exactly SCORED carries a reward")
-        if self.reward is not None and not all(map(math.isfinite, (self.reward, *self.components.values()))):
-            raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
+        if self.reward is not None and (problem := reward_problem(self.reward, self.components)):
+            raise CodecError(f"score: {problem}")
 
     def encode(self) -> bytes:
         """Encode the score. Raises `CodecError` for values that msgpack can't carry, and for more than `SCORE_BYTES`."""

@@ -97,6 +97,13 @@ def _failed(message: str) -> dict[str, Any]:
     return {"status": "FAILED", "message": message}
 
 
+def _line(outcome: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(outcome).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps(_failed(f"its outcome is not JSON: {error}")).encode() + b"\n"
+
+
 def row_of(task: Any) -> dict[str, Any]:
     """Return what other processes get of a task: its identity, and the messages that it begins with. A task without messages, because its
     user is played, is shown by its name."""
@@ -301,7 +308,7 @@ class Player:
         try:
             await asyncio.wait([playing, gone], return_when=asyncio.FIRST_COMPLETED)
             if playing.done() and not playing.cancelled():
-                writer.write(json.dumps(playing.result()).encode() + b"\n")
+                writer.write(_line(playing.result()))
                 await writer.drain()
         finally:
             playing.cancel()
@@ -330,8 +337,14 @@ class Player:
         try:
             (slot,) = self._env.slots(task)
             return outcome(await self._env.run_slot(slot, context, on_trace=minted), self._policy)
-        except Exception as error:  # noqa: BLE001  # whatever was raised reaches the caller as FAILED
-            return {**_failed(f"{type(error).__name__}: {error}"), "traceback": traceback.format_exc()[-_TRACEBACK:]}
+        except (
+            BaseException
+        ) as error:  # whatever was raised reaches the caller as FAILED, unless the episode is given up
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            said = traceback.format_exception_only(error)[-1].strip()
+            return {**_failed(said), "traceback": traceback.format_exc()[-_TRACEBACK:]}
         finally:
             for trace in traces:
                 self._relay.episodes.pop(trace, None)

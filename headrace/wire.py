@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.environment import Sample, single_conversation
+from headrace import strict_json
+from headrace.environment import Sample, described, encodable, single_conversation
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
 from headrace.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
@@ -113,17 +114,22 @@ def score_to_wire(score: Score) -> pb.Result:
             build=score.build,
             took_ms=1000 * score.timings["environment"] if "environment" in score.timings else None,
         )
-    except (CodecError, KeyError, TypeError, ValueError) as error:
-        refusal = f"the score can't be sent: {error}"
-        return pb.Result(status=pb.STATUS_FAILED, message=refusal, environment=score.environment, build=score.build)
+    except Exception as error:  # noqa: BLE001  # the values are the user's
+        reason = str(error) if isinstance(error, CodecError) else described(error)
+        named = {"environment": score.environment, "build": score.build}
+        return pb.Result(
+            status=pb.STATUS_FAILED,
+            message=encodable(f"the score can't be sent: {reason}"),
+            **{key: encodable(value) for key, value in named.items() if isinstance(value, str)},
+        )
 
 
 def score_from_wire(result: pb.Result) -> Score:
     """Convert a result. Law 7: one that breaks the contract is FAILED, with the reason as its message."""
     status: Any = _STATUS_NAMES.get(result.status, "FAILED")
     try:
-        if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
-            raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
+        if status == "SCORED" and not result.HasField("reward"):
+            raise CodecError("the environment answered SCORED without a reward, not a finite number")
         for name, value in (("environment", result.environment), ("build", result.build)):
             if len(value.encode()) > BUILD_BYTES:
                 raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
@@ -213,10 +219,6 @@ def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
     )
 
 
-def _reward(result: pb.Result) -> str:
-    return str(result.reward) if result.HasField("reward") else "absent"
-
-
 def _checked(trajectory: pb.Trajectory) -> dict[str, Any]:
     """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
@@ -257,18 +259,11 @@ def _dump(value: dict[str, Any], what: str) -> str:
         raise CodecError(f"{what} is not JSON: {error}") from error
 
 
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_read = json.JSONDecoder(parse_constant=_no_number).decode
-
-
 def _load(text: str, what: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = _read(text)
+        value = strict_json.decode(text)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -194,7 +194,11 @@ class AlgorithmConfig(Section):
     skip_reference_policy_logprobs_calculation: bool = Field(
         False, description="load no reference policy; it is never loaded if nothing uses it"
     )
-    seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
+    seed: int = Field(
+        42,
+        ge=0,
+        description="order of prompts, initial states, calls of episodes; single completions are not repeatable",
+    )
 
     @model_validator(mode="after")
     def _dynamic_sampling_agrees(self) -> AlgorithmConfig:

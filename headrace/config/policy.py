@@ -24,6 +24,8 @@ KEYS: dict[str, frozenset[str]] = {
     "CosineAnnealingWarmRestarts": frozenset({"T_0", "T_mult", "eta_min"}),
 }
 NAMESPACE = "torch.optim.lr_scheduler."
+# The temperatures that vLLM samples at: it refuses each request above, and raises lower ones to the coldest without a word to the caller.
+COLDEST, HOTTEST = 0.01, 2.0
 
 
 class OptimizerKwargs(Section):
@@ -199,7 +201,10 @@ class GenerationConfig(Section):
         description="a completion also ends once it and its prompt have policy.max_total_sequence_length tokens",
     )
     temperature: float = Field(
-        1.0, gt=0, description="also divides the training logits, so that ratios compare equal distributions"
+        1.0,
+        ge=COLDEST,
+        le=HOTTEST,
+        description="also divides the training logits, so that ratios compare equal distributions",
     )
     top_p: float = Field(
         1.0,
@@ -212,12 +217,23 @@ class GenerationConfig(Section):
         ge=-1,
         description="keep this many of the most probable tokens, in training logits too; null, 0 and -1: all",
     )
-    val_temperature: float | None = Field(None, ge=0, description="for validation; 0 is greedy; null: temperature")
+    val_temperature: float | None = Field(
+        None, ge=0, le=HOTTEST, description=f"for validation; 0 is greedy, else at least {COLDEST}; null: temperature"
+    )
     val_top_p: float | None = Field(None, gt=0, le=1, description="for validation; null: top_p")
     val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1: all; null: top_k")
-    stop_token_ids: list[int] = Field([], description="in addition to the tokenizer's end token")
-    stop_strings: list[str] = Field([])
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="in addition to the end tokens of the tokenizer and of the model's generation_config.json"
+    )
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field([])
     vllm_cfg: VLLMConfig = VLLMConfig()
+
+    @field_validator("val_temperature")
+    @classmethod
+    def _greedy_or_warm_enough(cls, temperature: float | None) -> float | None:
+        if temperature and temperature < COLDEST:
+            raise ValueError(f"vLLM samples at {COLDEST} or more; give 0 for greedy validation, or {COLDEST}")
+        return temperature
 
     @field_validator("top_k")
     @classmethod

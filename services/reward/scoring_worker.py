@@ -164,7 +164,7 @@ def _result(
 def score_one(environment: Environment, trajectory: pb.Trajectory) -> Score:
     try:
         return checked(environment, environment.score(sample_from_wire(trajectory)))
-    except Exception as error:  # noqa: BLE001  # any error of a scorer reaches the caller as FAILED
+    except BaseException as error:  # noqa: BLE001  # any error of a scorer reaches the caller as FAILED
         return failed(environment, error)
 
 

@@ -28,7 +28,7 @@ from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
-from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.data import ModelTokens, Prompts
 from headrace_services.trainer.distributed import Ranks, join_ranks
 from headrace_services.trainer.network.policy_model import load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
@@ -58,6 +58,13 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
             raise SystemExit(EXIT_STOPPED)
 
 
+def _prompts(config: Config) -> Prompts:
+    tokenizer = load_tokenizer(config)
+    prompts = Prompts(config, tokenizer, ModelTokens.load(config, tokenizer))
+    prompts.counts.check(config)
+    return prompts
+
+
 async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> bool:
     """Rank 0: assemble the trainer, run its loop, and shut it down in reverse order. Returns False if it was stopped."""
     began, stop = time.monotonic(), stop_on_signals()
@@ -77,7 +84,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
 
             # find unusable prompts before anything heavy is loaded
             readiness.problem = "reading the prompts"
-            prompts = await asyncio.to_thread(lambda: Prompts(config, load_tokenizer(config)))
+            prompts = await asyncio.to_thread(_prompts, config)
             record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)
             for line in prompts.counts.lines(config):
                 log.info("%s", line)

@@ -11,7 +11,7 @@ from headrace.config import Config
 from headrace.config.keys import Keys
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
-from headrace_services.trainer.data import Prompts, digest_of, load_problems
+from headrace_services.trainer.data import ModelTokens, Prompts, digest_of, load_problems
 from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
 from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
@@ -83,18 +83,20 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
             f"the prompts are not counted, because the package {error.name!r} is missing: pip install 'headrace[trainer]'"
         ]
     tokenizer = load_tokenizer(config)
-    prompts = Prompts(config, tokenizer)
+    prompts = Prompts(config, tokenizer, ModelTokens.load(config, tokenizer))
     counts = prompts.counts
+    counts.check(config)
     _check_unchanged(config, lambda: counts.digest)
     total = counts.train + min(counts.validation, config.algorithm.max_val_samples)
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     # some tokenizers lack an unknown token, and name another special token instead
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     lengths: list[int] = []
-    unknown_tokens, characters = 0, Counter[str]()
+    unknown_tokens, empty, characters = 0, 0, Counter[str]()
     reported = time.monotonic()
     for problem, ids in prompts.encoded():
         lengths.append(len(ids))
+        empty += not any(message["content"].strip() for message in problem.messages if message["role"] != "system")
         for message in problem.messages:
             characters.update(message["content"])
         unknown_tokens += ids.count(unknown_id) if unknown_id is not None else 0
@@ -115,6 +117,16 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
         warnings.append(
             f"{cramped} of {len(lengths)} prompts leave less than policy.generation.max_new_tokens {new} for an answer, because prompt and "
             f"answer together have at most policy.max_total_sequence_length {context} tokens; raise it, or lower max_new_tokens"
+        )
+    if empty:
+        warnings.append(
+            f"{empty} of {len(lengths)} prompts ask nothing: their messages are empty; look at data.train's input_key"
+        )
+    if not prompts.generation_is_prompted:
+        key, name = config.tokenizer
+        warnings.append(
+            f"the chat template of {name} ({key}) adds nothing where the answer is to begin (add_generation_prompt), so the policy may "
+            "continue the question; give a template that does, in policy.tokenizer.chat_template_kwargs or the tokenizer's files"
         )
     remedy = "choose another model (policy.model_name), or other data"
     if unknown_tokens:

@@ -22,7 +22,8 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.evaluation import validation_id
 from headrace.prompt_counts import PromptCounts
-from headrace.trajectory import Group, Lane, Sampling
+from headrace.trajectory import Group, Lane, Message, Sampling
+from headrace_services.trainer.data.model_tokens import ModelTokens
 from headrace_services.trainer.data.problems import load_evaluated, load_problems
 from headrace_services.trainer.data.sources import Problem
 
@@ -39,9 +40,10 @@ class Prompts:
     out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
+        """`tokens`, by default only what the tokenizer and the configuration tell, are those of the run's model."""
         self._config = config
-        self._builder = GroupBuilder(config, tokenizer)
+        self._builder = GroupBuilder(config, tokenizer, tokens)
         data = config.data
         dropped: Counter[str] = Counter()
         train: list[Problem] = []
@@ -83,6 +85,11 @@ class Prompts:
     @property
     def can_validate(self) -> bool:
         return bool(self._held_out)
+
+    @property
+    def generation_is_prompted(self) -> bool:
+        """Whether the chat template marks where the answer begins."""
+        return self._builder.generation_is_prompted
 
     def train(self, orders: Iterable[int]) -> list[Group]:
         with self._lock:
@@ -148,10 +155,10 @@ class GroupBuilder:
     """Turns a problem into a group with the policy's tokenizer (a transformers one with a chat template): tokens, stop ids and sampling.
 
     Raises `ConfigError` if the tokenizer has no chat template, and for a prompt that is longer than
-    `data.max_input_seq_length` or leaves no room in `policy.max_total_sequence_length`.
+    `data.max_input_seq_length` or leaves no room in `policy.max_total_sequence_length`, or has a token that the model does not know.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
         if not tokenizer.chat_template:
             key, name = config.tokenizer
             raise ConfigError(
@@ -159,12 +166,12 @@ class GroupBuilder:
             )
         self._config = config
         self._tokenizer = tokenizer
+        self._tokens = tokens or ModelTokens.of(config, tokenizer)
         generation = config.policy.generation
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._sampling = Sampling(
             temperature=generation.temperature,
             max_new_tokens=generation.max_new_tokens,
-            stop_token_ids=tuple(dict.fromkeys([*end, *generation.stop_token_ids])),
+            stop_token_ids=self._tokens.ends,
             stop_strings=tuple(generation.stop_strings),
             top_k=generation.top_k,
             top_p=generation.top_p,
@@ -217,16 +224,10 @@ class GroupBuilder:
         )
 
     def encode(self, problem: Problem) -> list[int]:
-        """Return the token ids of the prompt. Raises `ConfigError` if the chat template refuses its messages. Some templates allow no
-        system prompt, others no two messages of one role in a row."""
+        """Return the token ids of the prompt. Raises `ConfigError` if the chat template refuses its messages (some templates allow no
+        system prompt, others no two messages of one role in a row), and for a token that the model does not know."""
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                list(problem.messages),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self._config.policy.tokenizer.chat_template_kwargs,
-            )
+            ids = self._templated(problem.messages, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             key, name = self._config.tokenizer
             roles = ", ".join(message["role"] for message in problem.messages)
@@ -234,7 +235,25 @@ class GroupBuilder:
                 f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
                 f"{roles}: {error}; correct the data or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
             ) from error
+        self._tokens.check(ids, self._tokenizer, f"the prompt of {problem.task_name} problem {problem.index}")
         return ids
+
+    def _templated(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **self._config.policy.tokenizer.chat_template_kwargs,
+        )
+        return ids
+
+    @property
+    def generation_is_prompted(self) -> bool:
+        """Whether the chat template adds something where the answer is to begin."""
+        asked = ({"role": "user", "content": "."},)
+        with_prompt, without = (self._templated(asked, add_generation_prompt=each) for each in (True, False))
+        return with_prompt != without
 
     @functools.cached_property
     def _overhead(self) -> int:

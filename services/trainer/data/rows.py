@@ -15,10 +15,11 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from headrace import strict_json
 from headrace.environment_file import run_file
 from headrace.errors import ConfigError
 
@@ -100,18 +101,11 @@ def _is_list(path: Path) -> bool:
 
 def _parsed(text: str, where: str, key: str) -> Any:
     try:
-        return _read_json(text)
+        return strict_json.decode(text)
     except RecursionError as error:
         raise bad_row(where, "it is nested too deeply", key) from error
     except ValueError as error:
         raise bad_row(where, error, key) from error
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_read_json = json.JSONDecoder(parse_constant=_no_number).decode
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:

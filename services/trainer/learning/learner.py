@@ -21,6 +21,7 @@ from headrace.checkpoints import cannot_write_checkpoint
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
+from headrace_services.trainer.data import ModelTokens
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
@@ -65,6 +66,8 @@ class Learner:
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(config)
         self.policy = PolicyModel(config, checkpoint / "policy" if checkpoint else None)
+        # what generates with a checkpoint ends where the run did
+        self.policy.model.generation_config.eos_token_id = list(ModelTokens.load(config, self.tokenizer).ends) or None
         self.policy_optimizer = ModelOptimizer(
             self.policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         )
@@ -140,6 +143,9 @@ class Learner:
                     write_part(folder / name)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(folder / "policy")
+                # safetensors lets only the owner read what it writes, whatever the umask says
+                for file in folder.rglob("*.safetensors"):
+                    file.chmod(folder.stat().st_mode & 0o666)
             except (OSError, SafetensorError) as error:
                 raise cannot_write_checkpoint(folder, error) from error
 

@@ -89,18 +89,30 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in (1, 2, 47, 47)))
     config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
+    said = refused("config", "check", config)
+    assert (
+        "data.train has 3 prompts, 3 over grpo.max_num_epochs 1, and a step takes grpo.num_prompts_per_step 32" in said
+    )
+    small = ("grpo.num_prompts_per_step=1", "policy.train_global_batch_size=16")
     done = headrace(
-        "config", "check", config, f"env.other.target=127.0.0.1:{free_port()}", "policy.generation.max_new_tokens=58"
+        "config",
+        "check",
+        config,
+        *small,
+        f"env.other.target=127.0.0.1:{free_port()}",
+        "policy.generation.max_new_tokens=58",
     )
     assert done.returncode == 0, done.stderr
     assert "prompts: 3 to train on (left out: 1 duplicates), 0 to validate on" in done.stdout
     assert "prompt lengths: 5 to 6 tokens, 5.3 on average; at most 63 are allowed" in done.stdout
-    assert "steps: at most 0, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
+    assert "steps: at most 3, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
     assert "warning: env.other.target 127.0.0.1:" in done.stderr
     assert "does not answer (UNAVAILABLE" in done.stderr
     assert "3 of 3 prompts leave less than policy.generation.max_new_tokens 58" not in done.stderr
     data.write_text('{"input": "one and one", "output": "2"}\n')
-    assert "81.8% of the prompts' characters have no token" in headrace("config", "check", config).stderr
+    assert "81.8% of the prompts' characters have no token" in headrace("config", "check", config, *small).stderr
+    data.write_text('{"input": "", "output": "2"}\n{"input": "1+1", "output": "2"}\n')
+    assert "warning: 1 of 2 prompts ask nothing" in headrace("config", "check", config, *small).stderr
 
 
 def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
@@ -225,7 +237,7 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
 
 def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path: Path) -> None:
     data, folder = tmp_path / "sums.jsonl", tmp_path / "runs" / "test"
-    data.write_text('{"input": "1+1", "output": "2"}\n')
+    data.write_text("".join(f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in range(32)))
     config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
     digest = digest_of(*load_problems(load(config, environ={}).data))
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig())
@@ -234,7 +246,7 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     checkpoints.publish(CheckpointState(version=2, timeline="t", cursor=0, run_id="test", prompts=digest), {})
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
     assert headrace("config", "check", config).returncode == 0
-    data.write_text('{"input": "1+2", "output": "3"}\n')
+    data.write_text(data.read_text().replace("3+1", "3+2"))
     for words in (("config", "check"), ("up",)):
         said = refused(*words, config)
         assert f"the prompts are not those that {folder}/checkpoints/step_2 was trained on" in said

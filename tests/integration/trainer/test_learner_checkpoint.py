@@ -1,6 +1,7 @@
 """Checkpoints of a real learner: what comes back is what was saved, whatever stopped the writer."""
 
 import json
+import os
 import time
 import warnings
 from pathlib import Path
@@ -97,6 +98,26 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     messages = [{"role": "user", "content": "1+2"}]
     assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
+
+
+def test_what_generates_with_a_checkpoint_ends_where_the_run_did(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, policy={"generation": {"stop_token_ids": [9]}})
+    Learner(settings).snapshot()(tmp_path)
+    end = AutoTokenizer.from_pretrained(tiny_model).eos_token_id
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").generation_config.eos_token_id == [end, 9]
+
+
+def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tiny_model: Path, tmp_path: Path) -> None:
+    for umask in (0o022, 0o077):
+        folder, before = tmp_path / f"{umask:o}", os.umask(umask)
+        try:
+            folder.mkdir()
+            Learner(config(tiny_model)).snapshot()(folder)
+        finally:
+            os.umask(before)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert any(path.suffix == ".safetensors" for path in files)
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from headrace.trajectory import Span
+from headrace.trajectory import LARGEST_REWARD, Span
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
@@ -144,3 +145,24 @@ def test_reinforce_plus_plus_takes_the_divergence_from_the_reference_policy_from
     assert np.abs(np.concatenate([r - r.mean() for r in raw if r.size])).max() > 0.1
     expected = (flat - flat.mean()) / flat.std()
     np.testing.assert_allclose(given.advantages, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"normalize_rewards": False},
+        {"adv_estimator": {"name": "gdpo"}},
+        {"adv_estimator": {"name": "reinforce_plus_plus"}},
+    ],
+)
+def test_the_largest_rewards_that_are_accepted_train_and_leave_every_number_finite(
+    tiny_model: Path, keys: dict[str, object]
+) -> None:
+    learner = Learner(config(tiny_model, grpo={**GROUPS, **keys}))
+    rewards = [LARGEST_REWARD, -LARGEST_REWARD] * 4
+    given = two_groups(components=[{"a": reward, "b": -reward / 2} for reward in rewards])
+    given.rewards[:] = rewards
+    metrics = train_step(learner, given)
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert all(bool(tensor.isfinite().all()) for _, tensor in learner.iter_weights())

@@ -25,6 +25,11 @@ BEFORE_THE_FIRST_STEP = {
         "policy.tokenizer.name",
         "policy.tokenizer.chat_template_kwargs",
     },
+    "services/trainer/data/model_tokens.py": {
+        "policy.generation.max_new_tokens",
+        "policy.generation.stop_token_ids",
+        "policy.model_name",
+    },
     # what is evaluated or exported, and no run goes on
     "headrace/cli/evaluate.py": {"data.default"},
     "headrace/cli/weights.py": {"policy.model_name"},

@@ -117,10 +117,8 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"input": "a", "output": "1", "w": NaN}', "NaN is not a JSON number"),
-        (
-            '{"input": "a", "output": "1", "w": 1e999}',
-            "field 'w' can't be stored as JSON and msgpack .*write it as text",
-        ),
+        ('{"input": "a", "output": 1e400}', "1e400, larger than a float64 can be, is not a JSON number"),
+        ('{"input": "a", "output": "1", "w": 1e999}', "1e999, larger than a float64"),
         ('{"input": "a\\ud800", "output": "1"}', "field 'input' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "\\ud800"}', "field 'answer' can't be stored as JSON and msgpack .*surrogates"),
         ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' can't be stored as JSON and msgpack"),
@@ -128,7 +126,17 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
         ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
         ("\0\x1b[2J", "Expecting value"),
     ],
-    ids=["nan", "infinite", "surrogate", "surrogate-answer", "integer", "nested", "digits", "control"],
+    ids=[
+        "nan",
+        "infinite-answer",
+        "infinite",
+        "surrogate",
+        "surrogate-answer",
+        "integer",
+        "nested",
+        "digits",
+        "control",
+    ],
 )
 def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "rows.jsonl"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.trajectory import Group
-from headrace_services.trainer.data import GroupBuilder, Problem
+from headrace_services.trainer.data import GroupBuilder, ModelTokens, Problem
 from headrace_services.trainer.demo_models import tiny
 
 PROBLEM = Problem(7, ({"role": "user", "content": "47+85"},), {"answer": "132"}, "math", "arithmetic")
@@ -68,10 +70,60 @@ def test_stops_join_the_tokenizers_end_and_the_configured() -> None:
     assert sampling.stop_strings == ("=",)
 
 
-def test_a_tokenizer_without_an_end_token_adds_no_stop() -> None:
+def test_a_run_in_which_nothing_ends_an_answer_is_refused() -> None:
     tokenizer = tiny.make_tokenizer()
     tokenizer.eos_token = None
-    assert builder(tokenizer).train_group(PROBLEM, 0, 0).sampling.stop_token_ids == ()
+    with pytest.raises(ConfigError, match=r"names an end token.*set policy.generation.stop_token_ids or stop_strings"):
+        builder(tokenizer)
+    for ends in ({"stop_token_ids": [9]}, {"stop_strings": ["="]}):
+        sampling = builder(tokenizer, policy={"generation": ends}).train_group(PROBLEM, 0, 0).sampling
+        assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == (
+            ends.get("stop_token_ids", []),
+            ends.get("stop_strings", []),
+        )
+
+
+def model(folder: Path, *, ends: object = 1, vocabulary: int = 20) -> dict[str, str]:
+    """The `policy` of a model of which there are these files alone."""
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": vocabulary, "eos_token_id": 3})
+    )
+    if ends is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return {"model_name": str(folder)}
+
+
+@pytest.mark.parametrize(("ends", "found"), [([1, 6], (1, 6, 9)), (7, (1, 7, 9)), (None, (1, 3, 9))])
+def test_the_end_tokens_are_those_at_which_an_engine_stops_too(
+    tmp_path: Path, ends: object, found: tuple[int, ...]
+) -> None:
+    tokenizer, generation = tiny.make_tokenizer(), {"stop_token_ids": [9]}
+    config = Config.model_validate({"policy": {**model(tmp_path, ends=ends), "generation": generation}})
+    tokens = ModelTokens.load(config, tokenizer)
+    assert tokens.ends == found
+    assert GroupBuilder(config, tokenizer, tokens).train_group(PROBLEM, 0, 0).sampling.stop_token_ids == found
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    ids = tokenizer.encode("47+85")
+    config = Config.model_validate({"policy": model(tmp_path, vocabulary=max(ids))})
+    known = ModelTokens((1,), vocabulary=max(ids) + 1)
+    GroupBuilder(config, tokenizer, known).encode(PROBLEM)
+    with pytest.raises(
+        ConfigError, match=rf"arithmetic problem 7 has token {max(ids)} \('.'\).* embedding .* has {max(ids)} rows"
+    ):
+        GroupBuilder(config, tokenizer, ModelTokens.load(config, tokenizer)).encode(PROBLEM)
+    beyond = Config.model_validate({"policy": {**model(tmp_path), "generation": {"stop_token_ids": [99]}}})
+    with pytest.raises(ConfigError, match="end tokens has token 99"):
+        ModelTokens.load(beyond, tokenizer)
+
+
+def test_a_template_that_does_not_mark_where_the_answer_begins_is_known() -> None:
+    tokenizer = tiny.make_tokenizer()
+    assert builder(tokenizer).generation_is_prompted
+    tokenizer.chat_template = "{% for message in messages %}<user>{{ message.content }}{% endfor %}"
+    assert not builder(tokenizer).generation_is_prompted
 
 
 def test_a_prompt_that_fits_exactly_is_taken() -> None:

@@ -252,7 +252,7 @@ def line(**said: Any) -> Callable[[dict[str, Any]], bytes]:
     [
         (line(status="FAILED", message="TaskError: it broke", traceback="there"), "FAILED", "TaskError: it broke"),
         (line(status="INVALID", message="no such task"), "INVALID", "no such task"),
-        (line(status="SCORED", reward=float("nan"), components={}, metadata={}), "FAILED", "not finite"),
+        (line(status="SCORED", reward=float("nan"), components={}, metadata={}), "FAILED", "not a finite number"),
         # as any program whose process is lost: it begins anew, and is not charged
         (lambda asked: b"", "INTERRUPTED", "the verifiers process of env.e has ended"),
         (lambda asked: b'{"status": "SCO', "INTERRUPTED", "has ended"),

@@ -142,10 +142,12 @@ def test_a_score_survives_the_wire(score: Score) -> None:
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (pb.Result(status=pb.STATUS_SCORED), "reward absent"),
-        (pb.Result(status=pb.STATUS_SCORED, reward=float("nan")), "reward nan"),
-        (pb.Result(status=pb.STATUS_SCORED, reward=float("inf")), "reward inf"),
-        (pb.Result(status=pb.STATUS_SCORED, reward=1, components={"a": float("nan")}), "not finite"),
+        (pb.Result(status=pb.STATUS_SCORED), "without a reward"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=float("nan")), "reward is nan"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=float("inf")), "reward is inf"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=1, components={"a": float("nan")}), "component 'a' is nan"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=-1.7e308), "reward is -1.7e+308, and is to be between"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json='{"a": 1e400}'), "1e400, larger than a float64"),
         (pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json="["), "metadata_json is not JSON"),
         (pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json="[]"), "not an object"),
         (pb.Result(status=pb.STATUS_UNSPECIFIED, reward=1), ""),

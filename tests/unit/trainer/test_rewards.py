@@ -13,8 +13,8 @@ from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.algorithms.gdpo import scaled_components
-from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.algorithms.gdpo import reject_odd_ones, scaled_components
+from headrace_services.trainer.learning.batch import Batch, BatchRejected
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.rewards import (
     mask_by_logprob_error,
@@ -151,6 +151,18 @@ def test_components_that_gdpo_cannot_weigh_are_an_error_that_names_the_environme
 ) -> None:
     with pytest.raises(ServiceError, match=words):
         scaled_components(scores, ["math", "code"], weights, TO_1)
+
+
+def test_a_group_with_odd_components_is_rejected_and_the_run_goes_on() -> None:
+    usual = {"a": 1.0, "b": 0.0}
+    reject_odd_ones([(usual, "math", "g0"), (usual, "math", "g1"), ({"x": 0.0, "y": 1.0}, "code", "g2")])
+    with pytest.raises(
+        BatchRejected, match="'g1' has reward components a, where environment 'math' usually gives a, b"
+    ) as caught:
+        reject_odd_ones(
+            [(usual, "math", "g0"), (usual, "math", "g0"), ({"a": 1.0}, "math", "g1"), (usual, "math", "g1")]
+        )
+    assert set(caught.value.groups) == {"g1"}
 
 
 def mean_errors(batch: Batch) -> list[float]:

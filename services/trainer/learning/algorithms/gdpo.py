@@ -7,6 +7,7 @@ The formulae are NeMo RL's (`GDPOAdvantageEstimator`), except that the variance 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from headrace_services.trainer.learning.algorithms.statistics import (
     group_advantages,
     mean_and_std,
 )
-from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.batch import Batch, BatchRejected, Float64
 from headrace_services.trainer.learning.rewards import scale_rewards
 
 
@@ -32,13 +33,17 @@ def required_passes(config: Config) -> set[str]:
 def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """A collective. Weights are in alphabetical order of the components' names. If none are configured, all are 1.
 
-    Raises `ServiceError` as `scaled_components` does.
+    Raises `BatchRejected` as `reject_odd_ones` does, and `ServiceError` as `scaled_components` does.
     """
     grpo = config.grpo
     assert grpo is not None
-    own = [(int(p), dict(s.components), s.environment) for p, s in zip(batch.places, batch.scores, strict=True)]
-    rows = ranks.all_gather(own, list[tuple[int, dict[str, float], str]])
+    own = [
+        (int(place), dict(score.components), score.environment, trajectory.group_id)
+        for place, score, trajectory in zip(batch.places, batch.scores, batch.trajectories, strict=True)
+    ]
+    rows = ranks.all_gather(own, list[tuple[int, dict[str, float], str, str]])
     everyone = sorted((row for of_rank in rows for row in of_rank), key=lambda row: row[0])
+    reject_odd_ones([row[1:] for row in everyone])
     weights = grpo.adv_estimator.reward_weights
     components = scaled_components(
         [row[1] for row in everyone], [row[2] for row in everyone], weights, grpo.reward_scaling
@@ -53,6 +58,24 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     batch.advantages = batch.per_token((total - mean) / (std if std > 0 else 1.0))
     metrics = baseline_metrics(config, batch.of_all_ranks(batch.rewards, ranks))
     return metrics | {"groups_without_spread": float(equal.mean())}
+
+
+def reject_odd_ones(scores: Sequence[tuple[Mapping[str, float], str, str]]) -> None:
+    """Raise `BatchRejected` for the groups of trajectories whose reward components are not those that most trajectories of the same
+    environment have. `scores` are components, environment and group of each trajectory of the batch."""
+    usual = {
+        environment: Counter(tuple(sorted(given)) for given, other, _ in scores if other == environment).most_common(1)
+        for environment in {environment for _, environment, _ in scores}
+    }
+    odd = {
+        group: f"a trajectory of group {group!r} has reward components {_listed(sorted(given))}, where environment {environment!r} usually "
+        f"gives {_listed(names)}; under gdpo all trajectories need the same"
+        for given, environment, group in scores
+        for names, _ in usual[environment]
+        if tuple(sorted(given)) != names
+    }
+    if odd:
+        raise BatchRejected(odd)
 
 
 def scaled_components(

@@ -1,0 +1,272 @@
+"""Whatever a user's code raises or returns ends its own sample as FAILED, with the reason and the place, and gives its slot back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from headrace import Environment, Episode, Sample, Score
+from headrace.environment_server import BatchScorer
+from headrace.programs import Programs
+from headrace.wire import outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no words")
+
+
+class Torn(Exception):
+    def __str__(self) -> str:
+        return "half a pair: \ud800"
+
+
+class Picky(Exception):
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(reason)
+
+
+def every(kind: type[BaseException] = BaseException) -> Iterator[type[BaseException]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from every(below)
+
+
+def made(kind: type[BaseException]) -> BaseException:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for arguments in (
+            (),
+            ("said",),
+            ("utf-8", b"\xff", 0, 1, "said"),
+            ("utf-8", "x", 0, 1, "said"),
+            ("said", [KeyError()]),
+        ):
+            try:
+                error = kind(*arguments)
+            except Exception:  # noqa: BLE001
+                continue
+            if isinstance(error, BaseException):
+                return error
+    return kind.__new__(kind)
+
+
+ERRORS = sorted(
+    {
+        kind
+        for kind in every()
+        if kind.__module__ == __name__ or kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    },
+    key=lambda kind: (kind.__qualname__, kind.__module__),
+)
+
+
+def acting(act: Callable[[Any], Any], road: str) -> Environment:
+    """An environment whose methods do `act`, on one of the roads that user code is called on."""
+
+    class Mine(Environment):
+        concurrency = episodes = 2
+        max_batch_size = 1
+
+    def plain(self: Environment, given: Any) -> Any:
+        return act(given)
+
+    async def coroutine(self: Environment, given: Any) -> Any:
+        return act(given)
+
+    def returned(self: Environment, given: Any) -> Awaitable[Any]:
+        return coroutine(self, given)
+
+    method = {"plain": plain, "async": coroutine, "returned": returned}[road.partition(" ")[0]]
+    setattr(Mine, road.partition(" ")[2], method)
+    return Mine()
+
+
+ROADS = [f"{way} {method}" for way in ("plain", "async", "returned") for method in ("score", "score_batch", "episode")]
+
+
+async def ends(mine: Environment, times: int = 1) -> list[Score]:
+    """What becomes of so many samples, one after the other: more than the environment has slots. Each result crosses the wire."""
+    found = []
+    if mine.runs_episodes:
+        programs = Programs(mine)
+        for _ in range(times):
+            outcome = await asyncio.wait_for(programs.run(Episode("http://127.0.0.1:1", "")), 30)
+            found.append(outcome_from_wire(outcome_to_wire(outcome)).score)
+        assert programs.busy == 0
+        return found
+    scorer = BatchScorer(mine)
+    for _ in range(times):
+        found += await asyncio.wait_for(scorer.score([Sample("x")], None), 30)
+    assert scorer.busy == 0
+    return [score_from_wire(score_to_wire(score)) for score in found]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_every_exception_there_is_fails_its_sample_with_type_and_place_and_frees_its_slot(road: str) -> None:
+    async def run() -> None:
+        for kind in ERRORS:
+            error = made(kind)
+
+            def act(_: Any, error: BaseException = error) -> Any:
+                raise error
+
+            for score in await ends(acting(act, road), times=3):
+                assert (score.status, score.reward) == ("FAILED", None), kind
+                assert score.message.startswith(type(error).__name__), kind
+                assert __file__ in score.message, kind
+                assert "act" in score.metadata["traceback"], kind
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road: str) -> None:
+    calls = iter(range(100))
+
+    def act(given: Any) -> Any:
+        if next(calls) < 5:
+            return next(x for x in [])
+        return [1.0] if isinstance(given, Sequence) else 1.0
+
+    scores = asyncio.run(ends(acting(act, road), times=8))
+    assert [score.status for score in scores] == ["FAILED"] * 5 + ["SCORED"] * 3
+
+
+def generator() -> Iterator[float]:
+    yield 1.0
+
+
+class Heavy:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error
+
+
+class Shy:
+    def __float__(self) -> str:
+        return "1"
+
+    def __repr__(self) -> str:
+        raise SystemExit("not shown")
+
+
+class Broken:
+    def __await__(self) -> Iterator[Any]:
+        yield "no future"
+
+
+class Chameleon:
+    @property
+    def __class__(self) -> type:
+        raise StopIteration
+
+
+def cyclic() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["self"] = found
+    return found
+
+
+def of_another_loop() -> asyncio.Future[float]:
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+    loop.close()
+    return future
+
+
+VALUES: list[Callable[[], Any]] = [
+    lambda: float("nan"),
+    lambda: float("inf"),
+    lambda: 10**400,
+    lambda: 1j,
+    lambda: "1",
+    lambda: b"1",
+    lambda: object(),
+    lambda: Shy(),
+    lambda: Chameleon(),
+    generator,
+    lambda: Broken(),
+    of_another_loop,
+    lambda: Heavy(StopIteration()),
+    lambda: Heavy(KeyboardInterrupt()),
+    lambda: Heavy(asyncio.CancelledError()),
+    lambda: Score("SCORED", 1.0, build="\ud800"),
+    lambda: Score("SCORED", 1.0, build=5),
+    lambda: Score("SCORED", 1.0, message="\ud800"),
+    lambda: Score("SCORED", 1.0, message=5),
+    lambda: Score("SCORED", 1.0, {"\ud800": 1.0}),
+    lambda: Score("SCORED", 1.0, {5: 1.0}),
+    lambda: Score("SCORED", 1.0, metadata=cyclic()),
+    lambda: Score("SCORED", 1.0, metadata={"x": object()}),
+    lambda: Score("SCORED", 1.0, metadata={"x": float("nan")}),
+    lambda: Score("SCORED", 1.0, metadata=5),
+    lambda: Score("SCORED", True and Heavy(ValueError())),
+    lambda: Score("PERFECT"),
+    lambda: Score(["SCORED"]),
+]
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("number", range(len(VALUES)))
+def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(number: int, road: str) -> None:
+    def act(given: Any) -> Any:
+        value = VALUES[number]()
+        return [value] if isinstance(given, Sequence) else value
+
+    for score in asyncio.run(ends(acting(act, road), times=3)):
+        assert (score.status, score.reward) == ("FAILED", None)
+        assert score.message
+
+
+def test_in_a_batch_what_is_no_reward_fails_alone() -> None:
+    values = []
+    for make in VALUES:
+        with contextlib.suppress(Exception):  # a Score that can't be made is an exception of the user's code
+            values.append(make())
+    assert len(values) > 20
+
+    class Mine(Environment):
+        def score_batch(self, samples: Sequence[Sample]) -> list[Any]:
+            return [*values, 1.0]
+
+    async def run() -> list[Score]:
+        return await BatchScorer(Mine()).score([Sample("x")] * (len(values) + 1), None)
+
+    *bad, good = [score_from_wire(score_to_wire(score)) for score in asyncio.run(run())]
+    assert {score.status for score in bad} == {"FAILED"}
+    assert (good.status, good.reward) == ("SCORED", 1.0)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) -> None:
+    """A cancellation from outside is told from one that the user's code raises."""
+
+    async def run() -> None:
+        began = asyncio.Event()
+
+        async def hang() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        mine = acting(lambda _: hang(), "plain " + road.partition(" ")[2])
+        working = (
+            Programs(mine).run(Episode("http://127.0.0.1:1", ""))
+            if mine.runs_episodes
+            else BatchScorer(mine).score([Sample("x")], None)
+        )
+        task = asyncio.ensure_future(working)
+        await asyncio.wait_for(began.wait(), 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
