@@ -9,11 +9,13 @@ import ctypes
 import dataclasses
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +223,13 @@ def reserve(host: str, port: int, key: str) -> socket.socket:
     return sock
 
 
+def most_connections() -> int:
+    """Return how many connections a port keeps for callers of whom it knows nothing. Most of the files that this process may open remain
+    for its work."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1000 if files == resource.RLIM_INFINITY else min(1000, files // 4)
+
+
 @contextlib.asynccontextmanager
 async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> AsyncIterator[None]:
     """Serve `app` on `sock` while the context is open, to callers that `access` admits. Raises `ConfigError` for a certificate that can't
@@ -238,10 +247,21 @@ async def serve_openly(
     """Serve an ASGI application that controls access itself. Raises as `serve_http` does."""
     import uvicorn
 
-    # log_config None: its records go through the service's own handlers
-    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2)
-    config.load()
-    config.ssl = Reloading(certificate).context() if certificate is not None else None
+    from headrace.http_connection import IDLE_S, MOST_HEAD_BYTES, Connection
+
+    context = Reloading(certificate).context() if certificate is not None else None
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, context=context, most_waiting=most_connections()),  # type: ignore[arg-type]  # it is only called
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        timeout_keep_alive=IDLE_S,
+        ws="none",
+        backlog=512,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        log_config=None,  # its records go through the service's own handlers
+        log_level="error",  # the lower ones are of requests that anyone can send
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))
