@@ -366,7 +366,8 @@ async def test_nothing_that_a_program_leaves_reaches_the_next(processes: int) ->
 FILL = "import os\nfor _ in range(4):\n    for _ in range(256): os.write(f, bytes(1 << 20))\nprint(1)"
 GREEDY = {
     "a file in memory": (
-        "import os\nx = bytes(1 << 20)\nfor n in range(20):\n    f = os.memfd_create(str(n))\n    for _ in range(60): os.write(f, x)\nprint(1)"
+        "import os\nx = bytes(1 << 20)\nfor n in range(20):\n    f = os.memfd_create(str(n))\n"
+        "    for _ in range(60): os.write(f, x)\nprint(1)"
     ),
     "a file": "import os\nf = os.open('x', os.O_CREAT | os.O_WRONLY)\n" + FILL,
     "System V": LIBC + "assert all(c.shmget(n, 256 << 20, 0o1600) >= 0 for n in range(1, 5)); print(1)",
