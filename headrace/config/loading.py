@@ -145,7 +145,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     translation = translate(values)
     moved = [
         dataclasses.replace(references[there], name=here[-1])
-        for here, there in (translation.came_from | translation.placed).items()
+        for here, there in {**translation.came_from, **translation.placed}.items()
         if there in references
     ]
 
