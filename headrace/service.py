@@ -247,13 +247,12 @@ async def serve_openly(
     """Serve an ASGI application that controls access itself. Raises as `serve_http` does."""
     import uvicorn
 
-    from headrace.http_connection import IDLE_S, MOST_HEAD_BYTES, Connection
+    from headrace.http_connection import IDLE_S, Connection
 
     context = Reloading(certificate).context() if certificate is not None else None
     config = uvicorn.Config(
         app,
         http=partial(Connection, context=context, most_waiting=most_connections()),  # type: ignore[arg-type]  # it is only called
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         timeout_keep_alive=IDLE_S,
         ws="none",
         backlog=512,
