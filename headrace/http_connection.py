@@ -1,7 +1,7 @@
 """A connection of an HTTP server, as uvicorn's but for what a caller may make it wait for and keep before anything is known of that caller.
 
-httptools parses whatever comes, at once, and keeps all of it that is no body; nothing in uvicorn bounds how long a caller may take. h11, its
-other parser, bounds heads, but takes three times as long for a request.
+httptools parses whatever comes, at once, and keeps all of it that is no body; nothing in uvicorn bounds how long a caller may take.
+h11, its other parser, bounds heads, but takes twice as long for a request.
 """
 
 from __future__ import annotations

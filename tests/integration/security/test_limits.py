@@ -26,7 +26,7 @@ from headrace.cli.app import app as cli
 from headrace.config import Config
 from headrace.environment_server import serving
 from headrace.http_access import HttpAccess
-from headrace.service import bind, create_app, most_connections, serve_http
+from headrace.service import bind, create_app, most_connections, serve_http, serve_openly
 from headrace.tls import CertificateFiles, client_context
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.support.guarded_ports import HOST, Half
@@ -299,6 +299,120 @@ async def test_who_opens_connections_ends_his_own(
             task.cancel()
         for _, writer in opened:
             writer.transport.abort()
+
+
+async def told(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the last letter of a path, the names of all headers, and how long the body is; before it reads the
+    body if the path begins with /early, and else after it."""
+    if scope["type"] == "lifespan":
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    size, more = 0, not scope["path"].startswith("/early")
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    names = b" ".join(sorted(name for name, _ in scope["headers"]))
+    answer = b"%s %s %d." % (scope["path"][-1:].encode(), names, size)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+CHUNKED = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+LAST = b"GET /z HTTP/1.1\r\n\r\n"
+
+
+def head_of(size: int) -> bytes:
+    start = b"GET /a HTTP/1.1\r\nX: "
+    return start + b"a" * (size - len(start) - 4) + b"\r\n\r\n"
+
+
+# parts of what is sent, each after the answers that are due until then; all answers; whether the connection serves on
+EXCHANGES: dict[str, tuple[list[tuple[bytes, int]], list[str], bool]] = {
+    "a head as long as it may be": ([(head_of(http_connection.MOST_HEAD_BYTES), 0)], ["a x 0"], True),
+    "a longer head": ([(head_of(http_connection.MOST_HEAD_BYTES + 1), 0)], ["400 no body"], False),
+    "the same in two reads": (
+        [
+            (head_of(http_connection.MOST_HEAD_BYTES + 1)[:70], 0),
+            (head_of(http_connection.MOST_HEAD_BYTES + 1)[70:], 0),
+        ],
+        ["400 no body"],
+        False,
+    ),
+    "a long body": (
+        [(b"POST /a HTTP/1.1\r\nContent-Length: 300000\r\n\r\n" + b"a" * 300_000, 0)],
+        ["a content-length 300000"],
+        True,
+    ),
+    "chunks": ([(CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n", 0)], ["a transfer-encoding 50000"], True),
+    "a trailer": ([(CHUNKED + b"1\r\na\r\n0\r\nX-Much: more\r\n\r\n", 0)], ["a transfer-encoding 1"], True),
+    "a trailer alone": (
+        [(CHUNKED + b"1\r\na\r\n0\r\nX-Much:", 0), (b" more\r\n\r\n", 0)],
+        ["a transfer-encoding 1"],
+        True,
+    ),
+    "many trailers": ([(CHUNKED + b"0\r\n" + b"X-Much: more\r\n" * 10_000, 0)], ["400 no body"], False),
+    "an extension of a chunk": ([(CHUNKED + b"1;" + b"a" * 100_000, 0)], ["400 no body"], False),
+    "lines before a request": ([(b"\r\n" * 100_000, 0)], ["400 no body"], False),
+    "a request before the answer": ([(b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\n\r\n", 0)], ["a  0"], False),
+    "half a request before the answer": ([(b"GET /a HTTP/1.1\r\n\r\nGET /b", 0)], ["a  0"], False),
+    "no request before the answer": ([(b"GET /a HTTP/1.1\r\n\r\n\0", 0)], ["a  0"], False),
+    "a request after the answer": (
+        [(b"GET /a HTTP/1.1\r\n\r\n", 0), (b"GET /b HTTP/1.1\r\n\r\n", 1)],
+        ["a  0", "b  0"],
+        True,
+    ),
+    "a body after the answer": (
+        [(b"POST /early/a HTTP/1.1\r\nContent-Length: 5\r\n\r\n12", 0), (b"345GET /b HTTP/1.1\r\n\r\n", 1)],
+        ["a content-length 0", "b  0"],
+        True,
+    ),
+    "no chunk": ([(CHUNKED + b"g\r\n", 0)], ["400 Invalid"], False),
+    "no chunk after the answer": (
+        [(b"POST /early/a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 0), (b"g\r\n", 1)],
+        ["a transfer-encoding 0", "400 Invalid"],
+        False,
+    ),
+    "an upgrade": ([(b"GET /a HTTP/1.1\r\n" + UPGRADE + b"\r\n", 0)], ["a connection upgrade 0"], True),
+    "an upgrade with a body": (
+        [(b"POST /a HTTP/1.1\r\n" + UPGRADE + b"Content-Length: 2\r\n\r\n{}", 0)],
+        ["400 send it without Upgrade"],
+        False,
+    ),
+    "an upgrade with chunks": (
+        [(CHUNKED[:-2] + UPGRADE + b"\r\n0\r\n\r\n", 0)],
+        ["400 send it without Upgrade"],
+        False,
+    ),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+async def test_a_request_is_answered_or_refused_and_nothing_that_follows_is_taken_for_another(exchange: str) -> None:
+    parts, expected, serves_on = EXCHANGES[exchange]
+    sock = bind(HOST, 0, "port")
+    async with serve_openly(told, sock):
+        reader, writer = await asyncio.open_connection(HOST, sock.getsockname()[1])
+        received = b""
+        for part, after in [*parts, (LAST, len(expected))]:
+            while received.count(b"HTTP/1.1 ") < after and (read := await reader.read(65536)):
+                received += read
+            with contextlib.suppress(ConnectionResetError):
+                writer.write(part)
+                await writer.drain()
+        with contextlib.suppress(ConnectionResetError):
+            while not received.endswith(b"z  0.") and (read := await reader.read(65536)):
+                received += read
+        answers = received.decode().split("HTTP/1.1 ")[1:]
+        assert len(answers) == len(expected) + serves_on
+        for answer, words in zip(answers, [*expected, "z  0"], strict=False):
+            status, _, content = answer.partition("\r\n\r\n")
+            assert words.removeprefix("400 ") in content
+            assert status.startswith("400" if words.startswith("400") else "200")
+        writer.transport.abort()
 
 
 FRAMES = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
