@@ -25,7 +25,7 @@ from headrace.conformance_episodes import EpisodeExamination
 from headrace.environment import Sample, ranged
 from headrace.errors import CodecError, ServiceError
 from headrace.example_samples import ODD_COMPLETIONS, ORDINARY, GoldenSample, close
-from headrace.trajectory import Score
+from headrace.trajectory import Score, reward_problem
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc, trajectory_pb2
 from headrace.wire import bounds, sample_to_wire, score_from_wire
@@ -66,7 +66,7 @@ _SCORING = {
     "odd completions": "a completion is data: whatever it is, it earns a reward, a wrong one the least; limit the time that one can take",
     "mixed batches": "return a Result of its own for a sample that can't be scored; the others of the call keep their rewards",
     "one result each": "return exactly one Result for each trajectory, whatever happens to it",
-    "rewards": "with SCORED, return a reward and components that are finite numbers; without a reward, return FAILED with a reason",
+    "rewards": "with SCORED, return a reward and components between -1e9 and 1e9; without a reward, return FAILED with a reason",
     "range": "return rewards from reward_min to reward_max, or state another range in Describe",
     "statuses": "return one of the statuses, with a reason in message unless it is SCORED, and a reward only if it is",
     "metadata": "make metadata_json a JSON object, and a score at most 8 KiB",
@@ -118,7 +118,8 @@ def problems(result: trajectory_pb2.Result, description: pb.DescribeResponse) ->
         yield "statuses", f"reward {result.reward:g} with a status that allows none ({result.status})"
     score = score_from_wire(result)
     if scored and score.status != "SCORED":
-        yield "rewards" if "finite" in score.message else "metadata", score.message
+        rewarded = result.HasField("reward") and reward_problem(result.reward, result.components) is None
+        yield "metadata" if rewarded else "rewards", score.message
     outside = ranged(score, *bounds(description))
     if scored and score.status == "SCORED" and outside.status != "SCORED":
         yield "range", outside.message

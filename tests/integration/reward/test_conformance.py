@@ -68,7 +68,13 @@ async def test_a_right_environment_is_found_right() -> None:
 async def test_fault_1_a_reward_that_is_no_number() -> None:
     wrong = await blamed(each_by_itself(lambda each: scored(float(each.completion) if each.completion == "nan" else 1)))
     assert set(wrong) == {"rewards", "odd completions"}
-    assert "SCORED with reward nan" in wrong["rewards"]
+    assert "reward is nan, not a finite number" in wrong["rewards"]
+
+
+async def test_a_reward_too_large_to_be_summed_is_blamed_on_rewards() -> None:
+    wrong = await blamed(each_by_itself(lambda each: scored(1.7e308 if "nan" in each.completion else 1)))
+    assert set(wrong) == {"rewards", "odd completions"}
+    assert "reward is 1.7e+308, and is to be between -1e+09 and 1e+09" in wrong["rewards"]
 
 
 async def test_fault_2_fewer_results_than_trajectories() -> None:
