@@ -36,14 +36,14 @@ class Prompts:
 
     In an evaluation, `left_out` has id, problem and reason of each prompt that is too long (`data.overlong_prompts: leave_out`).
 
-    The constructor loads the data sets, which blocks. It raises `ConfigError` for a prompt that is too long, unless such prompts are left
-    out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
+    The constructor loads the data sets, which blocks. It raises what `ModelTokens.load` raises, and `ConfigError` for a prompt that is too
+    long, unless such prompts are left out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
     """
 
     def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
-        """`tokens`, by default only what the tokenizer and the configuration tell, are those of the run's model."""
+        """`tokens` are those of the run's model. By default its files are read."""
         self._config = config
-        self._builder = GroupBuilder(config, tokenizer, tokens)
+        self._builder = GroupBuilder(config, tokenizer, tokens or ModelTokens.load(config, tokenizer))
         data = config.data
         dropped: Counter[str] = Counter()
         train: list[Problem] = []
@@ -158,7 +158,7 @@ class GroupBuilder:
     `data.max_input_seq_length` or leaves no room in `policy.max_total_sequence_length`, or has a token that the model does not know.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
+    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens) -> None:
         if not tokenizer.chat_template:
             key, name = config.tokenizer
             raise ConfigError(
@@ -166,7 +166,7 @@ class GroupBuilder:
             )
         self._config = config
         self._tokenizer = tokenizer
-        self._tokens = tokens or ModelTokens.of(config, tokenizer)
+        self._tokens = tokens
         generation = config.policy.generation
         self._sampling = Sampling(
             temperature=generation.temperature,

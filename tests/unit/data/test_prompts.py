@@ -15,6 +15,7 @@ from headrace.errors import ConfigError, ServiceError
 from headrace.prompt_counts import PromptRecord
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 
 def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> Prompts:
@@ -28,7 +29,7 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
             "policy": {"generation": {"max_new_tokens": 6}},
         }
     )
-    return Prompts(config, tiny.make_tokenizer())
+    return Prompts(config, tiny.make_tokenizer(), TINY)
 
 
 def test_a_prompt_that_is_too_long_ends_the_run_by_its_name_before_it_begins(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_messages_that_the_chat_template_refuses_end_the_run_before_it_begins(tm
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('No system role') if messages[0].role == 'system' }}1"
     with pytest.raises(ConfigError, match=r"refuses the prompt of chats problem 1, with messages of system, user: No"):
-        Prompts(settings, tokenizer)
+        Prompts(settings, tokenizer, TINY)
 
 
 def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
