@@ -109,12 +109,11 @@ class Prompts:
             yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; and for
-        messages that the chat template refuses."""
+        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; for
+        messages that the chat template refuses, and for tokens that the model does not know."""
         # a template refuses sequences of roles, so one problem for each is enough; encoding all of them takes too long
-        for problem in {
-            tuple(message["role"] for message in problem.messages): problem for problem in problems
-        }.values():
+        by_roles = {tuple(message["role"] for message in problem.messages): problem for problem in problems}
+        for problem in problems if self._builder.knows_more_than_the_model else by_roles.values():
             self._builder.encode(problem)
         found = [(problem, self._builder.too_long(problem)) for problem in problems]
         fitting = [problem for problem, reason in found if reason is None]
@@ -247,6 +246,11 @@ class GroupBuilder:
             **self._config.policy.tokenizer.chat_template_kwargs,
         )
         return ids
+
+    @functools.cached_property
+    def knows_more_than_the_model(self) -> bool:
+        """Whether the tokenizer has tokens that the model's embedding lacks, so that any prompt may have one."""
+        return max(self._tokenizer.get_vocab().values()) >= self._tokens.vocabulary
 
     @property
     def generation_is_prompted(self) -> bool:
