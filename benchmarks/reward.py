@@ -1,11 +1,12 @@
-"""Scores a second of one worker, in the sandboxes that the machine grants, without one, and without a process for each score; then attached
-environments (`benchmarks.attached`).
+"""Scores a second of one worker, in the sandboxes that the machine grants, without one, and without a process for each score; programs of
+`code` beside others that sleep; then attached environments (`benchmarks.attached`).
 
     python -m benchmarks.reward [--scores N] [--rounds N] [--batches N]
 
 Every trajectory gets a child of its own, forked from a worker that has loaded the scorers. What that costs is beside the same
 scores in the process that asks, which is the limit, and in a child without a sandbox. Rounds alternate, so that a busy machine
-slows them alike; figures are medians. Latency is that of one score with nothing else under way.
+slows them alike; figures are medians. Latency is that of one score with nothing else under way. Programs of `code` are submitted behind
+eight that sleep, to two workers; the limit is the same without sleepers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _TIMEOUT_S = 60.0
 _ENV = {"math": EnvConfig(unsafe_no_sandbox=True), "gym": EnvConfig(type="reasoning_gym", unsafe_no_sandbox=True)}
 _SOURCE = DataSourceConfig(dataset_name="reasoning_gym", task=_TASK, env_name="gym")
 
+_CODE, _SLEEPERS = EnvConfig(), 8
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20, help="of each size a round, for attached environments")
     arguments = parser.parse_args()
     asyncio.run(_measure(arguments.scores, arguments.rounds))
+    asyncio.run(_measure_sleepers(arguments.scores))
     asyncio.run(attached.measure(arguments.rounds, arguments.batches, arguments.scores))
 
 
@@ -94,6 +98,32 @@ async def _measure(scores: int, rounds: int) -> None:
         latency = f"{statistics.median(alone[row]):.1f}" if alone[row] else ""
         table.add_row(row, *(f"{statistics.median(found[name]):,.0f}" for name in trajectories), latency)
     Console(width=100).print(table)
+
+
+async def _measure_sleepers(scores: int) -> None:
+    table = Table(title=f"{scores} programs of code, two workers, wall_s {_CODE.wall_s:g}")
+    for column in ("", "the median done after, s", "the last done after, s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row, sleepers in (("alone", 0), (f"behind {_SLEEPERS} that sleep", _SLEEPERS)):
+        pool = WorkerPool({"code": _CODE}, 2)
+        await pool.start()
+        try:
+            started = time.perf_counter()
+            for _ in range(sleepers):
+                pool.submit([_program("import time; time.sleep(999)")], _TIMEOUT_S)
+            good = [pool.submit([_program("print(1)")], _TIMEOUT_S)[0] for _ in range(scores)]
+            took = []
+            for result in asyncio.as_completed(good):
+                _check(await result)
+                took.append(time.perf_counter() - started)
+        finally:
+            await pool.aclose()
+        table.add_row(row, f"{statistics.median(took):.1f}", f"{took[-1]:.1f}")
+    Console(width=100).print(table)
+
+
+def _program(text: str) -> pb.Trajectory:
+    return sample_to_wire(Sample(text, {"inputs": [""], "outputs": ["1"]}, environment="code"))
 
 
 def _check(result: Any) -> None:

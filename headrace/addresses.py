@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 # Services for this machine alone listen here.
 LOOPBACK = "127.0.0.1"
@@ -35,6 +38,34 @@ def target_is_local(target: str) -> bool:
         return True
     address = re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", target)
     return is_loopback(address.rpartition(":")[0] or address)
+
+
+# the variables that name a proxy, the first that is set wins: for gRPC, and for requests of these schemes
+GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+HTTP_PROXIES = {scheme: (f"{scheme}_proxy", "all_proxy") for scheme in ("http", "https")}
+
+
+def through_proxy(target: str, variables: Sequence[str]) -> str:
+    """Return the end of an error about `target` (host:port) that names the variable whose proxy leads there; empty if none does."""
+    host = target.rpartition(":")[0].strip("[]")
+    if target_is_local(target) or proxy_bypass(host):
+        return ""
+    environ = {name.lower(): name for name in os.environ if os.environ[name]}
+    name = next((environ[variable] for variable in variables if variable in environ), None)
+    if name is None:
+        return ""
+    proxy = re.sub(r"//[^/@]*@", "//***@", os.environ[name])
+    return f"; through the proxy {proxy} ({name}; NO_PROXY={host} goes without)"
+
+
+def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which programs reach this machine without a proxy, whatever `environ` names; empty if it names none."""
+    named = {name.lower() for name, value in environ.items() if value}
+    if not named & {"grpc_proxy", "http_proxy", "https_proxy", "all_proxy"}:
+        return {}
+    before = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = before if before == "*" else ",".join(filter(None, [before, LOOPBACK, "localhost", "::1"]))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 def hosts_of(url: str) -> list[str]:

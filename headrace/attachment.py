@@ -34,7 +34,7 @@ from headrace.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1 import trajectory_pb2
-from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
+from headrace.wire import episode_from_wire, fitted, fitted_outcome, outcome_to_wire, sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
@@ -339,10 +339,7 @@ class _Stream:
         except CodecError as error:
             outcome = outcome_to_wire(EpisodeOutcome(Score("INVALID", message=str(error))))
         else:
-            outcome = outcome_to_wire(await self._programs.run(episode))
-        if (size := outcome.ByteSize()) > 0.9 * self._max_message_bytes:
-            said = f"its outcome has {size} bytes; a message to the hub may have {self._max_message_bytes}; leave less in artifacts"
-            outcome = outcome_to_wire(EpisodeOutcome(Score("FAILED", message=said)))
+            outcome = fitted_outcome(outcome_to_wire(await self._programs.run(episode)), self._max_message_bytes)
         # an outcome without a result is a success: a grader scores it
         self._count([outcome.result.status if outcome.HasField("result") else trajectory_pb2.STATUS_SCORED])
         answer = pb.Answer(work_id=work.work_id)
@@ -358,24 +355,6 @@ class _Stream:
         self._outgoing.put_nowait(pb.AttachRequest(answer=answer))
         self._flows[kind].answer(work_id)
         self.grant()
-
-
-def fitted(results: list[trajectory_pb2.Result], most: int) -> list[trajectory_pb2.Result]:
-    """Return `results`. If they don't fit in a message of `most` bytes, those larger than their share become FAILED."""
-    if sum(result.ByteSize() for result in results) <= 0.9 * most:
-        return results
-    share = int(0.9 * most) // len(results)
-    return [
-        result
-        if result.ByteSize() <= share
-        else trajectory_pb2.Result(
-            status=trajectory_pb2.STATUS_FAILED,
-            message=f"a score of {result.ByteSize()} bytes is more than its share of a message to the hub ({share}); return less metadata",
-            environment=result.environment,
-            build=result.build,
-        )
-        for result in results
-    ]
 
 
 _current: dict[tuple[str, str], Attachment] = {}

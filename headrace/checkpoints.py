@@ -20,13 +20,14 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from headrace.errors import ServiceError
 from headrace.files import fsync
+from headrace.model_files import problem_of, problem_of_model
 
 CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
 
@@ -208,6 +209,39 @@ def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tu
         if metric_name in metrics[version]:
             return version, metrics[version][metric_name]
     return None
+
+
+def damage(folder: Path, version: int) -> str | None:
+    """Return what is wrong with the first file of checkpoint `version` that is cut off, empty or missing; None if there is none. Only
+    beginnings of files are read. A file of another build is whole."""
+    path = path_of(folder, version)
+    for part in sorted(path.rglob("*")):
+        if part.suffix in (".json", ".safetensors") and (problem := problem_of(part)) is not None:
+            return problem
+    for model in ("policy", "value"):
+        if (path / model / "config.json").exists():
+            if not [*(path / model).glob("*.safetensors")]:
+                return f"{path / model} has no weights"
+            if (problem := problem_of_model(path / model)) is not None:
+                return problem
+    return None
+
+
+def usable(folder: Path, damage: Callable[[Path, int], str | None] = damage) -> tuple[int | None, dict[int, str]]:
+    """Return the newest checkpoint that a trainer can resume from, None if there is none yet; and what is wrong with the newer ones, by
+    version. Raises `ServiceError` if all are damaged, and as `read_chain` does."""
+    damaged: dict[int, str] = {}
+    for version in reversed(published(folder)):
+        problem = damage(folder, version)
+        if problem is None:
+            return version, damaged
+        damaged[version] = problem
+    if damaged:
+        raise ServiceError(
+            "every checkpoint of the run is damaged; restore one from a copy, or give run.id another name to start over:\n"
+            + "\n".join(f"  {problem}" for problem in damaged.values())
+        )
+    return None, damaged
 
 
 def abandoned(folder: Path) -> dict[int, str]:

@@ -27,7 +27,7 @@ from headrace.tls import CertificateFiles
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
-from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
+from headrace.wire import episode_from_wire, fitted, fitted_outcome, outcome_to_wire, sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
 GRACE_S = 2.0
@@ -100,7 +100,8 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
     ) -> pb.EnvironmentServiceScoreResponse:
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
         scores = await self._scorer.score(samples, rpc.time_to_answer(context))
-        return pb.EnvironmentServiceScoreResponse(results=[score_to_wire(score) for score in scores])
+        results = fitted([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
+        return pb.EnvironmentServiceScoreResponse(results=results)
 
     async def RunEpisode(
         self, request: pb.EnvironmentServiceRunEpisodeRequest, context: grpc.aio.ServicerContext
@@ -111,7 +112,9 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
                 grpc.StatusCode.UNIMPLEMENTED, f"{label} does not run episodes; define `async def episode(self, e)`"
             )
         outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
-        return pb.EnvironmentServiceRunEpisodeResponse(outcome=outcome_to_wire(outcome))
+        return pb.EnvironmentServiceRunEpisodeResponse(
+            outcome=fitted_outcome(outcome_to_wire(outcome), rpc.MAX_MESSAGE_BYTES)
+        )
 
     async def Step(
         self, request: pb.EnvironmentServiceStepRequest, context: grpc.aio.ServicerContext

@@ -19,10 +19,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from headrace.errors import ServiceError
-from headrace.files import cut_torn_line
+from headrace.files import cannot_write, cut_torn_line
 
 JOURNAL = "metrics.jsonl"  # in the run's folder
 SEGMENT_BYTES = 64 << 20
@@ -82,16 +82,21 @@ class Journal:
         orders: Sequence[int] = (),
         builds: Mapping[str, list[str]] | None = None,
     ) -> None:
+        """Add a line. Raises `ServiceError` if it can't be written: the folder is gone, the disk is full."""
         line = dataclasses.asdict(
             Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {}))
         )
         for field in ("orders", "builds"):
             if not line[field]:
                 del line[field]
-        if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
-            self.path.rename(self.path.with_name(f"{self.path.stem}.{len(_older(self.path)) + 1:06}{self.path.suffix}"))
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
+                number = len(_older(self.path)) + 1
+                self.path.rename(self.path.with_name(f"{self.path.stem}.{number:06}{self.path.suffix}"))
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def read(self) -> list[Line]:
         """Return all lines. Raises `ServiceError` naming the first line that `append` did not write."""
@@ -103,24 +108,38 @@ def read_journal(path: Path) -> list[Line]:
     return list(parse_lines(read_bytes(path).decode(), str(path)))
 
 
+def iter_journal(path: Path) -> Iterator[Line]:
+    """Yield what `read_journal` returns, holding one line at a time."""
+    with contextlib.ExitStack() as stack:
+        for file in _opened(path, stack):
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # a writer may be writing the last line
+                    yield _parsed(line.decode(), f"{file.name}:{number}")
+
+
 def read_bytes(path: Path, offset: int = 0) -> bytes:
     """Return the complete lines of all segments as one, from the byte `offset` on; none if the file doesn't exist."""
-    parts = []
     with contextlib.ExitStack() as stack:
-        # the newest is opened first: if it is renamed meanwhile, it is found again, and the next read returns what followed
-        newest = None
-        with contextlib.suppress(FileNotFoundError):
-            newest = stack.enter_context(path.open("rb"))
-        for older in _older(path):
-            if newest is None or not os.path.samestat(older.stat(), os.fstat(newest.fileno())):
-                parts.append(stack.enter_context(older.open("rb")))
         data = bytearray()
-        for file in (*parts, *([newest] if newest else [])):
+        for file in _opened(path, stack):
             size = os.fstat(file.fileno()).st_size
             file.seek(min(offset, size))
             offset -= min(offset, size)
             data += file.read()
     return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be writing the last line
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+    """Return all segments, oldest first."""
+    parts: list[BinaryIO] = []
+    # the newest is opened first: if it is renamed meanwhile, it is found again, and the next read returns what followed
+    newest = None
+    with contextlib.suppress(FileNotFoundError):
+        newest = stack.enter_context(path.open("rb"))
+    for older in _older(path):
+        if newest is None or not os.path.samestat(older.stat(), os.fstat(newest.fileno())):
+            parts.append(stack.enter_context(older.open("rb")))
+    return [*parts, *([newest] if newest else [])]
 
 
 def size(path: Path) -> int:
@@ -136,10 +155,12 @@ def _older(path: Path) -> list[Path]:
 def parse_lines(text: str, where: str) -> Iterator[Line]:
     """Yield the lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
     for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            fields: dict[str, Any] = json.loads(line)
-            yield Line(**fields)
-        except (ValueError, TypeError) as error:
-            raise ServiceError(
-                f"{where}:{number}: not a line of metrics ({error}); remove it or move the file away"
-            ) from error
+        yield _parsed(line, f"{where}:{number}")
+
+
+def _parsed(line: str, where: str) -> Line:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        return Line(**fields)
+    except (ValueError, TypeError) as error:
+        raise ServiceError(f"{where}: not a line of metrics ({error}); remove it or move the file away") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.backoff import pause_after
 from headrace.errors import ServiceError
+from headrace.model_files import problem_of_model
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _TOKENIZER = _Kind(
 
 def model_is_here(key: str, name: str) -> bool:
     """Whether `name`, the value of the configuration's `key`, is a model's directory or in the Hub's cache. Otherwise it has the form of a
-    name on the Hub, which is not contacted. Raises `ServiceError` for any other name."""
+    name on the Hub, which is not contacted. Raises `ServiceError` for any other name, and for a directory with an unusable file."""
     return _is_here(_MODEL, key, name)
 
 
@@ -84,15 +85,22 @@ def _check(kind: _Kind, key: str, name: str) -> None:
 
 def _is_directory(kind: _Kind, key: str, name: str) -> bool:
     """Whether `name` is a directory of this kind. Otherwise it has the form of a name on the Hub. Raises `ServiceError` for any other
-    name."""
+    name, and for a directory with a file that can't be used."""
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in kind.files):
             raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
+        if (problem := problem_of_model(path)) is not None:
+            raise ServiceError(f"{key}: {problem}")
         return True
-    if not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
+    if is_no_hub_name(name):
         raise ServiceError(f"{key}: the directory {name} does not exist; {kind.remedy}")
     return False
+
+
+def is_no_hub_name(name: str) -> bool:
+    """Whether `name` can only be a directory."""
+    return not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name
 
 
 def _is_cached(kind: _Kind, name: str) -> bool:

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace.addresses import with_port
+from headrace.addresses import target_is_local, with_port
 from headrace.credentials import Credentials
 from headrace.errors import CodecError, ConfigError, ServiceError
-from headrace.service import bind
+from headrace.service import bind, most_connections
 from headrace.tls import CertificateFiles, Reloading
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
@@ -32,6 +32,12 @@ _KEEP_ALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
     # otherwise a server treats a caller that pings this often as an attacker
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+]
+# For every server, of callers of whom nothing is known yet. Metadata has a limit of its own in gRPC: 16 KiB, of which it promises 8.
+_STRANGERS = [
+    ("grpc.server_handshake_timeout_ms", 15_000),  # TLS and the first frame of HTTP/2
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call
+    ("grpc.max_concurrent_streams", 1000),
 ]
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
@@ -86,16 +92,19 @@ def channel(
     security: TlsSettings | None = None,
     token: Callable[[], str] | None = None,
     keep_alive: bool = False,
+    proxied: bool = False,
 ) -> grpc.aio.Channel:
     """Return a channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
 
     It is encrypted if `security` requires it. `token` returns the caller's token for each call (not for streams). With `keep_alive` it
-    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. Raises `ConfigError` for a
-    `security.tls_ca` that can't be read.
+    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. With `proxied`, for a user's own
+    server, the proxy in the environment leads to a target that is not on this machine. Raises `ConfigError` for a `security.tls_ca` that
+    can't be read.
     """
     options = [
         *_limits(max_message_bytes),
         *(_KEEP_ALIVE if keep_alive else []),
+        ("grpc.enable_http_proxy", int(proxied and not target_is_local(target))),
         ("grpc.max_reconnect_backoff_ms", 3000),
     ]
     interceptors = [] if token is None else [_PresentToken(token)]
@@ -122,7 +131,13 @@ def server(
 ) -> grpc.aio.Server:
     """Return a server. Without `access` it requires no token. With `keep_alive` it detects callers that fell silent."""
     # With SO_REUSEPORT, a second server on a busy port would start and take half of the calls.
-    options = [*_limits(max_message_bytes), *(_KEEP_ALIVE if keep_alive else []), ("grpc.so_reuseport", 0)]
+    options = [
+        *_limits(max_message_bytes),
+        *_STRANGERS,
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+        *(_KEEP_ALIVE if keep_alive else []),
+        ("grpc.so_reuseport", 0),
+    ]
     # callers without permission are refused before their messages are decoded
     interceptors = [*([] if access is None else [_CheckToken(access)]), _RefuseMalformed()]
     return grpc.aio.server(options=options, interceptors=interceptors)
@@ -214,25 +229,10 @@ class _CheckToken(grpc.aio.ServerInterceptor):
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> Any:
             await context.abort(code, reason)
-
-        async def refuse_stream(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            await context.abort(code, reason)
             yield  # never reached: gRPC requires a generator
 
-        # without deserializers: no byte of the call is decoded
-        if handler.request_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.response_streaming
-                else grpc.stream_unary_rpc_method_handler
-            )
-        else:
-            make = (
-                grpc.unary_stream_rpc_method_handler
-                if handler.response_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-        return make(refuse_stream if handler.response_streaming else refuse)
+        # a stream without deserializers, whatever the method is: no byte of the call is read or decoded
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class _RefuseMalformed(grpc.aio.ServerInterceptor):

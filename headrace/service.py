@@ -9,13 +9,19 @@ import ctypes
 import dataclasses
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ServiceError
+import msgspec
+
+from headrace.errors import HeadraceError, ServiceError
 from headrace.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
@@ -34,6 +40,52 @@ EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 # 128 + SIGTERM: the service was stopped before its work was done.
 EXIT_STOPPED = 143
+# The variable that names the file for a service's `Ending`. It doesn't begin with HEADRACE_, which would make it a configuration key.
+ENDING = "_HEADRACE_ENDING"
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The exception that ended a process of a service. `place` is the innermost line of Headrace's own code, `module:line`; it is empty for
+    an error that was raised on purpose, whose message says everything."""
+
+    error: str
+    place: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Ending:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        message = " ".join(str(error).split())
+        if isinstance(error, HeadraceError):
+            return cls(type(error).__name__, "", message)
+        frames = [
+            (frame.f_globals.get("__name__", "?"), line) for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        own = [each for each in frames if each[0].partition(".")[0] in ("headrace", "headrace_services")]
+        module, line = (own or frames)[-1]
+        return cls(type(error).__name__, f"{module}:{line}", message)
+
+    def __str__(self) -> str:
+        return f"{self.error} at {self.place}: {self.message}" if self.place else self.message
+
+    def repeats(self, before: Ending | None) -> bool:
+        """Whether it is the same exception at the same place as the one before. Messages may differ: they name steps and files."""
+        return before is not None and self.place != "" and (self.error, self.place) == (before.error, before.place)
+
+
+@contextlib.contextmanager
+def ending_recorded() -> Iterator[None]:
+    """Record an exception that leaves the context in the file that the supervisor named. Of several ranks, the first to fail writes it. The
+    service's own children don't inherit the name."""
+    path = os.environ.pop(ENDING, None)
+    try:
+        yield
+    except Exception as error:
+        if path is not None:
+            with contextlib.suppress(OSError), Path(path).open("xb") as file:  # the exception itself matters more
+                file.write(msgspec.json.encode(Ending.of(error)))
+        raise
 
 
 # The body of an error answer, as JSON schema. It is not a pydantic model, because environments import this module and need no pydantic.
@@ -148,6 +200,14 @@ async def body_of(request: Request, most: int) -> bytes | None:
 
 def bind(host: str, port: int, key: str) -> socket.socket:
     """Return a listening TCP socket; port 0 chooses a free one. Raises `ServiceError` naming the configuration key of a busy port."""
+    sock = reserve(host, port, key)
+    sock.listen(128)
+    return sock
+
+
+def reserve(host: str, port: int, key: str) -> socket.socket:
+    """Return a bound socket that doesn't listen; port 0 chooses a free one. While it is open the kernel gives the port to nobody who asks
+    for a free one, and a server that sets SO_REUSEADDR, as ours do, can listen there (Linux). Raises as `bind` does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it the second part of an answer waits 40 ms for the reader's delayed
     # acknowledgement of the first
@@ -160,8 +220,14 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         raise ServiceError(
             f"{key}: can't listen on {host}:{port} ({error.strerror}); free the port or set {key} to another"
         ) from error
-    sock.listen(128)
     return sock
+
+
+def most_connections() -> int:
+    """Return how many connections a port keeps for callers of whom it knows nothing. Most of the files that this process may open remain
+    for its work."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1000 if files == resource.RLIM_INFINITY else min(1000, files // 4)
 
 
 @contextlib.asynccontextmanager
@@ -181,10 +247,21 @@ async def serve_openly(
     """Serve an ASGI application that controls access itself. Raises as `serve_http` does."""
     import uvicorn
 
-    # log_config None: its records go through the service's own handlers
-    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2)
-    config.load()
-    config.ssl = Reloading(certificate).context() if certificate is not None else None
+    from headrace.http_connection import IDLE_S, MOST_HEAD_BYTES, Connection
+
+    context = Reloading(certificate).context() if certificate is not None else None
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, context=context, most_waiting=most_connections()),  # type: ignore[arg-type]  # it is only called
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        timeout_keep_alive=IDLE_S,
+        ws="none",
+        backlog=512,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        log_config=None,  # its records go through the service's own handlers
+        log_level="error",  # the lower ones are of requests that anyone can send
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))

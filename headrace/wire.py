@@ -20,6 +20,8 @@ from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
 
 _LONGEST_MS = 2**32 - 1
+# The share of a message that answers may take. The rest is for what is around them.
+_SHARE_OF_MESSAGE = 0.9
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 _STATUS = {
     "SCORED": pb.STATUS_SCORED,
@@ -116,12 +118,11 @@ def score_to_wire(score: Score) -> pb.Result:
         )
     except Exception as error:  # noqa: BLE001  # the values are the user's
         reason = str(error) if isinstance(error, CodecError) else described(error)
-        named = {"environment": score.environment, "build": score.build}
-        return pb.Result(
-            status=pb.STATUS_FAILED,
-            message=encodable(f"the score can't be sent: {reason}"),
-            **{key: encodable(value) for key, value in named.items() if isinstance(value, str)},
+        environment, build = (
+            encodable(value) if isinstance(value, str) else "" for value in (score.environment, score.build)
         )
+        message = encodable(f"the score can't be sent: {reason}")
+        return pb.Result(status=pb.STATUS_FAILED, message=message, environment=environment, build=build)
 
 
 def score_from_wire(result: pb.Result) -> Score:
@@ -209,6 +210,33 @@ def outcome_from_wire(outcome: episode_pb2.EpisodeOutcome) -> EpisodeOutcome:
         return EpisodeOutcome(score, _load(outcome.artifacts_json, "artifacts_json"))
     except CodecError as error:
         return EpisodeOutcome(Score("FAILED", message=f"the program's outcome is invalid: {error}"))
+
+
+def fitted(results: list[pb.Result], most: int) -> list[pb.Result]:
+    """Return `results`. If they don't fit in a message of `most` bytes, those larger than their share become FAILED."""
+    if sum(result.ByteSize() for result in results) <= _SHARE_OF_MESSAGE * most:
+        return results
+    share = int(_SHARE_OF_MESSAGE * most) // len(results)
+    return [
+        result
+        if (size := result.ByteSize()) <= share
+        else _failed(
+            result, f"a score of {size} bytes is more than its share of a message ({share}); return less metadata"
+        )
+        for result in results
+    ]
+
+
+def fitted_outcome(outcome: episode_pb2.EpisodeOutcome, most: int) -> episode_pb2.EpisodeOutcome:
+    """Return `outcome`, or one that is FAILED if it does not fit in a message of `most` bytes."""
+    if (size := outcome.ByteSize()) <= _SHARE_OF_MESSAGE * most:
+        return outcome
+    said = f"its outcome has {size} bytes; a message may have {most}; leave less in artifacts"
+    return episode_pb2.EpisodeOutcome(result=_failed(outcome.result, said))
+
+
+def _failed(result: pb.Result, message: str) -> pb.Result:
+    return pb.Result(status=pb.STATUS_FAILED, message=message, environment=result.environment, build=result.build)
 
 
 def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:

@@ -106,7 +106,9 @@ async def _examine(
         if environment.is_started:
             served = await stack.enter_async_context(served_file(str(environment.target)))
             address, renew = served.address, served.renew
-        channel = await stack.enter_async_context(rpc.channel(str(address), security=options, token=options.token))
+        channel = await stack.enter_async_context(
+            rpc.channel(str(address), security=options, token=options.token, proxied=True)
+        )
         metadata = [] if options.token is None else [rpc.bearer(options.token())]
         try:
             return await conformance.examine(channel, samples, timeout_s, renew, metadata)

@@ -30,7 +30,6 @@ from headrace.evaluation import THRESHOLD, DataSetReport, report
 from headrace.files import atomic_write
 from headrace.printable import printable
 from headrace.samples import SampleFiles
-from headrace.service import bind
 
 FOLDER = "evals"  # in the run's folder
 # keys that a data set on the command line inherits from those of the run
@@ -215,9 +214,8 @@ def evaluation_config(
     """Return the configuration of the run that asks these data sets. It has the model, sampling, environments and deadlines of `config`. It
     trains nothing, has its own buffer, and uses this machine alone. Raises `ConfigError`."""
     given = config.model_dump(mode="json")
+    del given["replay"]["redis_port"]  # a free one is chosen
     here = {"host": LOOPBACK, "port": 0}
-    with bind(LOOPBACK, 0, "replay.redis_port") as free:
-        redis_port = free.getsockname()[1]
     generation = given["policy"]["generation"]
     if temperature is not None:
         generation["val_temperature"] = temperature
@@ -236,7 +234,7 @@ def evaluation_config(
         "data": given["data"]
         | {"evaluate": evaluate, "use_multiple_dataloader": False, "num_prompts_per_dataloader": None},
         "env": given["env"],
-        "replay": given["replay"] | here | {"redis_url": None, "redis_host": LOOPBACK, "redis_port": redis_port},
+        "replay": given["replay"] | here | {"redis_url": None, "redis_host": LOOPBACK},
         "rollout": given["rollout"] | here | {"advertise_host": None},
         "reward": given["reward"] | here | {"http_port": 0, "address": None},
         "agents": given["agents"] | here | {"http_port": 0, "advertised_url": None},
@@ -246,9 +244,9 @@ def evaluation_config(
         "security": given["security"],
     }
     try:
-        evaluation = Config.model_validate(values)
+        evaluation = Config.model_validate(values).referring(config.references)
     except ValidationError as error:
-        raise ConfigError(explain(error, lambda keys: "")) from error
+        raise ConfigError(explain(error, lambda keys: "", references=config.references)) from error
     if samples > 1 and validation_temperature(evaluation) == 0:
         raise ConfigError(
             f"--samples {samples} at temperature 0: all completions of a prompt would be the same; give --temperature, or --samples 1"
@@ -282,8 +280,7 @@ def ask(config: Config, found: NamedModel) -> None:
     console = Console()
     plan = device_plan.of(config)
 
-    with runs.locked(config):
-        config, saved = settled(config)
+    with runs.locked(config), settled(config) as (config, saved):
         device_plan.record(plan, device_plan.threads_of(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:

@@ -41,6 +41,8 @@ from headrace.tls import client_context
 READY_DEADLINE_S = 120.0
 # How long a trainer that is being stopped may take for its step and a checkpoint.
 SAVE_DEADLINE_S = 600.0
+# The same, when the run's folder is gone.
+WITHOUT_FOLDER_S = 5.0
 POLL_S = 1.0
 # While services start.
 LOOK_S = 0.2
@@ -57,12 +59,13 @@ def check(config: Config) -> None:
     environment_processes.check(config)
 
 
-def settled(config: Config) -> tuple[Config, Path]:
-    """Settle and save what the services need before they start: ports, credentials and configuration. Returns the saved configuration and
-    its path. Raises `ConfigError`, `ServiceError`."""
-    config = runs.settle_ports(config)
-    runs.make_credentials(config)
-    return config, runs.save(config)
+@contextlib.contextmanager
+def settled(config: Config) -> Iterator[tuple[Config, Path]]:
+    """Settle and save what the services need before they start: credentials, configuration, and ports, which stay reserved while the
+    context is open. Yields the saved configuration and its path. Raises `ConfigError`, `ServiceError`."""
+    with runs.settled_ports(config) as ready:
+        runs.make_credentials(ready)
+        yield ready, runs.save(ready)
 
 
 @contextlib.contextmanager
@@ -134,7 +137,7 @@ class Children:
             variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
                 variables |= device_plan.device_variables(plan, config, each.name)
-            own = child_environ(os.environ) if each.environ is None else each.environ
+            own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
             each.environ = {**own, **variables}
         return children
 
@@ -145,6 +148,7 @@ class Pipeline:
     def __init__(self, config: Config, saved: Path, plan: DevicePlan | None, display: Display) -> None:
         self.config = config
         self.display = display
+        self._saved = saved
         self.children = Children.of(config, saved, plan)
         self._device_is_shared = plan is not None and plan.is_shared
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
@@ -168,6 +172,7 @@ class Pipeline:
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
         self._notes: dict[str, str] = {}  # by service: why it is not ready
+        self._ready_at: dict[str, float] = {}  # by service: when it last was ready
 
     async def run(self) -> RunSummary:
         """Run until the trainer has finished. Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't continue."""
@@ -202,6 +207,7 @@ class Pipeline:
     async def _work(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                folder = tasks.create_task(self._watch_folder())
                 supervise = self.supervisor.supervise
                 first = (self.children.replay, self.children.reward, *self.children.environments.values())
                 running = [tasks.create_task(supervise(child)) for child in first]
@@ -222,16 +228,38 @@ class Pipeline:
                         await self._until_loaded(client)
                     trainer = tasks.create_task(supervise(self.children.trainer))
                     await trainer
-                    for task in (watch, *running):
+                    for task in (folder, watch, *running):
                         task.cancel()
                     await asyncio.wait({watch})
                     await self._poll(client)  # the trainer's last metrics
         # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
         except BaseExceptionGroup as failures:
+            if not self._saved.exists():
+                raise self._without_folder() from None  # whatever failed, failed for that
             ours, others = failures.split(HeadraceError)
             if ours is None or others is not None:
                 raise
             raise _first(ours) from None
+
+    async def _watch_folder(self) -> None:
+        """Raise `ServiceError` once the run's folder is gone."""
+        while True:
+            if not self._saved.exists():
+                raise self._without_folder()
+            await asyncio.sleep(LOOK_S)
+
+    def _without_folder(self) -> ServiceError:
+        held, checkpoints = self.config.replay.redis_url, self.config.checkpoint_folder
+        return ServiceError(
+            f"the run's folder {self.config.run_folder} was deleted or moved while the run was up, and the run ends; "
+            + ("its buffer was in it" if held is None else "the buffer's server keeps what it holds")
+            + (
+                f", and the checkpoints in {checkpoints} are kept"
+                if checkpoints.exists()
+                else ", and so were its checkpoints"
+            )
+            + ". Move the folder back, and the run continues; or start a new one with another run.id"
+        )
 
     async def _supervise_rollout(self, child: Child) -> None:
         """Supervise a replica. One that can't continue ends the run only if it was the last."""
@@ -252,7 +280,9 @@ class Pipeline:
         alive, _ = await self._ask(host, port, "/healthz")
         status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
         ready = status == 200
-        self._notes[child.name] = "" if ready else _reason(answer)
+        self._notes[child.name] = "" if ready else reason_of(answer)
+        if ready:
+            self._ready_at[child.name] = time.monotonic()
         if child.state not in ("restarting", "finished", "failed"):
             away = "ending" if alive == 0 else "not ready"
             child.set_ready(ready, away if child.was_ready else "starting")
@@ -272,13 +302,12 @@ class Pipeline:
         for name, child in self.children.environments.items():
             if child.state not in ("restarting", "failed"):
                 child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
-                # while its breaker is closed, an environment that does not answer is busy, not hung
-                child.heard(name in reached or name not in self._broken, after_s)
+                child.heard(name in reached, after_s)
             if name in self._broken and child.source_changed():
                 self.supervisor.replace(child, f"{child.source} has changed")
 
     def _waits(self) -> list[Wait]:
-        """Return what the run waits for: environments that can't be reached, or whose breaker is open."""
+        """Return what the run waits for: environments that can't be reached, or whose breaker is open, and the buffer's server."""
         now = time.monotonic()
         known = {each["name"]: each for each in self._environments}
 
@@ -287,6 +316,9 @@ class Pipeline:
             return f"environment {name} at {address}" if address else f"environment {name}"
 
         waits = [Wait(whom(name), now - since, known[name]["message"]) for name, since in self._waiting_since.items()]
+        replay = self.children.replay.name
+        if replay in self._ready_at and self._notes[replay]:
+            waits.append(Wait("the buffer's server", now - self._ready_at[replay], self._notes[replay]))
         return waits + [
             Wait(whom(name), state.broken_s, f"it is broken: {state.message}{self._repair(name)}")
             for name, state in self._broken.items()
@@ -310,7 +342,7 @@ class Pipeline:
                     status, answer = await self._ask(host, port, "/readyz")
                     if status == 200:
                         break
-                    self._notes[child.name] = _reason(answer)
+                    self._notes[child.name] = reason_of(answer)
                     self._show([])
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -352,8 +384,12 @@ class Pipeline:
         await asyncio.gather(
             *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
         )
+        patience = {
+            child.name: patience_s(self.config, name, is_broken=name in self._broken)
+            for name, child in self.children.environments.items()
+        }
         for child in self.children:
-            if child.silent_s > self.config.run.hang_timeout_s:
+            if child.silent_s > patience.get(child.name, self.config.run.hang_timeout_s):
                 self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
                 child.silent_s = 0.0
         try:
@@ -430,14 +466,26 @@ class Pipeline:
         self.display.update(self.summary)
 
     async def _stop(self) -> None:
+        # without the run's folder, what the trainer would wait for never comes
+        save_s = SAVE_DEADLINE_S if self._saved.exists() else WITHOUT_FOLDER_S
         await asyncio.gather(
-            self.supervisor.stop([self.children.trainer], SAVE_DEADLINE_S),
+            self.supervisor.stop([self.children.trainer], save_s),
             self.supervisor.stop([*self.children.rollouts, *self.children.agents]),
         )
         await self.supervisor.stop([self.children.reward])
         await self.supervisor.stop(self.children.environments.values())
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()
+
+
+def patience_s(config: Config, environment: str, *, is_broken: bool) -> float:
+    """Return for how long an environment may answer nothing before it is restarted. It may be busy, and hold its process, until the time
+    of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its breaker is open, it has nothing to do."""
+    env, hang_s = config.env[environment], config.run.hang_timeout_s
+    if is_broken:
+        return hang_s
+    longest_s = config.replay.group_deadline_s if env.episodes else env.timeout_s
+    return max(hang_s, longest_s + LONGEST_PROBE_GAP_S)
 
 
 def _written(path: Path) -> int | None:
@@ -456,7 +504,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _reason(answer: str) -> str:
+def reason_of(answer: str) -> str:
     """Return why a service is not ready, from the answer of its `/readyz`."""
     said = _json(answer)
     return str(said.get("reason") or "") if isinstance(said, dict) else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from headrace import rpc
-from headrace.addresses import target_is_local
+from headrace.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.cli.common import load_entry_point
 from headrace.config import Config
 from headrace.config.loading import Loaded
@@ -74,6 +74,7 @@ async def _ping(config: Config, credentials: Credentials | None, name: str, targ
         target,
         security=None if target_is_local(target) else config.security,
         token=None if credentials is None else credentials.presented(f"environment {name}"),
+        proxied=True,
     )
     try:
         await environment_pb2_grpc.EnvironmentServiceStub(channel).Describe(
@@ -82,7 +83,7 @@ async def _ping(config: Config, credentials: Credentials | None, name: str, targ
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it answers, but does not describe itself
             return None
-        return f"{error.code().name}: {error.details()}"
+        return f"{error.code().name}: {error.details()}{through_proxy(target, GRPC_PROXIES)}"
     finally:
         await channel.close()
     return None

@@ -16,12 +16,11 @@ from headrace import history
 from headrace.cli import runs
 from headrace.cli.common import WIDTH, RunArgument, cell, load_entry_point, plain_table, say
 from headrace.cli.display import duration
-from headrace.config.compare import Change, diff
+from headrace.config.compare import diff
 from headrace.errors import ConfigError, HeadraceError
 from headrace.headlines import seconds_per_step
 from headrace.history import Metric, RunHistory
 from headrace.printable import printable
-from headrace.replay.connection import shown
 
 # The number of steps in the table of a comparison: the first, the last, and some between them.
 SHOWN_STEPS = 11
@@ -147,15 +146,14 @@ def differences(first: Any, second: Any) -> Iterator[str]:
     """Yield the keys in which two runs differ, each with both values. Names, folders and ports are left out, because they differ between
     any two runs."""
     for change in diff(first, second):
-        own = change.key in ("run.id", "run.dir", "security.credentials") or change.key.endswith("port")
+        own = change.key in (
+            "run.id",
+            "run.dir",
+            "run.from_environment",
+            "security.credentials",
+        ) or change.key.endswith("port")
         if not own:
-            yield str(_without_password(change))
-
-
-def _without_password(change: Change) -> Change:
-    if change.key != "replay.redis_url":
-        return change
-    return Change(change.key, *(None if url is None else shown(url) for url in (change.before, change.after)))
+            yield str(change)
 
 
 def _some(steps: Sequence[int]) -> list[int]:

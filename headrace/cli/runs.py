@@ -16,14 +16,14 @@ from headrace.addresses import LOOPBACK, with_port
 from headrace.checkpoints import published
 from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
-from headrace.config.compare import diff
+from headrace.config.compare import diff, digest
 from headrace.config.text import dump
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.files import cannot_write, is_locked
 from headrace.history import RECORD, RUN_LOCK, recorded
 from headrace.journal import JOURNAL, read_bytes, read_journal
 from headrace.replay import ReplayClient
-from headrace.service import bind
+from headrace.service import bind, reserve
 
 SAVED = "config.yaml"
 _CONNECT_S = 3.0
@@ -62,12 +62,15 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     if not saved.exists():
         return config, []
     before = with_credentials(_with_own_credentials(load(saved, environ={})))
+    config = _with_digest(config)
     if before.run.id != config.run.id:
         raise _renamed(saved.parent, before)
     changes = [
         change
         for change in diff(before, config)
-        if change.key not in _chosen(config) and not _is_same_path(change.before, change.after)
+        if change.key not in _chosen(config)
+        and not _is_same_path(change.before, change.after)
+        and not (change.key == "run.from_environment" and change.before is None)
     ]
     fixed = [change for change in changes if not change.allowed]
     if fixed and (trained := _trained(before) or _trained(config)):
@@ -76,6 +79,11 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
             f"run {config.run.id} has {trained}, and can't continue with these keys changed; restore them, or give another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
+
+
+def _with_digest(config: Config) -> Config:
+    """Return the configuration with the digest of what its fixed keys have from the environment now."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"from_environment": digest(config)})})
 
 
 def _is_same_path(one: object, other: object) -> bool:
@@ -186,7 +194,8 @@ def save(config: Config) -> Path:
     path = config.run_folder.absolute() / SAVED
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     start = os.path.relpath(Path.cwd(), path.parent.resolve())
-    saved = config.model_copy(update={"run": config.run.model_copy(update={"started_in": start})})
+    saved = _with_digest(config)
+    saved = saved.model_copy(update={"run": saved.run.model_copy(update={"started_in": start})})
     _replace(path, dump(saved).encode())
     return path
 
@@ -224,7 +233,7 @@ def locked(config: Config) -> Iterator[None]:
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == [RUN_LOCK]:
+            if folder.is_dir() and [path.name for path in folder.iterdir()] == [RUN_LOCK]:
                 (folder / RUN_LOCK).unlink()
                 folder.rmdir()
 
@@ -303,8 +312,10 @@ def busy_ports(config: Config) -> list[str]:
     return lines
 
 
-def settle_ports(config: Config) -> Config:
-    """Check that the configured ports are free, and choose free ones for the others that services need to know of each other.
+@contextlib.contextmanager
+def settled_ports(config: Config) -> Iterator[Config]:
+    """Check that the configured ports are free, and choose free ones for the others that services need to know of each other. They stay
+    reserved while the context is open, so that no other process gets one before its service listens, or while it is restarted.
 
     Raises `ServiceError` naming the key of a busy port and the process that uses it, `ConfigError` if several replicas would share a
     port.
@@ -320,14 +331,18 @@ def settle_ports(config: Config) -> Config:
                 f"{key} {port} with agents.runners {config.agents.runners}: each runner needs its own port; set {key} to 0"
             )
     chosen, settled = _chosen(config), dict[str, dict[str, int]]()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as checked, contextlib.ExitStack() as held:
         for key, listener in _LISTENERS.items():
             place = listener(config)
             if place is None or (not place[1] and key not in chosen):
                 continue
             host, port = place
             try:
-                sock = held.enter_context(bind(host, 0 if key in chosen else port, key))
+                sock = (
+                    held.enter_context(reserve(host, 0, key))
+                    if key in chosen
+                    else checked.enter_context(bind(host, port, key))
+                )
             except ServiceError as error:
                 raise ServiceError(f"{error}{_holder(port)}") from error
             section, _, name = key.partition(".")
@@ -337,12 +352,17 @@ def settle_ports(config: Config) -> Config:
         for name, env in config.env.items():
             if env.is_started:
                 try:
-                    sock = held.enter_context(bind(LOOPBACK, env.port, f"env.{name}.port"))
+                    sock = (
+                        held.enter_context(reserve(LOOPBACK, 0, f"env.{name}.port"))
+                        if env.port == 0 and env.command is None  # a user's program may not set SO_REUSEADDR
+                        else checked.enter_context(bind(LOOPBACK, env.port, f"env.{name}.port"))
+                    )
                 except ServiceError as error:
                     raise ServiceError(f"{error}{_holder(env.port)}") from error
                 environments[name] = env.model_copy(update={"port": int(sock.getsockname()[1])})
-    sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
-    return config.model_copy(update={**sections, "env": environments})
+        sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
+        checked.close()
+        yield config.model_copy(update={**sections, "env": environments})
 
 
 def _holder(port: int) -> str:

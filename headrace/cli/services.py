@@ -16,7 +16,7 @@ from headrace.cli.common import ConfigOption, Overrides
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ReplayUnavailable, Restartable
 from headrace.files import is_locked
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
 
 _log = logging.getLogger("headrace.security")
 
@@ -47,6 +47,18 @@ def trainer(config: ConfigOption, overrides: Overrides = None) -> None:
 
 
 def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
+    try:
+        with ending_recorded():
+            _serve(name, file, overrides)
+    except ReplayUnavailable as error:
+        common.print_error(error)
+        raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
+    except Restartable as error:
+        common.print_error(error)
+        raise typer.Exit(EXIT_INTERNAL_ERROR) from error
+
+
+def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     config = load(file, overrides or ())
     if config.run.id is None:
         raise ConfigError("run.id is not set; give run.id=NAME (`headrace up` makes one automatically)")
@@ -58,15 +70,8 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
     # `up` itself records how its run ends
     unsupervised = leads and not is_locked(config.run_folder / history.RUN_LOCK)
-    try:
-        with _noted(config, file) if unsupervised else contextlib.nullcontext():
-            service(config)
-    except ReplayUnavailable as error:
-        common.print_error(error)
-        raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
-    except Restartable as error:
-        common.print_error(error)
-        raise typer.Exit(EXIT_INTERNAL_ERROR) from error
+    with _noted(config, file) if unsupervised else contextlib.nullcontext():
+        service(config)
 
 
 def _noted(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:

@@ -16,14 +16,16 @@ from headrace.checkpoints import published
 from headrace.cli import device_plan, runs
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration
+from headrace.cli.pipeline import http_get, reason_of
 from headrace.cli.run_list import brief, steps, when
-from headrace.config import load
-from headrace.credentials import buffer_url
+from headrace.config import Config, load
+from headrace.credentials import buffer_url, credentials_of
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.headlines import accuracy_name, alarms, waiting
 from headrace.history import RunHistory
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
+from headrace.tls import client_context
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -56,7 +58,9 @@ def status(
             raise ReplayUnavailable("no process of the run is alive")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, runners, meters, newest, environments, reasons = found
-    except ReplayUnavailable:
+    except ReplayUnavailable as error:
+        if away := asyncio.run(_buffer_wait(loaded)):
+            raise ReplayUnavailable(f"the run waits for the buffer's server: {away}") from error
         if run is None:
             raise
         past = history.read(loaded)
@@ -68,6 +72,7 @@ def status(
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
     lines = [
         *failures(state, reasons, loaded.run_folder),
+        *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
         *device_plan.recorded(loaded.run_folder),
@@ -113,6 +118,18 @@ async def _read(
         return state, replicas, await client.runners(), await client.bias(), newest, environments, reasons
     finally:
         await client.aclose()
+
+
+async def _buffer_wait(config: Config) -> str:
+    """Return why the replay service waits for the buffer's server; empty if it doesn't, or can't be asked."""
+    credentials = credentials_of(config)
+    tokens = [] if credentials is None else credentials.tokens("reader")
+    if not tokens:
+        return ""
+    tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+    host, port = config.replay.host, config.replay.port
+    status, answer = await http_get(host, port, "/readyz", tokens[0], tls)
+    return reason_of(answer) if status == 503 else ""
 
 
 def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:

@@ -6,17 +6,29 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from headrace.addresses import without_proxy
 from headrace.backoff import pause_after
 from headrace.cli import guard
 from headrace.errors import ServiceError
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
+from headrace.service import (
+    ENDING,
+    EXIT_BUFFER_UNAVAILABLE,
+    EXIT_INTERNAL_ERROR,
+    EXIT_USER_ERROR,
+    Ending,
+    die_with_parent,
+)
 
 LOG_TAIL_LINES = 15
 # A log that has grown to this size is moved to NAME.log.1, replacing an older one.
@@ -47,7 +59,7 @@ class Finished:
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
     """Decides what to do when a service exits: at most `limit` restarts in a row without progress between them, with exponential
-    backoff.
+    backoff. The same exception at the same place twice in a row is no crash that a restart heals: then there is no other.
 
     A limit per time window would be wrong in both directions. It would restart a service that takes minutes to start for ever, and give up
     one whose work progresses between its deaths.
@@ -58,9 +70,18 @@ class RestartPolicy:
     longest_delay_s: float = 30.0
 
     def decide(
-        self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int, is_user_code: bool = False
+        self,
+        exit_code: int,
+        *,
+        ends_run: bool,
+        was_ready: bool,
+        fruitless: int,
+        is_user_code: bool = False,
+        ending: Ending | None = None,
+        before: Ending | None = None,
     ) -> Restart | GiveUp | Finished:
         """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
+        `ending` is the exception that the process ended with, if it told one, and `before` that of the process before.
 
         There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer that
         never existed won't come back), and none after a clean exit of a service that ends the run.
@@ -71,6 +92,9 @@ class RestartPolicy:
         if exit_code == 0 and ends_run:
             return Finished()
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        if exit_code not in (EXIT_USER_ERROR, EXIT_INTERNAL_ERROR, EXIT_BUFFER_UNAVAILABLE):
+            ending = None  # a signal ended one of its ranks, and what the others then met is not the reason
+        how = how if ending is None else str(ending)
         delay_s = pause_after(fruitless + 1, self.first_delay_s, self.longest_delay_s)
         if is_user_code and was_ready:
             return Restart(delay_s, how)
@@ -78,6 +102,8 @@ class RestartPolicy:
             return GiveUp(f"{how} before it answered")
         if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
             return GiveUp(how)
+        if fruitless and ending is not None and ending.repeats(before):
+            return GiveUp(f"it ended twice in a row, without progress between, with {how}")
         if fruitless >= self.limit:
             return GiveUp(f"{how}, after {fruitless} restarts without progress")
         return Restart(delay_s, how)
@@ -102,6 +128,7 @@ class Child:
     pid: int | None = None
     restarts: int = 0
     fruitless: int = 0
+    ending: Ending | None = None  # of the last process
     answered: bool = False  # the current process, at least once
     silent_s: float = 0.0  # since its last answer
     log_start: int = 0  # where in the log the current process began
@@ -139,6 +166,22 @@ class Child:
         self.answered = self.answered or answered
         self.silent_s = 0.0 if answered or not self.answered else self.silent_s + after_s
 
+    @property
+    def ending_file(self) -> Path | None:
+        """The file in which a process of the service records the exception that ends it."""
+        return None if self.log is None else self.log.absolute().with_suffix(".ending")
+
+    def take_ending(self) -> Ending | None:
+        """Return the exception that ended the last process, and forget it; None if it told none: it was killed, or is not a service."""
+        if self.ending_file is None or not self.ending_file.exists():
+            return None
+        told = self.ending_file.read_bytes()
+        self.ending_file.unlink()
+        try:
+            return msgspec.json.decode(told, type=Ending)
+        except msgspec.MsgspecError:  # it was killed while it wrote
+            return None
+
     def log_tail(self) -> str:
         """Return the last lines that the current process logged."""
         if self.log is None:
@@ -169,24 +212,44 @@ class Supervisor:
         self.log_bytes = log_bytes
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__, str(grace_s)],
+        self._guard = self._start_guard()
+        self._guarding: asyncio.Task[None] | None = None
+
+    def _start_guard(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, str(self.grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             text=True,
         )
 
+    async def _keep_guard(self) -> None:
+        """Replace a guard that was killed, and tell the new one the groups."""
+        while True:
+            await _wait(self._guard)
+            with contextlib.suppress(BrokenPipeError):  # a line that it never read
+                self._guard.communicate()
+            self._guard = self._start_guard()
+            for process in self._processes.values():
+                self._notify_guard("+", process.pid)
+            self.report(
+                "the guard, which ends the services if this process is killed, was killed itself; there is another now"
+            )
+
     async def supervise(self, child: Child) -> None:
         """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't continue."""
         while True:
             code = await self.run(child)
+            before, child.ending = child.ending, child.take_ending()
             match self.policy.decide(
                 code,
                 ends_run=child.ends_run,
                 was_ready=child.was_ready,
                 fruitless=child.fruitless,
                 is_user_code=child.is_user_code,
+                ending=child.ending,
+                before=before,
             ):
                 case Finished():
                     child.state = "finished"
@@ -205,6 +268,8 @@ class Supervisor:
 
     async def run(self, child: Child) -> int:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
+        if self._guarding is None:
+            self._guarding = asyncio.create_task(self._keep_guard())
         source_time = _time_of(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
@@ -213,12 +278,14 @@ class Supervisor:
                 child.log.parent.mkdir(parents=True, exist_ok=True)
                 log = opened.enter_context(child.log.open("ab"))
                 child.log_start = log.tell()
+            child.take_ending()  # of an earlier run
+            own = self.environ if child.environ is None else child.environ
             process = subprocess.Popen(  # noqa: ASYNC220
                 child.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
-                env=self.environ if child.environ is None else child.environ,
+                env={**own, **({} if child.ending_file is None else {ENDING: str(child.ending_file)})},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -282,6 +349,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End the guard process, once every child has been stopped."""
+        if self._guarding is not None:
+            self._guarding.cancel()
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.communicate()
 
@@ -291,11 +360,7 @@ class Supervisor:
             self._guard.stdin.write(f"{sign}{group}\n")
             self._guard.stdin.flush()
         except BrokenPipeError:
-            if sign == "+":
-                guard.signal_group(group, signal.SIGKILL)
-                raise ServiceError(
-                    "the guard process was killed, and without it services could outlive the supervisor"
-                ) from None
+            return  # it was killed: `_keep_guard` tells the next one every group
 
 
 def _time_of(path: Path | None) -> int:
@@ -306,7 +371,7 @@ def _time_of(path: Path | None) -> int:
         return 0
 
 
-async def _wait(process: subprocess.Popen[bytes]) -> int:
+async def _wait(process: subprocess.Popen[Any]) -> int:
     """Wait for the process to exit, and reap it. Returns its exit code. Several tasks may wait."""
     if process.returncode is None:
         loop = asyncio.get_running_loop()
@@ -321,12 +386,21 @@ async def _wait(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+# What torchrun tells a rank. Below a shell that has it, a trainer would wait for ranks that nobody starts.
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+
+
+def child_environ(environ: Mapping[str, str], kept: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of services: all variables (HF_TOKEN, HF_HOME, …) except HEADRACE_*. These are already resolved into the run's
-    configuration, and would override the command line.
+    configuration, and would override the command line. Those in `kept`, to which the configuration refers, stay. Those that torchrun gives
+    its ranks go too: what is started here starts its own.
 
     PYTHONSAFEPATH keeps the working directory off the module search path of every process below, including torchrun's and vLLM's: a user's
-    random.py or services.py must not replace a module.
+    random.py or services.py must not replace a module. Programs reach what runs on this machine without a proxy.
     """
-    kept = {name: value for name, value in environ.items() if not name.upper().startswith("HEADRACE_")}
-    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    own = {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not (name.upper().startswith("HEADRACE_") or _OF_TORCHRUN.fullmatch(name))
+    }
+    return {**own, **without_proxy(environ), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

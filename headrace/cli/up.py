@@ -50,8 +50,7 @@ def up(
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded):
-        loaded, saved = settled(loaded)
+    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved):
         device_plan.record(plan, threads, loaded.run_folder)
         for warning in warnings:
             say(f"warning: {warning}")
@@ -100,8 +99,10 @@ def up(
 
 def _resumes_from(config: Config) -> str:
     folder = config.checkpoint_folder
-    if versions := checkpoints.published(folder):
-        return f"checkpoint {versions[-1]} ({checkpoints.path_of(folder, versions[-1])})"
+    newest, damaged = checkpoints.usable(folder)
+    if newest is not None:
+        before = "".join(f"; {problem}, so checkpoint {version} is set aside" for version, problem in damaged.items())
+        return f"checkpoint {newest} ({checkpoints.path_of(folder, newest)}){before}"
     return "the beginning: it has no checkpoint" + (
         "" if config.checkpointing.enabled else " (checkpointing.enabled is false)"
     )
@@ -109,7 +110,7 @@ def _resumes_from(config: Config) -> str:
 
 def continues(config: Config) -> str | None:
     """Return a line about the checkpoint from which an earlier run continues; None if it has no checkpoint."""
-    newest = max(checkpoints.published(config.checkpoint_folder), default=None)
+    newest, _ = checkpoints.usable(config.checkpoint_folder)
     if newest is None:
         return None
     key = f"{config.algorithm.name}.max_num_steps"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.config.in_yaml import without_password
 from headrace.config.root import Config
 
 # Keys that may change: steps, periods, optimisation, deadlines, addresses. All others decide the groups, weights and order of the run
@@ -165,12 +168,24 @@ def fixed(config: Config) -> dict[str, Any]:
     return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
 
 
+def digest(config: Config) -> str | None:
+    """Return a digest of the fixed keys whose text comes from the environment and is not stored; None without any."""
+    shown = dict(_flat(config.shown()))
+    hidden = {key: value for key, value in fixed(config).items() if shown.get(key) != value}
+    if not hidden:
+        return None
+    # slow on purpose: it stands in a file, and a short value could be guessed
+    key = hashlib.scrypt(json.dumps(hidden).encode(), salt=str(config.run.id).encode(), n=2**14, r=8, p=1, dklen=16)
+    return key.hex()
+
+
 def diff(before: Config, after: Config) -> list[Change]:
     """Return the keys whose values differ: those of `before` in its order, then the others. A key that only one of them has is null in the
-    other."""
+    other. Text from the environment is compared, and given as the expression that gives it."""
     old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
+    old_shown, new_shown = dict(_flat(before.shown())), dict(_flat(after.shown()))
     return [
-        Change(key, old.get(key), new.get(key))
+        Change(key, old_shown.get(key), new_shown.get(key))
         for key in [*old, *(key for key in new if key not in old)]
         if _differs(old, new, key)
     ]
@@ -192,4 +207,4 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else repr(value)
+    return "null" if value is None else without_password(repr(value))

@@ -289,6 +289,10 @@ class JudgeConfig(Section):
     max_tokens: int = Field(512, ge=16, description="the longest answer: a reason and a score")
 
 
+# Honest answers that are hard for a computer algebra system take up to 0.6 s of a core; hostile ones end never, each try.
+MATH_TIMEOUT_S = 10.0
+
+
 class EnvConfig(Section):
     """One environment, under the name by which data sets refer to it."""
 
@@ -392,7 +396,7 @@ class EnvConfig(Section):
     )
     cpu_s: int = Field(5, ge=1, description="code: CPU seconds per test")
     wall_s: float = Field(10.0, gt=0, description="code: seconds per test")
-    memory_mb: int = Field(512, ge=16, description="code: memory of each process of the program")
+    memory_mb: int = Field(512, ge=16, description="code: memory of the program, all its processes together")
     processes: int = Field(
         1,
         ge=1,
@@ -452,7 +456,8 @@ class EnvConfig(Section):
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="seconds for one call of a served environment, or for one trajectory of a built-in one; after that: TIMED_OUT",
+        description="seconds for one call of a served environment, or for one trajectory of a built-in one (math: 10 unless given); after "
+        "that: TIMED_OUT",
     )
     max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")
     failure_share: float = Field(

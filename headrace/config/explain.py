@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from headrace.config.in_yaml import in_yaml
 from headrace.config.other_names import NAMES
+from headrace.config.references import Reference, referred
 from headrace.config.root import Config
 
 Path = tuple[str, ...]
@@ -113,9 +114,10 @@ def _remedy(path: Path, error: ErrorDetails) -> str:
     return f"; the default is {default if isinstance(default, str) else in_yaml(default)}"
 
 
-def _line(error: ErrorDetails, origin: Origin, named: Named) -> str:
+def _line(error: ErrorDetails, origin: Origin, named: Named, references: Sequence[Reference]) -> str:
     path = tuple(str(part) for part in error["loc"])
-    key, value = ".".join(named(path)), error["input"]
+    name = next((part for part in reversed(path) if not part.isdecimal()), "")
+    key, value = ".".join(named(path)), referred(error["input"], references, name)
     if error["type"] == "extra_forbidden":
         return _unknown(path, value, origin(path), named)
     if error["type"] == "value_error":
@@ -130,14 +132,19 @@ def _line(error: ErrorDetails, origin: Origin, named: Named) -> str:
     return f"{key}: {in_yaml(value)} {message[0].lower()}{message[1:]}{origin(path)}{_remedy(path, error)}"
 
 
-def explain(error: ValidationError, origin: Origin, named: Named = lambda path: path) -> str:
+def explain(
+    error: ValidationError,
+    origin: Origin,
+    named: Named = lambda path: path,
+    references: Sequence[Reference] = (),
+) -> str:
     """Explain an error, one line per problem. `origin` returns where a path's value was given, as text to append (" (command line)");
-    `named` returns the path as the user wrote it."""
+    `named` returns the path as the user wrote it. What came from the environment is shown as its `references`."""
     errors = error.errors()
     # a wrong value in `data.default` is copied into each source; report it once
     default = {e["loc"][2:] for e in errors if e["loc"][:2] == ("data", "default")}
     return "\n".join(
-        _line(e, origin, named)
+        _line(e, origin, named, references)
         for e in errors
         if not (e["loc"][:2] in (("data", "train"), ("data", "validation")) and e["loc"][3:] in default)
     )

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.config.in_yaml import in_yaml
-from headrace.config.keys import ItemPath
+from headrace.config.keys import ItemPath, Keys
+from headrace.config.references import Expression, Reference, hidden, of_variables
 from headrace.errors import ConfigError
 
 MISSING = "???"
@@ -34,14 +35,44 @@ def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return resolved
 
 
+def from_environment(values: dict[str, Any], whole: dict[str, Any], resolved: Any) -> list[tuple[Keys, Reference]]:
+    """Return the references of everything in `resolved`, which `resolve` made of `values`, that came from a variable, with their keys. A
+    reference reads variables alone, and no other keys."""
+    found = dict(_expressions(values, ()))
+    if not any("oc.env" in text for text in found.values()):
+        return []
+    from headrace.config.resolvers import Evaluation, OmegaConfBaseException, Unread
+
+    unread = Unread()
+    evaluation = Evaluation(found, whole, unread)
+    references: list[tuple[Keys, Reference]] = []
+
+    def compare(keys: Keys, value: Any, symbol: Any) -> None:
+        if isinstance(symbol, str) and (expression := unread.expression(symbol)) is not None:
+            name = next((key for key in reversed(keys) if not key.isdecimal()), "")
+            references.append((keys, Reference(name, value, Expression(expression))))
+        elif isinstance(symbol, dict) and isinstance(value, dict):
+            for key in symbol:
+                compare((*keys, str(key)), value[key], symbol[key])
+        elif isinstance(symbol, list) and isinstance(value, list):
+            for number, inner in enumerate(symbol):
+                compare((*keys, str(number)), value[number], inner)
+
+    for place, text in found.items():
+        value = resolved
+        for key in place:
+            value = value[key]
+        try:
+            compare(tuple(map(str, place)), value, evaluation.result(place))
+        except OmegaConfBaseException:  # what it does with the variable can't be done with a mark
+            if "oc.env" in text:
+                compare(tuple(map(str, place)), value, unread.mark(text))
+    return references
+
+
 def expressions(values: Any) -> dict[tuple[str, ...], str]:
     """Return the interpolations in `values`, by their keys as text."""
     return {tuple(map(str, keys)): text for keys, text in _expressions(values, ())}
-
-
-def escape(text: str) -> str:
-    """Return `text` written so that `resolve` gives it back."""
-    return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def _expressions(value: Any, keys: ItemPath) -> Iterator[tuple[ItemPath, str]]:
@@ -79,7 +110,7 @@ def _evaluate(expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> tup
         except InterpolationsTooLarge as error:
             return {}, [_problem(keys, text, str(error))]
         except OmegaConfBaseException as error:
-            problems.append(_problem(keys, text, str(error)))
+            problems.append(hidden(_problem(keys, text, str(error)), of_variables(expressions.values())))
     return results, problems
 
 

@@ -11,17 +11,18 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
-from headrace.config.interpolate import expressions, resolve
+from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
+from headrace.config.references import Expression, Reference, hidden
 from headrace.config.root import Config
 from headrace.config.text import line_of, parse
 from headrace.errors import ConfigError
@@ -95,7 +96,8 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     inherited = read(Path(path))
     values = copy.deepcopy(inherited.values)
     origins: dict[Keys, str] = {}
-    for keys, value in _environment(os.environ if environ is None else environ):
+    environ = os.environ if environ is None else environ
+    for keys, value in _environment(environ):
         _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
         origins[keys] = "environment"
     for override in overrides:
@@ -106,7 +108,13 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
     # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
-    values = resolve(values, merge(Config().model_dump(mode="json"), values))
+    unresolved, whole = values, merge(Config().model_dump(mode="json"), values)
+    values = resolve(unresolved, whole)
+    references = {
+        **_of_variables(unresolved, origins, environ),
+        **dict(from_environment(unresolved, whole, values)),
+    }
+    references = {keys: reference for keys, reference in references.items() if not _is_plain(keys)}
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
 
@@ -130,11 +138,16 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, keys)
 
-        return Loaded(_checked(values, origin, written_as), None, origin)
+        return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin)
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
     translation = translate(values)
+    moved = [
+        dataclasses.replace(references[there], name=here[-1])
+        for here, there in {**translation.came_from, **translation.placed}.items()
+        if there in references
+    ]
 
     def named(keys: Keys) -> Keys:
         """Return the file's name for a key that only stands in another place."""
@@ -146,7 +159,37 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         return _origin(origins, inherited, written, there) + name
 
     problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
-    return Loaded(_checked(translation.values, translated, named, problems, _NEMO_RL_LINES), translation, translated)
+    checked = _checked(translation.values, [*references.values(), *moved], translated, named, problems, _NEMO_RL_LINES)
+    return Loaded(checked, translation, translated)
+
+
+def _of_variables(
+    values: dict[str, Any], origins: Mapping[Keys, str], environ: Mapping[str, str]
+) -> dict[Keys, Reference]:
+    """Return the references of the text in `values` that `HEADRACE_*` variables gave, by its keys."""
+    names = {name.upper(): name for name in environ}
+    references = {}
+    for keys, origin in origins.items():
+        name = names.get((PREFIX + "__".join(keys)).upper())
+        value: Any = values
+        for key in keys if origin == "environment" else ():
+            value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
+        if name is not None and isinstance(value, str) and value == environ[name]:
+            references[keys] = Reference(keys[-1], value, Expression(f"${{oc.env:{name}}}"))
+    return references
+
+
+def _is_plain(keys: Keys) -> bool:
+    """Whether the value at these keys is stored and shown as it is, wherever it came from: a number, a switch, a choice, a path, the name
+    of a model, or what names the run."""
+    field = known_keys().get(pattern(keys))
+    if field is not None and not _takes_text(field.annotation):
+        return True
+    named = tuple(key for key in keys if not key.isdecimal())
+    return named[0] == "run" or any(
+        len(named) == len(place) and all(one in ("*", key) for one, key in zip(place, named, strict=True))
+        for place in _PATHS
+    )
 
 
 def _start_of(path: Path, values: dict[str, Any]) -> Path | None:
@@ -198,25 +241,33 @@ def _gives(values: Any, keys: Sequence[str]) -> bool:
     return values is not None
 
 
+def _takes_text(annotation: Any) -> bool:
+    """Whether a value of this type is text, or may contain it."""
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation in (str, Any) or is_section or any(map(_takes_text, get_args(annotation)))
+
+
 def _checked(
     values: dict[str, Any],
+    references: Sequence[Reference],
     origin: Callable[[Keys], str],
     named: Callable[[Keys], Keys],
     problems: Sequence[str] = (),
     most: int | None = None,
 ) -> Config:
     """Return the configuration. Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most`
-    lines. `origin` and `named` return where a key was given, and its name there."""
+    lines. `origin` and `named` return where a key was given, and its name there. What `references` name is not shown."""
     lines = list(problems)
     try:
-        config = Config.model_validate(values)
+        config = Config.model_validate(values).referring(references)
     except ValidationError as error:
         said = {problem.partition(": ")[0] for problem in problems}
-        lines += (line for line in explain(error, origin, named).splitlines() if line.partition(": ")[0] not in said)
+        found = explain(error, origin, named, references).splitlines()
+        lines += (line for line in found if line.partition(": ")[0] not in said)
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
-        raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join(hidden(line, references) for line in lines))
     return config
 
 
@@ -238,14 +289,14 @@ class _EnvironmentSource(EnvSettingsSource):
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
     """Yield (keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
     named = {name: value for name, value in environ.items() if name.upper().startswith(PREFIX)}
-    for name, value in named.items():
+    for name in named:
         section, *rest = name[len(PREFIX) :].lower().split("__")
         if section not in Config.model_fields:
             close = nearest((section, *rest)) or nearest((section,))
             hint = (
                 f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "the section does not exist"
             )
-            raise ConfigError(f"{name}: unknown variable (value {in_yaml(value)}); {hint}")
+            raise ConfigError(f"{name}: unknown variable; {hint}")
     yield from _leaves(_EnvironmentSource(named)(), ())
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from headrace.config.in_yaml import in_yaml
+from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 
@@ -57,11 +59,17 @@ class Evaluation:
 
     OmegaConf alone evaluates an expression each time that another refers to it, and writes the result out every time: ten lines can stand
     for 10⁹ values. So each expression is replaced by a call that returns its value, and the values written out are counted.
+
+    With `unread`, variables of the environment are not read: what is made from them is a mark in its place (`Unread`).
     """
 
-    def __init__(self, expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> None:
-        for name, function in _ARITHMETIC.items():
-            OmegaConf.register_resolver(name, _of_numbers(name, function), replace=True)
+    def __init__(
+        self, expressions: Mapping[ItemPath, str], whole: dict[str, Any], unread: Unread | None = None
+    ) -> None:
+        resolvers: dict[str, Callable[..., Any]] = {"oc.env": oc.env, "oc.decode": oc.decode}
+        resolvers |= {name: _of_numbers(name, function) for name, function in _ARITHMETIC.items()}
+        for name, resolver in (resolvers if unread is None else unread.resolvers(resolvers)).items():
+            OmegaConf.register_resolver(name, resolver, replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
         self._container = OmegaConf.create(whole)
         self._expressions = {keys: text for keys, text in expressions.items() if text != MISSING}
@@ -135,6 +143,68 @@ class Evaluation:
         self._nodes, self._characters = self._nodes + nodes, self._characters + characters
         if self._nodes > MAX_NODES or self._characters > MAX_CHARACTERS:
             raise InterpolationsTooLarge(_TOO_LARGE)
+
+
+_MARK = re.compile("\0([0-9]+)\0")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class Unread:
+    """Variables of the environment, and what is computed from them, as the expressions that give them. In text each is a mark: its number
+    between two NUL characters, which no variable contains."""
+
+    def __init__(self) -> None:
+        self._expressions: list[str] = []
+
+    def resolvers(self, read: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Return resolvers that leave marks where those of `read` would take the environment's text."""
+
+        def env(*given: Any) -> str:
+            return self._call("oc.env", given)
+
+        def decode(text: Any, _parent_: Any, _node_: Any) -> Any:
+            return self._call("oc.decode", [text]) if _marked(text) else read["oc.decode"](text, _parent_, _node_)
+
+        def computed(name: str) -> Callable[..., Any]:
+            return lambda *given: self._call(name, given) if any(map(_marked, given)) else read[name](*given)
+
+        return {"oc.env": env, "oc.decode": decode, **{name: computed(name) for name in _ARITHMETIC}}
+
+    def expression(self, text: str) -> str | None:
+        """Return the expression that gives the text; None if it has no mark."""
+        return self._written(text, escape) if _marked(text) else None
+
+    def mark(self, expression: str) -> str:
+        """Return a mark for the expression."""
+        self._expressions.append(expression)
+        return f"\0{len(self._expressions) - 1}\0"
+
+    def _call(self, name: str, given: Any) -> str:
+        return self.mark(f"${{{name}:{','.join(map(self._argument, given))}}}")
+
+    def _argument(self, value: Any) -> str:
+        if not isinstance(value, str) or _NAME.fullmatch(value):
+            return value if isinstance(value, str) else in_yaml(value)
+        if _MARK.fullmatch(value):
+            return self._written(value, escape)
+        return f"'{self._written(value, _quoted)}'"
+
+    def _written(self, text: str, literal: Callable[[str], str]) -> str:
+        *pairs, last = _MARK.split(text)
+        parts = []
+        for before, number in zip(pairs[::2], pairs[1::2], strict=True):
+            slashes = len(before) - len(before.rstrip("\\"))
+            # a backslash before an interpolation would make it text
+            parts += [literal(before) + "\\" * slashes, self._expressions[int(number)]]
+        return "".join((*parts, literal(last)))
+
+
+def _marked(value: Any) -> bool:
+    return isinstance(value, str) and _MARK.search(value) is not None
+
+
+def _quoted(text: str) -> str:
+    return re.sub(r"(\\*)'", lambda found: f"{found[1] * 2}\\'", escape(text))
 
 
 def _call(number: int) -> str:

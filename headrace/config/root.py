@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
 from headrace.config.built_in import problems
-from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
+from headrace.config.data import BUILT_IN, MATH_TIMEOUT_S, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
+from headrace.config.references import Reference, referred, variables
 from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,
@@ -59,6 +61,7 @@ class Config(Section):
     security: SecurityConfig = SecurityConfig()
     # the run's folder, if it is not the one that `run` names
     _folder: Path | None = PrivateAttr(None)
+    _references: tuple[Reference, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -66,6 +69,20 @@ class Config(Section):
         if isinstance(values, dict) and values.get("grpo") is None and values.get("ppo") is None:
             return {**values, "grpo": {}}
         return values
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _kinds_have_their_timeouts(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: {"timeout_s": MATH_TIMEOUT_S, **env}
+            if isinstance(env, dict)
+            and (env.get("type") or name) == "math"
+            and not any(env.get(key) for key in ("target", "command", "attached"))
+            else env
+            for name, env in values.items()
+        }
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -158,6 +175,27 @@ class Config(Section):
         placed = self.model_copy()
         placed._folder = folder
         return placed
+
+    def referring(self, references: Sequence[Reference]) -> Config:
+        """Return the configuration with the `references` of what came from the environment."""
+        referring = self.model_copy()
+        referring._references = tuple(one for place, one in enumerate(references) if one not in references[:place])
+        return referring
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """The text that came from the environment, except for paths, the names of models, and `run`."""
+        return self._references
+
+    @property
+    def variables(self) -> set[str]:
+        """The variables of the environment that the configuration refers to."""
+        return variables(reference.expression for reference in self._references)
+
+    def shown(self) -> dict[str, Any]:
+        """Return every value, for files and people: text from the environment as the expression that gives it."""
+        values: dict[str, Any] = referred(self.model_dump(mode="json"), self._references)
+        return values
 
     @property
     def redis_url(self) -> str:

@@ -25,6 +25,11 @@ class RunConfig(Section):
         None,
         description="the folder at which this file's relative paths start, relative to the file; `up` writes it into the run's config.yaml",
     )
+    from_environment: str | None = Field(
+        None,
+        description="digest of the fixed keys whose text comes from the environment, where another value would go unseen; `up` writes it "
+        "into the run's config.yaml",
+    )
     max_failed_share: float = Field(
         0.2,
         ge=0,

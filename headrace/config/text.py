@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from headrace.config.base import Section
-from headrace.config.in_yaml import in_yaml
-from headrace.config.interpolate import escape
+from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
+from headrace.config.references import Expression
+from headrace.config.root import Config
 from headrace.errors import ConfigError
 
 _FLOAT = re.compile(
@@ -137,6 +137,7 @@ class _Dumper(yaml.SafeDumper):
 
 # text with `${` in it would be read as an interpolation
 _Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(escape(text)))
+_Dumper.add_representer(Expression, lambda dumper, text: dumper.represent_str(str(text)))
 
 
 def parse(text: str, where: str) -> Any:
@@ -193,9 +194,9 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
     return line
 
 
-def dump(config: Section) -> str:
-    """Return `config` as YAML that `load` reads back as an equal configuration. Every key is written, but only the section of the algorithm
-    that is used."""
-    sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
+def dump(config: Config) -> str:
+    """Return `config` as YAML that `load` reads back as an equal configuration, if the environment still has what came from it. Every key
+    is written, but only the section of the algorithm that is used."""
+    sections = {name: section for name, section in config.shown().items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text

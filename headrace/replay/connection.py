@@ -100,6 +100,18 @@ _POLL_S = 1.0
 _DENIED_INSIDE = re.compile(r"ACL failure in script|The user executing the script can't")
 
 
+_REPLICA = "the server has become a replica of another"
+# What helps, by a part of the server's words, where a server is there but refuses calls. (redis-py takes the codes off some of them.)
+_REMEDIES = {
+    _REPLICA: "make it the primary with `REPLICAOF NO ONE`, or let replay.redis_url lead to the primary",
+    "Link with MASTER is down": "let replay.redis_url lead to the primary, or connect this replica to it",
+    "is loading the dataset": "it goes on by itself once its data is loaded",
+    "MISCONF": "free space on the server's disk, or correct what the server's log names",
+    "NOREPLICAS": "start the server's replicas, or lower its min-replicas-to-write",
+    "max number of clients reached": "raise the server's maxclients, or close other connections to it",
+}
+
+
 def shown(url: str) -> str:
     """Return the address without its password, for logs and messages."""
     parts = urlsplit(url)
@@ -129,7 +141,7 @@ class _FollowPrimary(Connection):
             return await super().read_response(*args, **kwargs)
         except ReadOnlyError as error:
             await self.disconnect()
-            raise RedisConnectionError("the server has become a replica of another") from error
+            raise RedisConnectionError(_REPLICA) from error
 
 
 class _TLS(_FollowPrimary, SSLConnection):
@@ -266,14 +278,23 @@ def refusal(text: str) -> ReplayError:
         return ReplayUnavailable(
             f"the Redis server has no functions of this program's build {BUILD}; start the replay service of the same version"
         )
-    return ReplayUnavailable(f"the Redis server refused the call: {text}")
+    remedy = _remedy(text)
+    return ReplayUnavailable(f"the Redis server refused the call: {text}" + (f"; {remedy}" if remedy else ""))
 
 
 def unavailable(error: BaseException, user: str | None = None) -> ReplayError:
     denied = denial(error, user)
     if denied is not None:
         return denied
+    remedy = _remedy(str(error))
+    if remedy is not None:  # it answers
+        return ReplayUnavailable(f"the Redis server can't serve the call now ({error}); {remedy}")
     return ReplayUnavailable(f"the Redis server can't be reached ({error}); start it, or correct replay.redis_url")
+
+
+def _remedy(text: str) -> str | None:
+    """Return what helps a server that refuses calls with `text`; None for any other text."""
+    return next((remedy for part, remedy in _REMEDIES.items() if part in text), None)
 
 
 @contextlib.contextmanager

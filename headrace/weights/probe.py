@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.config import Config
+from headrace.replay.calls import BATCH
 from headrace.trajectory import Int32
 
 # Few, because a replica is HEALTHY only when it has computed them; enough to distinguish another model from the trainer's.
 PROBE_TOKENS = 32
+# The most that a report of the probe holds, and one more, because the first token has no log-probability.
+LONGEST_PROBE = 4 * BATCH + 1
 
 
 class Tolerance(NamedTuple):
@@ -44,6 +47,16 @@ def tolerance(config: Config) -> Tolerance:
     channel = config.weight_channel
     largest = channel.verify_tolerance or (1e-3 if is_exact(config) else 2.0)
     return Tolerance(largest, channel.verify_mean_tolerance or (largest if is_exact(config) else min(0.2, largest)))
+
+
+def probe_length(max_total_sequence_length: int, window: int | None = None) -> int:
+    """Return the number of tokens of a probe for an engine of this length.
+
+    Given the `window` of the model's attention, the probe is longer than that if it may be, because a wrong window shows only beyond it.
+    That takes a longer forward, so a trainer gives it only until a replica is verified.
+    """
+    length = PROBE_TOKENS if window is None else min(window + PROBE_TOKENS, LONGEST_PROBE)
+    return max(2, min(length, max_total_sequence_length - 1))
 
 
 def choose_token_ids(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 
 from headrace.config import Config
 from headrace.credentials import buffer_url
-from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
+from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
 from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
@@ -160,6 +161,7 @@ class _Buffer:
         self._bias_warning = bias_warning
         self._warned: set[Quantity] = set()
         self._trouble: str | None = None
+        self._since = ""  # the time of day when the trouble began
         self._superseded = False  # another start of the replay service has set the limits
         self._broken: dict[str, str] = {}  # the broken environments, with the reason
 
@@ -169,7 +171,14 @@ class _Buffer:
 
     async def trouble(self) -> str | None:
         """Return why the buffer can't be used now, or None if it can."""
-        return self._trouble
+        return None if self._trouble is None else f"{self._trouble} (since {self._since})"
+
+    def _note(self, trouble: str | None, log: str) -> None:
+        """Note why the buffer can't be used now, or None, and log it (`log` is the message's format) when it begins."""
+        if trouble is not None and self._trouble is None:
+            self._since = time.strftime("%H:%M:%S")
+            _log.warning(log, trouble)
+        self._trouble = trouble
 
     async def prepare(self) -> None:
         await self._load()
@@ -192,14 +201,21 @@ class _Buffer:
                 self._note_full(await self._client.make_room())
             except ReplayUnavailable as error:
                 self.latest.stats = self.latest.meters = None
-                if self._trouble is None:
-                    _log.warning("%s; waiting for it", error)
-                self._trouble = str(error)
-                # a server that came back empty has neither the functions nor the run; this does nothing if it is unreachable
-                with contextlib.suppress(ReplayUnavailable):
-                    await self._load()
-                    await self._reopen("")
+                self._note(await self._bring_back() or str(error), "%s; waiting for it")
             await asyncio.sleep(_LOOK_S)
+
+    async def _bring_back(self) -> str | None:
+        """Load the functions and open the run on a server that came back without them. Return why that can't be done now, or None.
+
+        What ends the service at its start is waited for here: a server that is a replica during a failover becomes a primary again, and a
+        person may change its settings or load the functions. If the login itself is refused, the next look ends the service.
+        """
+        try:
+            await self._load()
+            await self._reopen("")
+        except (ReplayUnavailable, ReplayDenied, ServiceError) as error:
+            return str(error)
+        return None
 
     async def _reopen(self, opened: str) -> bool:
         """Open the run again if the server lost that write, unless another start of the replay service has opened it since. Return whether
@@ -209,11 +225,12 @@ class _Buffer:
             self._superseded = False
             return reopened
         except WrongTimeline:
+            if not self._superseded:
+                _log.warning(
+                    "another replay service has been started for run %s, and its limits apply; stop one of the two",
+                    self._client.run_id,
+                )
             self._superseded = True
-            _log.warning(
-                "another replay service has been started for run %s, and its limits apply; stop one of the two",
-                self._client.run_id,
-            )
             return False
 
     def _note_full(self, refused: int) -> None:
@@ -222,9 +239,7 @@ class _Buffer:
             f"the Redis server has reached its maxmemory and refused {refused} bytes; raise maxmemory (at least 1.25 x replay.max_bytes), "
             "free other data on it, or lower replay.max_bytes. The run waits, and no attempt is charged"
         )
-        if refused and self._trouble is None:
-            _log.warning("%s", full)
-        self._trouble = full if refused else None
+        self._note(full if refused else None, "%s")
 
     def _report(self, environments: Sequence[Mapping[str, Any]]) -> None:
         """Log once when an environment breaks, with the traceback, and once when it works again."""

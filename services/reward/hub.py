@@ -14,7 +14,7 @@ import grpc
 import prometheus_client
 
 from headrace import rpc
-from headrace.addresses import target_is_local
+from headrace.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.credentials import Credentials
@@ -22,7 +22,7 @@ from headrace.errors import CodecError
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import check_trajectory, episode_from_wire
+from headrace.wire import check_trajectory, episode_from_wire, fitted
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
@@ -118,6 +118,7 @@ class RemoteBackend:
             security=None if target_is_local(env.address) else security,
             token=None if credentials is None else credentials.presented(f"environment {name}"),
             keep_alive=env.episodes,  # a call is silent while its program runs, which may take minutes
+            proxied=True,
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         # the description of the process that the channel is connected to
@@ -161,7 +162,7 @@ class RemoteBackend:
             away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
             hint = f"see environment-{self._name}.log" if started else "is it running?"
             said = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
-            return None, f"{away} ({error.code().name}: {said}); {hint}"
+            return None, f"{away} ({error.code().name}: {said}{through_proxy(self._target, GRPC_PROXIES)}); {hint}"
         return self._described(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
@@ -271,6 +272,10 @@ class RemoteBackend:
         said = f"{self._target}: {code.name}: {details}"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return self._result(trajectory_pb2.STATUS_TIMED_OUT, f"no answer from {self._target} within {limit:.1f} s")
+        if _too_large(error) and any(words in (details or "") for words in _OF_AN_ANSWER):
+            return self._result(
+                trajectory_pb2.STATUS_FAILED, f"the answer of {said}; return less metadata, leave less in artifacts"
+            )
         if code == grpc.StatusCode.INVALID_ARGUMENT or _too_large(error):
             return self._result(trajectory_pb2.STATUS_INVALID, f"refused by {said}")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -288,6 +293,10 @@ class RemoteBackend:
 
 # Codes of a call whose connection broke. Without a connection there is no call (`RemoteBackend._unreachable`).
 _CONNECTION_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+# In gRPC's words for a message that is too large, if it is an answer.
+_OF_AN_ANSWER = ("CLIENT: Received", "SERVER: Sent")
 
 
 def _too_large(error: grpc.aio.AioRpcError) -> bool:
@@ -382,7 +391,8 @@ class Hub(pb_grpc.RewardServiceServicer):
             for places, answer in zip(by_name.values(), answers, strict=True)
             for place, result in zip(places, answer, strict=True)
         }
-        return pb.ScoreResponse(results=[results[place] for place in range(len(results))])
+        in_order = [results[place] for place in range(len(results))]
+        return pb.ScoreResponse(results=fitted(in_order, self._max_message_bytes))
 
     async def RunEpisode(
         self, request: pb.RunEpisodeRequest, context: grpc.aio.ServicerContext

@@ -15,10 +15,12 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from headrace.addresses import HTTP_PROXIES, is_loopback, through_proxy
 from headrace.config.data import EnvConfig, JudgeConfig
 from headrace.environment import Sample
 from headrace.errors import ConfigError
@@ -136,6 +138,7 @@ class LLMJudge(Hosted):
                 verify=client_context(judge.tls_ca) if judge.base_url.startswith("https:") else True,
                 timeout=env.timeout_s,
                 limits=httpx.Limits(max_connections=env.concurrency),
+                trust_env=not is_loopback(urlsplit(judge.base_url).hostname or ""),  # a proxy is for other machines
             )
             for judge in env.judges
         ]
@@ -217,8 +220,9 @@ class LLMJudge(Hosted):
         request = client.build_request("POST", url, json=request_of(judge, self.env, content), headers=_headers(judge))
         try:
             response = await client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise _NotNow(f"can't be reached ({str(error) or type(error).__name__})") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
+            proxy = through_proxy(urlsplit(url).netloc, HTTP_PROXIES[urlsplit(url).scheme])
+            raise _NotNow(f"can't be reached ({str(error) or type(error).__name__}{proxy})") from error
         except httpx.HTTPError as error:
             raise _NoVerdict(f"gave no answer ({str(error) or type(error).__name__})") from error
         async with contextlib.aclosing(response):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import psutil
 from google.protobuf.message import DecodeError
 
 from headrace.backoff import pause_after
@@ -43,6 +44,11 @@ _REMEDY = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
     "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does)"
 )
+# How often it is looked for programs that sleep while trajectories wait, and the most of a core that one uses that sleeps.
+_LOOK_EVERY_S, _ASLEEP_SHARE = 0.5, 0.1
+# the most helpers for each worker, and the share of the memory free at the start that their programs may have
+_HELPERS, _HELPERS_MEMORY = 8, 0.5
+_RUNNABLE = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
 _RESULTS = msgspec.msgpack.Decoder(list[bytes | None])
 
 
@@ -58,6 +64,9 @@ class WorkerPool:
     """A pool of `size` workers behind one queue. A trajectory's time starts when a worker takes it, so a trajectory that hangs costs those
     behind it nothing.
 
+    A worker whose program sleeps keeps no core busy. While trajectories wait, each such worker gets a helper, a worker that ends when
+    nothing waits or no worker sleeps for it. So no more than `size` of them compute, unless sleepers wake.
+
     For trajectories that were submitted together, a worker first returns the scores that take no more than a comparison, in one frame: a
     frame each would cost far more than the comparison. The others are scored one by one.
     """
@@ -72,14 +81,19 @@ class WorkerPool:
         """`sources` are the run's data sets. `levels` are the acceptable sandboxes; NONE is accepted only if every environment allows
         it."""
         self._guarded = [name for name, env in environments.items() if not env.unsafe_no_sandbox]
-        specification = Specification(
+        self._specification = Specification(
             {name: env.model_dump(mode="json") for name, env in environments.items()},
             [source.model_dump(mode="json") for source in sources],
             [level for level in levels if level is not Level.NONE or not self._guarded],
         )
-        self._workers = [WorkerProcess(specification) for _ in range(size if environments else 0)]
+        self._workers = [WorkerProcess(self._specification) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[Sequence[_Job]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        programs = [env.memory_mb * 1024**2 for name, env in environments.items() if env.kind(name) == "code"]
+        self._largest = max(programs, default=None)  # only programs can sleep
+        self._busy: set[WorkerProcess] = set()
+        self._asleep = 0
+        self._helpers: dict[WorkerProcess, asyncio.Task[None]] = {}
 
     @property
     def level(self) -> Level:
@@ -112,6 +126,8 @@ class WorkerPool:
             denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
             said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
+        if self._largest is not None:
+            self._tasks.append(asyncio.create_task(self._find_helpers(self._largest)))
 
     def submit(self, trajectories: Sequence[pb.Trajectory], timeout_s: float) -> list[asyncio.Future[pb.Result]]:
         """Return a future for the result of each trajectory. All must belong to one environment. A result is TIMED_OUT after `timeout_s` in
@@ -133,18 +149,51 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, asyncio.get_running_loop().create_future())
 
     async def aclose(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._helpers.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    async def _find_helpers(self, memory_bytes: int) -> None:
+        """Start a helper for each worker that sleeps while trajectories wait. `memory_bytes` is the most that one program may have."""
+        free = int(_HELPERS_MEMORY * psutil.virtual_memory().available)
+        most = min(_HELPERS * len(self._workers), free // memory_bytes)
+        before: dict[WorkerProcess, float | None] = {}
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            for worker in [worker for worker, task in self._helpers.items() if task.done()]:
+                self._helpers.pop(worker).result()
+            if self._queue.empty():
+                before, self._asleep = {}, 0
+                continue
+            now = await asyncio.to_thread(_used_s, list(self._busy))
+            self._asleep = sum(sleeps(before.get(worker), used_s) for worker, used_s in now.items())
+            before = now
+            for _ in range(min(self._asleep, most) - len(self._helpers)):
+                worker = WorkerProcess(self._specification)
+                self._helpers[worker] = asyncio.create_task(self._help(worker))
+
+    async def _help(self, worker: WorkerProcess) -> None:
+        try:
+            await worker.restart()
+            while not self._queue.empty() and len(self._helpers) <= self._asleep:
+                await self._serve_next(worker)
+        finally:
+            await worker.kill()
 
     async def _serve(self, worker: WorkerProcess) -> None:
         while True:
-            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
-            if not jobs:
-                continue
-            if not worker.alive:  # it died while idle, through no fault of these trajectories
-                await worker.restart()
+            await self._serve_next(worker)
+
+    async def _serve_next(self, worker: WorkerProcess) -> None:
+        jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
+        if not jobs:
+            return
+        if not worker.alive:  # it died while idle, through no fault of these trajectories
+            await worker.restart()
+        self._busy.add(worker)
+        try:
             first, *others = jobs
             results: list[pb.Result | None]
             if others:
@@ -157,8 +206,19 @@ class WorkerPool:
                     self._queue.put_nowait([job])
                 elif not job.result.done():
                     job.result.set_result(result)
-            if not worker.alive:
-                await worker.restart()
+        finally:
+            self._busy.discard(worker)
+        if not worker.alive:
+            await worker.restart()
+
+
+def sleeps(before_s: float | None, now_s: float | None) -> bool:
+    """Return whether a worker sleeps that had used this many CPU seconds at the last look and now. None: it was idle, or wanted a core."""
+    return before_s is not None and now_s is not None and 0 <= now_s - before_s < _ASLEEP_SHARE * _LOOK_EVERY_S
+
+
+def _used_s(workers: Sequence[WorkerProcess]) -> dict[WorkerProcess, float | None]:
+    return {worker: worker.used_s() for worker in workers}
 
 
 class WorkerProcess:
@@ -191,6 +251,18 @@ class WorkerProcess:
     @property
     def builds(self) -> dict[str, str]:
         return self._started.builds
+
+    def used_s(self) -> float | None:
+        """Return the CPU seconds that the process, and all below it, have used; None if one of them wants a core now."""
+        assert self._process is not None
+        try:
+            top = psutil.Process(self._process.pid)
+            below = [top, *top.children(recursive=True)]
+            if any(each.status() in _RUNNABLE for each in below):
+                return None
+            return float(sum(sum(each.cpu_times()[:4]) for each in below))
+        except psutil.NoSuchProcess:  # one ended meanwhile
+            return None
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables of the process: of the hub's own, only the one by which the interpreter finds its libraries."""

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,6 @@ _ALLOWED = {
     "readlink": (89, None),
     "readlinkat": (267, 78),
     "getcwd": (79, 17),
-    "mmap": (9, 222),
     "mprotect": (10, 226),
     "munmap": (11, 215),
     "mremap": (25, 216),
@@ -78,79 +78,142 @@ _ALLOWED = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-# Calls that a program is denied even in its own namespaces: those that reach the kernel's other users, or its processes from outside.
-# Sockets are among them, because not every socket family has namespaces.
-_DENIED = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "socket": (41, 198),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "syslog": (103, 116),
-    "personality": (135, 92),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "setpriority": (141, 140),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "memfd_secret": (447, 447),
+# What an ordinary program needs besides: its own files, pipes, threads, signals, timers and waits. Whatever is not here does not exist for
+# it, nor does a new call of a newer kernel. Left out on purpose is what outlives a process, isn't counted as its memory, or is seen by
+# others: sockets with an address, System V and POSIX queues and shared memory, files in memory, keys, inotify, io_uring, locks.
+_PROGRAM = _ALLOWED | {
+    "pwrite64": (18, 68),
+    "preadv": (295, 69),
+    "pwritev": (296, 70),
+    "creat": (85, None),
+    "openat2": (437, 437),
+    "close_range": (436, 436),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "truncate": (76, 45),
+    "ftruncate": (77, 46),
+    "fallocate": (285, 47),
+    "sendfile": (40, 71),
+    "copy_file_range": (326, 285),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "utimensat": (280, 88),
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "fgetxattr": (193, 10),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    "flistxattr": (196, 13),
+    "umask": (95, 166),
+    "chdir": (80, 49),
+    "fchdir": (81, 50),
+    "getdents": (78, None),
+    "statfs": (137, 43),
+    "fstatfs": (138, 44),
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "dup3": (292, 24),
+    "pipe": (22, None),
+    "pipe2": (293, 59),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "epoll_create": (213, None),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "epoll_pwait2": (441, 441),
+    "eventfd": (284, None),
+    "eventfd2": (290, 19),
+    "signalfd4": (289, 74),
+    "timerfd_create": (283, 85),
+    "timerfd_settime": (286, 86),
+    "timerfd_gettime": (287, 87),
+    "sendto": (44, 206),  # of a pair of sockets: there are no others
+    "recvfrom": (45, 207),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    "shutdown": (48, 210),
+    "getsockname": (51, 204),
+    "getpeername": (52, 205),
+    "setsockopt": (54, 208),
+    "getsockopt": (55, 209),
+    "msync": (26, 227),
+    "membarrier": (324, 283),
+    "execve": (59, 221),
+    "wait4": (61, 260),
+    "waitid": (247, 95),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137),
+    "rt_sigsuspend": (130, 133),
+    "pause": (34, None),
+    "alarm": (37, None),
+    "getitimer": (36, 102),
+    "setitimer": (38, 103),
+    "time": (201, None),
+    "set_tid_address": (218, 96),
+    "set_robust_list": (273, 99),
+    "rseq": (334, 293),
+    "arch_prctl": (158, None),
+    "getppid": (110, 173),
+    "getpgrp": (111, None),
+    "getpgid": (121, 155),
+    "setpgid": (109, 154),
+    "getsid": (124, 156),
+    "setsid": (112, 157),
+    "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getgroups": (115, 158),
+    "getrlimit": (97, 163),
+    "setrlimit": (160, 164),
+    "getcpu": (309, 168),
+    "getpriority": (140, 141),
+    "sched_getscheduler": (145, 120),
+    "sched_getparam": (143, 121),
+    "sched_get_priority_max": (146, 125),
+    "sched_get_priority_min": (147, 126),
 }
 _NEW_PROCESS = {"fork": (57, None), "vfork": (58, None)}
-_CLONE3 = {"clone3": (435, 435)}
+# Anybody who may open a file can lock it and see its locks, so a lock on a shared file is a message. A program is alone with its own files:
+# it is told that it has the lock.
+_FLOCK, _FCNTL_LOCKS = {"flock": (73, 32)}, (5, 6, 7)
+# duplicate, and get and set the flags of descriptor and file: no owners of signals, leases, notifications or larger pipes
+_FCNTL, _FCNTL_COMMANDS = (72, 25), (0, 1, 2, 3, 4, 1030)
+# Python's `open` asks whether the file is a terminal. It never is, and other device requests are refused in the same way, except FIONCLEX,
+# FIOCLEX, FIONBIO and FIONREAD of a program.
+_IOCTL, _IOCTL_REQUESTS = (16, 29), (0x5450, 0x5451, 0x5421, 0x541B)
+_PRCTL, _PRCTL_OPTIONS = (157, 167), (1, 15, 16, 0x53564D41)  # PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+_SOCKETPAIR, _AF_UNIX = (53, 199), 1
 _CLONE, _PRLIMIT = (56, 220), (302, 261)
 _CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020000  # a thread; any new namespace
-_X32 = 0x40000000  # x86_64's other numbers of system calls
-
-# Python's `open` asks whether the file is a terminal. It never is, and all other device requests are refused in the same way.
-_NOT_A_TERMINAL = {"ioctl": (16, 29)}
+# Memory that is shared and has no file stays until the last page of it is unmapped, but counts only as far as it is mapped: no limit on a
+# process's addresses holds for it.
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS = (9, 222), 0x01, 0x20
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
@@ -215,6 +278,12 @@ def mount_scratch(path: Path, user: int, size: int, files: int) -> None:
     _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
+def fork_apart() -> int:
+    """Like `os.fork`, for a process without threads; the child is the first process of new PID and IPC namespaces, which end with it."""
+    flags = _CLONE_NEWPID | _CLONE_NEWIPC | signal.SIGCHLD
+    return _call("clone", _CLONE, flags, 0, 0, 0, 0)
+
+
 def unmount(path: Path) -> None:
     _check(f"umount2 {path}", _libc.umount2(str(path).encode(), _MNT_DETACH))
 
@@ -253,9 +322,10 @@ def filter_system_calls() -> None:
 
 
 def filter_program(*, processes: bool) -> None:
-    """Make the calls in `_DENIED` fail from now on and, unless `processes`, the start of a process (threads are allowed).
+    """Make every system call fail from now on that an ordinary program doesn't need and, unless `processes`, the start of a process
+    (threads are allowed). They fail as on a kernel that lacks them, so that libraries do without.
 
-    Needs `drop_privileges` and separate namespaces: this filter alone contains little.
+    Needs `drop_privileges` and separate namespaces.
     """
     _install(_program_filter(processes))
 
@@ -266,10 +336,10 @@ def _install(program: bytes) -> None:
     _check("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, sock_fprog, 0, 0))
 
 
-# instructions of classic BPF (LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, JMP|JSET|K, RET|K), and the return values of a filter
-_LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
+# instructions of classic BPF (LD|W|ABS, JMP|JEQ|K, JMP|JSET|K, RET|K), and the return values of a filter
+_LOAD, _EQUAL, _ANY_OF, _GIVE = 0x20, 0x15, 0x45, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in `struct seccomp_data`
 
 _Calls = Mapping[str, tuple[int, int | None]]
 
@@ -291,30 +361,62 @@ def _answer(calls: _Calls, action: int) -> list[bytes]:
 
 
 def _when(number: int, steps: Sequence[bytes]) -> list[bytes]:
-    """Apply `steps`, which end in a return value, to this system call only."""
+    """Apply `steps`, which end in a return value, to this number only: of a system call, or of what else is loaded."""
     return [_step(_EQUAL, number, 0, len(steps)), *steps]
+
+
+def _argument(place: int, answers: Mapping[int, int], otherwise: int) -> list[bytes]:
+    """Answer by the argument in this place: what `answers` gives for its value, or `otherwise`."""
+    known = [part for value, action in answers.items() for part in _when(value, [_step(_GIVE, action)])]
+    return [_step(_LOAD, _ARGUMENTS + 8 * place), *known, _step(_GIVE, otherwise)]
+
+
+def _map(otherwise: int) -> list[bytes]:
+    """Allow mmap, except of memory that is shared and has no file."""
+    return _when(
+        _MMAP[_processor()],
+        [
+            _step(_LOAD, _ARGUMENTS + 8 * 3),
+            _step(_ANY_OF, _MAP_SHARED, 0, 2),
+            _step(_ANY_OF, _MAP_ANONYMOUS, 0, 1),
+            _step(_GIVE, otherwise),
+            _step(_GIVE, _ALLOW),
+        ],
+    )
 
 
 def _filter() -> bytes:
     """Build the filter that allows the listed calls and nothing else."""
-    allowed = _answer(_ALLOWED, _ALLOW) + _answer(_NOT_A_TERMINAL, _FAIL | errno.ENOTTY)
+    allowed = _answer(_ALLOWED, _ALLOW) + _map(_KILL) + _answer({"ioctl": _IOCTL}, _FAIL | errno.ENOTTY)
     return b"".join([*_start(), *allowed, _step(_GIVE, _KILL)])
 
 
 def _program_filter(processes: bool) -> bytes:
-    """Build the filter that denies the listed calls and allows everything else."""
-    processor, allow, deny = _processor(), _step(_GIVE, _ALLOW), _step(_GIVE, _FAIL | errno.EPERM)
-    argument = _step(_LOAD, _FIRST_ARGUMENT)
-    thread = [allow] if processes else [_step(_ANY_OF, _CLONE_THREAD, 0, 1), allow, deny]
+    """Build the filter that allows a program the listed calls, and denies everything else."""
+    here, deny, gone, done = _processor(), _FAIL | errno.EPERM, _FAIL | errno.ENOSYS, _FAIL | 0
+    commands = dict.fromkeys(_FCNTL_COMMANDS, _ALLOW) | dict.fromkeys(_FCNTL_LOCKS, done)
+    thread = [] if processes else [_step(_ANY_OF, _CLONE_THREAD, 1, 0), _step(_GIVE, deny)]
     steps = [
         *_start(),
-        *(_step(_AT_LEAST, _X32, 0, 1), deny),
-        *_answer(_DENIED if processes else {**_DENIED, **_NEW_PROCESS}, _FAIL | errno.EPERM),
-        # its arguments are in memory, where a filter can't look; the C library falls back to clone
-        *_answer(_CLONE3, _FAIL | errno.ENOSYS),
-        *_when(_CLONE[processor], [argument, _step(_ANY_OF, _CLONE_NEW, 0, 1), deny, *thread]),
-        *_when(_PRLIMIT[processor], [argument, _step(_EQUAL, 0, 0, 1), allow, deny]),  # only its own limits
-        allow,
+        *_answer(_PROGRAM | _NEW_PROCESS if processes else _PROGRAM, _ALLOW),
+        *_answer(_FLOCK, done),
+        *_map(deny),
+        *_when(_FCNTL[here], _argument(1, commands, deny)),
+        *_when(_IOCTL[here], _argument(1, dict.fromkeys(_IOCTL_REQUESTS, _ALLOW), _FAIL | errno.ENOTTY)),
+        *_when(_PRCTL[here], _argument(0, dict.fromkeys(_PRCTL_OPTIONS, _ALLOW), deny)),
+        *_when(_SOCKETPAIR[here], _argument(0, {_AF_UNIX: _ALLOW}, deny)),
+        *_when(_PRLIMIT[here], _argument(0, {0: _ALLOW}, deny)),  # only its own limits
+        *_when(
+            _CLONE[here],
+            [
+                _step(_LOAD, _ARGUMENTS),
+                _step(_ANY_OF, _CLONE_NEW, 0, 1),
+                _step(_GIVE, deny),
+                *thread,
+                _step(_GIVE, _ALLOW),
+            ],
+        ),
+        _step(_GIVE, gone),  # clone3 too: a filter can't see its arguments, and the C library does without
     ]
     return b"".join(steps)
 

@@ -531,6 +531,21 @@ def host_copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> 
     return copies
 
 
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, each once, and the buffers that a checkpoint has beside them (biases of routers), module by module."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+        }
+        for name, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the unsharded tensor. This is a collective if `tensor` is sharded. It is gathered in `dtype` if one is given."""
     if not isinstance(tensor, DTensor):

@@ -111,6 +111,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             if newest is not None:
                 check_prompts(checkpoints.state(newest), checkpoints.path(newest), prompts.counts.digest)
             await events.run_in_executor(torch_thread, lead.load, folder)
+            if config.checkpointing.enabled:
+                with checkpoints.trial() as trial:
+                    await events.run_in_executor(torch_thread, lead.learner.try_saving, trial)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
 
             resumed = await resume(

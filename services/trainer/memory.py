@@ -27,6 +27,7 @@ from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace.config.root import TEACHER_KEY
 from headrace.errors import ServiceError
+from headrace.model_name import model_is_here
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.network.adapter import linear_layers, targets
 from headrace_services.trainer.network.backbone import freeze_routers, reduces_once
@@ -361,6 +362,7 @@ def _configuration(config: Config, key: str, overrides: Mapping[str, Any]) -> An
             known = copy.deepcopy(KNOWN[name])
             known.update(dict(overrides))
             return known
+        model_is_here(key, name)
         return AutoConfig.from_pretrained(name, **copy.deepcopy(dict(overrides)))
     except (OSError, ValueError) as error:
         raise ServiceError(

@@ -11,6 +11,8 @@ import grpc
 import httpx
 import psutil
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from headrace.replay.connection import function_name
@@ -49,6 +51,12 @@ def listening(processes: Iterable[int]) -> set[tuple[str, int]]:
                 if connection.status == psutil.CONN_LISTEN
             }
     return found
+
+
+async def told_by(host: str, ports: Iterable[int]) -> dict[int, dict[str, str]]:
+    """`told` of each port."""
+    asked = list(ports)
+    return dict(zip(asked, await asyncio.gather(*(told(host, port) for port in asked)), strict=True))
 
 
 async def told(host: str, port: int) -> dict[str, str]:
@@ -93,7 +101,15 @@ async def _redis(host: str, port: int) -> str | None:
     said = set()
     for command in (("PING",), ("INFO",), ("KEYS", "*"), ("FUNCTION", "LIST"), ("FCALL", function_name("state"), "0")):
         with contextlib.suppress(ssl.SSLError):
-            async with Redis(host=host, port=port, socket_timeout=_WAIT_S, protocol=2, driver_info=None) as client:
+            async with Redis(
+                # a port that speaks another protocol may wait for more of it
+                host=host,
+                port=port,
+                socket_timeout=_WAIT_S,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
+            ) as client:
                 try:
                     await client.execute_command(*command)
                     said.add("OK")

@@ -67,8 +67,8 @@ local function make_run(keys, args)
     redis.call('RPUSH', key .. ':' .. incarnation .. ':timelines', timeline .. ' 0')
   end
   local opened = redis.call('HGET', key, 'opened')
+  if opened == timeline then return true end  -- also after a rewind has ended the timeline that this call began the run with
   require_unused({key = key}, timeline)
-  if opened == timeline then return true end
   if opened then redis.call('SADD', key .. ':used', opened) end
   redis.call('HSET', key, 'opened', timeline, 'build', BUILD, unpack(fields))
   return false

@@ -26,6 +26,7 @@ import contextlib
 import logging
 import os
 import shutil
+import tempfile
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -184,7 +185,8 @@ class Checkpoints:
 
     def start(self, timeline: str, version: int) -> None:
         """Record that a trainer continues from `version` on `timeline`. Remove what others left unfinished, so that they can't complete it
-        any more (`_retain`). Set aside what they made beyond that version. All of this survives a power cut once it has returned.
+        any more (`_retain`). Set aside what they made beyond that version, and what is damaged there. All of this survives a power cut once
+        it has returned.
 
         Raises `ServiceError`. If another trainer has removed or abandoned that checkpoint, it raises `Restartable` and changes nothing.
         """
@@ -196,15 +198,30 @@ class Checkpoints:
         with _disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
             self._remove_remains(timeline)
-            for off in folders.abandoned(self._folder):
+            # the state of a damaged one may not say which timeline it is of
+            damaged = [each for each in self.published() if each > version and _damage(self._folder, each) is not None]
+            for off in (*folders.abandoned(self._folder), *damaged):
                 self._set_aside(off, timeline)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Path]:
+        """Yield a folder in which saving can be tried. Raises `ServiceError` if it can't be made; it is removed at the end."""
+        with _disk_errors(self._folder):
+            trial = tempfile.TemporaryDirectory(prefix=".trial-", dir=self._folder)
+        with trial as folder:
+            yield Path(folder)
 
     def published(self) -> list[int]:
         """Return the versions that a trainer may continue from, oldest first."""
         return folders.published(self._folder)
 
     def newest(self) -> int | None:
-        return max(self.published(), default=None)
+        """Return the newest version that a trainer can continue from. Newer ones are damaged; each is named in a warning, and `start` sets
+        it aside. Raises `ServiceError` if all are damaged."""
+        version, damaged = folders.usable(self._folder, _damage)
+        for newer, problem in damaged.items():
+            log.warning("%s is damaged, and the checkpoint before it is used: %s", self.path(newer), problem)
+        return version
 
     def path(self, version: int) -> Path:
         return folders.path_of(self._folder, version)
@@ -345,20 +362,19 @@ class Checkpoints:
     def _set_aside(self, version: int, timeline: str) -> None:
         """Give the checkpoint a name that no trainer chooses. It goes there by way of an unfinished folder, for `_retain`'s reason."""
         with self._while_newest(timeline):
-            abandoned = self.state(version).timeline
-            aside = self._folder / f"abandoned-step_{version}-{abandoned}"
+            problem = _damage(self._folder, version)
+            kind, of = ("abandoned", self.state(version).timeline) if problem is None else ("damaged", timeline)
+            aside = self._folder / f"{kind}-step_{version}-{of}"
             leaving = self._folder / folders.leaving_name(version, timeline)
             leaving.mkdir()
             self.require_newest(timeline)
             self.path(version).rename(leaving / "checkpoint")
             (leaving / "checkpoint").rename(aside)
             leaving.rmdir()
-        log.warning(
-            "checkpoint %d was published by a trainer (timeline %s) after another had taken over: set aside as %s",
-            version,
-            abandoned,
-            aside,
-        )
+        why = f"is damaged ({problem})"
+        if problem is None:
+            why = f"was published by a trainer (timeline {of}) after another had taken over"
+        log.warning("checkpoint %d %s: set aside as %s", version, why, aside)
 
     @contextlib.contextmanager
     def _while_newest(self, timeline: str) -> Iterator[None]:
@@ -374,6 +390,20 @@ class Checkpoints:
         names = [path.name for path in self._folder.glob(".unfinished-*")]
         for name in folders.removable(folders.read_chain(self._folder), timeline, names):
             shutil.rmtree(self._folder / name)
+
+
+def _damage(folder: Path, version: int) -> str | None:
+    """Return as `folders.damage`, for the ledger too."""
+    if (problem := folders.damage(folder, version)) is not None:
+        return problem
+    path = folders.path_of(folder, version) / TRAINED
+    try:
+        Ledger.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None  # another build wrote it, which is told when it is read
+    except (OSError, ServiceError) as error:
+        return f"{path}: {error}"
+    return None
 
 
 def _add_metrics(folder: int, name: str, metrics: Mapping[str, float]) -> None:

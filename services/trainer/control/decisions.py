@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.backoff import pause_after
 from headrace.config import Config
@@ -292,3 +292,17 @@ def next_streaks(streaks: Mapping[str, int], well: Iterable[str], ill: Iterable[
     """Return how many times in a row each replica failed, after one more look at those that did `well` or `ill`."""
     others = {id_: times for id_, times in streaks.items() if id_ not in set(well)}
     return others | {id_: streaks.get(id_, 0) + 1 for id_ in ill}
+
+
+def is_hopeless(
+    fleet: Sequence[Replica], failed_refits: Mapping[str, int], expected: int, quarantine_after: int | None
+) -> bool:
+    """Return whether every replica of a complete fleet, of at least `expected`, has failed `quarantine_after` refits in a row. (The last
+    replica is never quarantined, and would be tried until the fleet's deadline.)"""
+    present = [replica for replica in fleet if replica.takes_part or replica.state == "QUARANTINED"]
+    return (
+        quarantine_after is not None
+        and len(present) >= expected
+        and not is_loading(fleet)
+        and all(failed_refits.get(replica.id, 0) >= quarantine_after for replica in alive(fleet))
+    )

@@ -30,7 +30,7 @@ from headrace.lineage import Origin
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
-from headrace.weights.probe import PROBE_TOKENS, choose_token_ids, is_exact, repeat_text
+from headrace.weights.probe import choose_token_ids, is_exact, probe_length, repeat_text
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
@@ -85,6 +85,7 @@ class Loop:
         self._rejections = 0  # since the last step that was trained
         # the fleet
         self._refitted = False
+        self._ever_verified = False  # some replica was, since this trainer started
         self._backoffs: dict[str, Backoff] = {}
         self._probe: tuple[Int32, Float32] | None = None
         # training prompts that have failed: at the last look (-1 before the first), and when the newest step's metrics were taken
@@ -166,6 +167,7 @@ class Loop:
                         self._version, "of the initial model" if self._saved is None else self._saved,
                         "" if self._version == (self._saved or 0) else " and trains what came after it again",
                     )  # fmt: skip
+                    await self._context.telemetry.draw_end()
                     return False
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
@@ -407,7 +409,8 @@ class Loop:
     async def _refit(self) -> None:
         context, lead = self._context, self._context.lead
         if self._probe is None:
-            length = max(2, min(PROBE_TOKENS, self._config.policy.max_total_sequence_length - 1))
+            window = None if self._ever_verified else lead.learner.policy.window
+            length = probe_length(self._config.policy.max_total_sequence_length, window)
             if is_exact(self._config):
                 ids = choose_token_ids(lead.learner.vocab_size, length)
             else:
@@ -428,6 +431,20 @@ class Loop:
         log.info("version %d: %d of %d replicas verified", self._version, len(report.verified), len(report.members))
         for replica, reason in report.refused.items():
             log.warning("replica %s did not take version %d: %s", replica, self._version, reason)
+        self._ever_verified |= bool(report.verified)
+        if not self._version and not self._ever_verified:
+            self._end_without_model(await self._call(self._replay.replicas), report.refused)
+
+    def _end_without_model(self, fleet: Sequence[Replica], refused: Mapping[str, str]) -> None:
+        """Raise `ServiceError` if the whole fleet has failed with the initial weights too often to be tried again: training has not begun,
+        so it is the model that trainer and replicas do not share."""
+        rollout = self._config.rollout
+        if decisions.is_hopeless(fleet, self._failed_refits, rollout.replicas, rollout.quarantine_after):
+            raise ServiceError(
+                f"no replica can be verified with the initial weights: {'; '.join(frequent(list(refused.values())))}. Trainer and engine "
+                f"compute {self._config.policy.model_name!r} differently, or the engine can't be given its weights: use a "
+                "model of another family, or report this one (docs/architecture.md, The probe)"
+            )
 
     async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:
         """Report to the buffer how far the log-probabilities of each replica that takes part are from the trainer's. Quarantine replicas

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from headrace_services.trainer.data import ModelTokens
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
-from headrace_services.trainer.network.backbone import Write, choose_device
+from headrace_services.trainer.network.backbone import Write, choose_device, description
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import (
     LogitsWarper,
@@ -158,6 +159,31 @@ class Learner:
                 raise cannot_write_checkpoint(folder, error) from error
 
         return write
+
+    def try_saving(self, folder: Path) -> None:
+        """Write to `folder` what a checkpoint has beside weights and moments, and check that there is room for the weights. No collective.
+
+        Raises `ServiceError` now, instead of at the first checkpoint, if `snapshot` would not be able to write it.
+        """
+        models = {"policy": self.policy.model} | ({} if self.value is None else {"value": self.value.root.model})
+        needed = sum(4 * parameter.numel() for model in models.values() for parameter in model.parameters())
+        try:
+            for name, model in models.items():
+                description(model)(folder / name)
+            self.tokenizer.save_pretrained(folder / "policy")
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise cannot_write_checkpoint(folder.parent, error) from error
+        except Exception as error:  # transformers refuses to save some of what it loads
+            said = " ".join(str(error).split())
+            raise ServiceError(
+                f"no checkpoint could be saved: transformers refuses the configuration or tokenizer of policy.model_name "
+                f"{self.config.policy.model_name!r} ({type(error).__name__}: {said}); correct its files"
+            ) from error
+        if free < needed:
+            raise cannot_write_checkpoint(
+                folder.parent, OSError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB are free")
+            )
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:

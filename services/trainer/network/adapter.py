@@ -24,7 +24,7 @@ from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace.errors import ServiceError
 from headrace.weights.manifest import ADAPTER
-from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank
+from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank, saved_tensors
 
 # The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
@@ -86,11 +86,11 @@ class Adapter:
             for part in ("lora_A", "lora_B"):
                 yield f"{ADAPTER}{name}.{part}.weight", tuple(getattr(layer, part)[_NAME].weight.shape)
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's own parameters, with the names and in the order that they have without the adapter."""
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                yield name.replace(".base_layer.", "."), parameter
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's own parameters and saved buffers, with the names and in the order that they have without the adapter."""
+        for name, tensor in saved_tensors(self._model):
+            if not tensor.requires_grad:
+                yield name.replace(".base_layer.", "."), tensor
 
     def weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield `parameters`, unsharded. `merged` are those of the model that computes the same without an adapter."""

@@ -62,6 +62,8 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
         return "carries a state from token to token"
     if not model._supports_attention_backend:
         return "has its own attention implementation, which takes no mask"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "caps the logits of its attention, which needs eager attention"
     if config._attn_implementation not in ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"):
         return f"runs {config._attn_implementation} attention"
     kinds = set(getattr(config, "layer_types", None) or ())

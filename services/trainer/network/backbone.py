@@ -40,10 +40,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.model_name import is_no_hub_name
 from headrace_services.trainer.distributed import (
     end_pass,
     full_tensor,
@@ -51,6 +52,7 @@ from headrace_services.trainer.distributed import (
     is_first_rank,
     place_of,
     reduce_gradients,
+    saved_tensors,
     several_ranks,
     shard,
     shards_alone,
@@ -111,7 +113,9 @@ def load_model(
         settings = _settings(name, overrides) if overrides else {}
         load = functools.partial(on_meta, auto) if several_ranks() else auto.from_pretrained
         model = load(name, dtype=torch.float32, **settings)
-    except (OSError, ValueError) as error:
+    except ServiceError:
+        raise
+    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
         raise cannot_load(key, name, what, error) from error
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and config.policy.max_total_sequence_length > context:
@@ -119,7 +123,14 @@ def load_model(
             f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
             f"positions of {name!r}; set it to {context} or less"
         )
+    if caps_attention(model.config) and model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # SDPA ignores the cap without a word
     return model.eval()
+
+
+def caps_attention(config: Any) -> bool:
+    """Whether the model caps the logits of its attention softly (Gemma 2)."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,8 +254,8 @@ def iter_full_weights(
 
 def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and full shapes in the order of `iter_full_weights`. Gathers nothing."""
-    for name, parameter in model.named_parameters() if adapter is None else adapter.parameters():
-        for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
+    for name, own in saved_tensors(model) if adapter is None else adapter.parameters():
+        for saved, tensor in _as_saved(model, name, torch.empty(own.shape, device="meta")):
             yield saved, tuple(tensor.shape)
 
 
@@ -261,15 +272,10 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
     if model._weight_conversions:
         with adapter.taken_off() if adapter else contextlib.nullcontext():
             whole = revert_weight_conversion(model, whole)
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard gives its class another name
-    config.dtype = "float32"
-    generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
+    describe = description(model)
 
     def write(folder: Path) -> None:
-        config.save_pretrained(folder)
-        if generation is not None:
-            generation.save_pretrained(folder)
+        describe(folder)
         split = split_torch_state_dict_into_shards(whole, max_shard_size=SHARD_SIZE)
         for name, tensors in split.filename_to_tensors.items():
             shard = {tensor: whole[tensor].contiguous() for tensor in tensors}
@@ -281,8 +287,29 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
     return write
 
 
+def description(model: Any) -> Write:
+    """Copy what a checkpoint has beside the model's weights. The result writes it: its configuration, and how it generates."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard gives its class another name
+    config.dtype = "float32"
+    generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
+
+    def write(folder: Path) -> None:
+        config.save_pretrained(folder)
+        if generation is not None:
+            # as the model's own is, also if `save_pretrained` would refuse it: many have a temperature without sampling
+            generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+    return write
+
+
 def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Return the error for a model, or part of one, that a library could not load."""
+    said = str(error).strip().splitlines()
+    reason = "the directory does not exist" if is_no_hub_name(name) and not Path(name).is_dir() else ""
+    if not reason and isinstance(error, OSError | ValueError) and said:
+        reason = said[0]
+    reason = reason or ": ".join([type(error).__name__, *said[:1]])
     return ServiceError(
         f"{key} {name!r}: can't load {what} ({reason}); give a directory with config.json, tokenizer and "
         "safetensors files, or the name of a model that can be downloaded or is in HF_HOME"
@@ -295,8 +322,8 @@ def _full_parameters(
     if adapter is not None:
         yield from adapter.weights(merged=merged)
         return
-    for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter.detach(), gathered_in)
+    for name, tensor in saved_tensors(model):
+        yield name, full_tensor(tensor.detach(), gathered_in)
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -382,4 +409,9 @@ def _files(name: str) -> list[str]:
             "safetensors, or train it with one rank"
         )
     parts = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values()))
-    return [str(path) for path in map(found, parts) if path is not None]
+    files = {part: found(part) for part in parts}
+    if missing := [part for part, path in files.items() if path is None]:
+        raise ServiceError(
+            f"{name!r}: its {SAFE_WEIGHTS_INDEX_NAME} names {missing[0]}, which is missing; download it again"
+        )
+    return [path for path in files.values() if path is not None]

@@ -129,6 +129,12 @@ class PolicyModel:
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
+    @property
+    def window(self) -> int | None:
+        """The number of tokens that its layers with a sliding window attend to; None if it has none."""
+        window: int | None = getattr(self.model.config.get_text_config(), "sliding_window", None)
+        return window
+
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
         """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.
 
@@ -287,7 +293,7 @@ def tokenizer_of(key: str, name: str) -> Any:
     """Load the tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if it can't be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises a plain `Exception`
         raise backbone.cannot_load(key, name, "a tokenizer", error) from error
 
 

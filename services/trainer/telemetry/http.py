@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from headrace.config import Config
 from headrace.errors import CodecError
 from headrace.http_access import FORM_PAGE
-from headrace.journal import JOURNAL, read_journal, size, surviving
+from headrace.journal import JOURNAL, size
 from headrace.samples import SampleFiles
 from headrace.service import Ready, create_app, problems
 from headrace_services.trainer.distributed import Progress
-from headrace_services.trainer.telemetry.plots import render_page
+from headrace_services.trainer.telemetry.plots import read_shown, render_page
 from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 
 REFRESH_S = 10
@@ -51,7 +51,7 @@ def build_app(config: Config, ready: Ready, progress: Progress, failures: Callab
     @functools.lru_cache(maxsize=1)
     def curves(nbytes: int, failed: str) -> str:
         """Return the page of curves. It is cached by the journal's size, which only grows, because drawing takes up to a second."""
-        return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", failed, REFRESH_S)
+        return render_page(read_shown(journal), f"Headrace, run {config.run.id}", failed, REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
     async def main_page() -> HTMLResponse:

@@ -7,6 +7,7 @@ import html
 import io
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from headrace.files import atomic_write
 from headrace.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step, waiting
 from headrace.history import Metric
-from headrace.journal import Kind, Line
+from headrace.journal import Kind, Line, iter_journal, surviving
 from headrace.printable import printable
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
@@ -35,6 +36,8 @@ GREY = "#888888"  # legible on white and on black
 POINTS = 200  # per curve of the page; a longer curve shows the means of this many parts
 SMOOTHING = 5  # steps of the learning curve's running mean
 CHANGES = 5  # the newest changes of builds, which the page names
+# What the learning curve and the summary need of every line.
+OUTLINE = ("reward", "accuracy", "partial_credit", "timing/train/total_step_time", "efficiency/init/total_s")
 SAME = 1e-6  # values with a smaller relative difference are drawn as one: no ticks could distinguish them
 NARROW = 0.06  # a smaller share of a picture's width gets no label
 
@@ -135,16 +138,77 @@ def safe(text: str) -> str:
 # -- the page of curves ------------------------------------------------------------------------------------------------
 
 
-def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s: int | None = None) -> str:
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What the pictures show of a run's surviving history: its `lines`, of which neighbours are one, and an `outline` of every line."""
+
+    lines: Sequence[Line]
+    outline: Sequence[Line]
+
+
+def read_shown(journal: Path) -> Shown:
+    """Read what the pictures show. What is held meanwhile hardly grows with the number of steps.
+
+    Of each kind at most about `POINTS` lines are returned, each with the finite means of its neighbours' metrics, at the last of their
+    steps. The newest, and the first after each start, stay alone. A line of the `outline` has only the metrics in `OUTLINE`.
+    """
+    outlines: list[Line] = []
+    builds: dict[str, list[str]] = {}
+    for line in iter_journal(journal):
+        if line.builds and line.builds != builds:
+            builds = line.builds
+        metrics = {name: line.metrics[name] for name in OUTLINE if name in line.metrics}
+        outlines.append(dataclasses.replace(line, metrics=metrics, orders=[], builds=builds if line.builds else {}))
+    kept = surviving(outlines)
+    part_of: dict[int, int] = {}  # by outline: the first line of its part
+    for kind in ("train", "validation"):
+        own = [id(line) for line in kept if line.kind == kind]
+        alone = {id(line) for line in kept if follows_start(line.metrics)} | {*own[-1:]}
+        others = [each for each in own if each not in alone]
+        for part in np.array_split(np.arange(len(others)), POINTS):
+            part_of |= {others[place]: others[part[0]] for place in part}
+        part_of |= {each: each for each in own if each in alone}
+    parts: dict[int, _Part] = {}
+    for outline, line in zip(outlines, iter_journal(journal), strict=False):
+        if (first := part_of.get(id(outline))) is not None:
+            part = parts.pop(first, _Part())
+            part.add(line)
+            parts[first] = part  # a line alone may be between those of a part
+    return Shown([part.line() for part in parts.values()], kept)
+
+
+class _Part:
+    """Neighbouring lines of one kind, as one."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._lines = 0
+
+    def add(self, line: Line) -> None:
+        self._newest, self._lines = line, self._lines + 1
+        for name, value in line.metrics.items():
+            if math.isfinite(value):
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[sys.intern(name)] = total + value, count + 1
+
+    def line(self) -> Line:
+        if self._lines == 1:
+            return self._newest
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        return dataclasses.replace(self._newest, metrics=means)
+
+
+def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | None = None) -> str:
     """Return the page of curves: one HTML file without scripts or network access. It takes about a second for long runs, because matplotlib
     draws each chart.
 
-    `lines` are the run's surviving history. `failures` describes why prompts failed. With `refresh_s` it is the trainer's page: the browser
+    `failures` describes why prompts failed. With `refresh_s` it is the trainer's page: the browser
     reloads it at that interval, and it links to the samples.
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     links = '<nav>curves · <a href="/samples">samples</a></nav>' if refresh_s else ""
-    changes = build_changes((line.step, line.builds) for line in lines)
+    lines = shown.lines
+    changes = build_changes((line.step, line.builds) for line in shown.outline)
     cards = "".join(_card(chart, lines, [step for step, _ in changes]) for chart in CHARTS)
     builds = "".join(f"<p>{html.escape(printable(said))}</p>" for _, said in changes[-CHANGES:])
     train = [line for line in lines if line.kind == "train"]
@@ -154,12 +218,12 @@ def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s
     )
     failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
     main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
-    return html_page(title, f"{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
+    return html_page(title, f"{links}<p>{summary(shown.outline, lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
 
 
-def write_page(lines: Sequence[Line], path: Path, title: str, failures: str = "") -> None:
+def write_page(shown: Shown, path: Path, title: str, failures: str = "") -> None:
     with atomic_write(path) as unfinished:
-        unfinished.write_text(render_page(lines, title, failures), encoding="utf-8")
+        unfinished.write_text(render_page(shown, title, failures), encoding="utf-8")
 
 
 def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[Metric], path: Path) -> None:
@@ -180,8 +244,9 @@ def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[
         unfinished.write_text(page, encoding="utf-8")
 
 
-def summary(lines: Sequence[Line]) -> str:
-    """Return one line with steps, newest reward, newest accuracy, seconds per step, and what the trainer waited for."""
+def summary(lines: Sequence[Line], newest_lines: Sequence[Line] | None = None) -> str:
+    """Return one line with steps, newest reward, newest accuracy, seconds per step, and what the trainer waited for. If `lines` are only an
+    outline, `newest_lines` has all metrics of the newest step."""
     train = [line for line in lines if line.kind == "train"]
     if not train:
         return "no step has been trained yet"
@@ -193,7 +258,8 @@ def summary(lines: Sequence[Line]) -> str:
         parts.append(f"held-out {accuracy_name(metrics)} {metrics['accuracy']:.3f} at version {accuracies[-1].step}")
     if (seconds := seconds_per_step(line.metrics for line in train)) is not None:
         parts.append(f"{seconds:.1f} s a step (median)")
-    if waited := waiting(newest.metrics):
+    whole = [line for line in newest_lines or lines if line.kind == "train"]
+    if waited := waiting(whole[-1].metrics):
         parts.append(html.escape(waited))
     return ", ".join(parts)
 

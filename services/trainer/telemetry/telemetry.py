@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from headrace.journal import Journal, Line, surviving
+from headrace.journal import Journal, Line
 from headrace.replay import Evaluated
 from headrace.samples import SampleFiles, sample_of
 from headrace.trajectory import Group
@@ -21,7 +21,7 @@ from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, draw_disagreement, write_page
+from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, draw_disagreement, read_shown, write_page
 from headrace_services.trainer.telemetry.samples import (
     choose,
     failure_record,
@@ -65,7 +65,7 @@ class Telemetry:
         self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
         self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
-        self._drawing: asyncio.Task[list[Line]] | None = None
+        self._drawing: asyncio.Task[Sequence[Line]] | None = None
         self._draw_after = time.monotonic() + DRAWING_PAUSES  # when the curves may be drawn again
 
     def start(self) -> None:
@@ -168,14 +168,14 @@ class Telemetry:
             alarm.drop_old_pictures(self._folder)
         log.warning("%s", alarm.disagreement_message(step, found, alarm.error_by_age(batch), picture))
 
-    async def _draw(self) -> list[Line]:
-        """Draw the page of curves from the surviving lines of the journal, and return those lines."""
+    async def _draw(self) -> Sequence[Line]:
+        """Draw the page of curves from the surviving lines of the journal, and return the outline of those lines."""
 
-        def draw() -> list[Line]:
-            lines, path = surviving(self._journal.read()), self._config.run_folder / CURVES
+        def draw() -> Sequence[Line]:
+            shown, path = read_shown(self._journal.path), self._config.run_folder / CURVES
             with _writing(path):
-                write_page(lines, path, self._title, self._failures())
-            return lines
+                write_page(shown, path, self._title, self._failures())
+            return shown.outline
 
         began = time.monotonic()
         lines = await asyncio.to_thread(draw)

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import secrets
 import threading
 import time
@@ -30,6 +29,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from headrace.config import Config
+from headrace.config.in_yaml import without_password
+from headrace.config.keys import Keys
 from headrace.errors import ServiceError
 from headrace.files import atomic_write, fsync
 from headrace.journal import Line, parse_lines, read_bytes, size, surviving
@@ -277,17 +278,32 @@ def _allowed(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
+# Text that a tracker gets, by the beginning of its keys; `*` is any name. Of all other keys it gets numbers and switches alone.
+_SENT_TEXT = (
+    *(("run", key) for key in ("id", "dir")),
+    *((section,) for section in ("grpo", "ppo", "loss_fn", "value_loss_fn", "policy", "value", "data")),
+    *(("env", "*", key) for key in ("type", "function", "grader", "model_name")),
+    *((service, "device") for service in ("trainer", "rollout")),
+    ("checkpointing", "metric_name"),
+)
+
+
 def parameters(config: Config) -> dict[str, Any]:
-    """Return the whole configuration, with passwords in addresses masked."""
+    """Return what a tracker gets of the configuration: every number and switch, and the text of the keys in `_SENT_TEXT`. Text from the
+    environment is the expression that gives it."""
 
-    def masked(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: masked(inner) for key, inner in value.items()}
+    def sent(value: Any, keys: Keys) -> Any:
+        if isinstance(value, dict):
+            inner = {key: sent(one, (*keys, key)) for key, one in value.items()}
+            return {key: one for key, one in inner.items() if one is not None or value[key] is None}
         if isinstance(value, list):
-            return [masked(inner) for inner in value]
-        return re.sub(r"(://[^/@\s:]*):[^/@\s]*@", r"\1:***@", value) if isinstance(value, str) else value
+            return [one for one in (sent(one, keys) for one in value) if one is not None]
+        if not isinstance(value, str):
+            return value
+        allowed = any(all(one in ("*", key) for one, key in zip(place, keys, strict=False)) for place in _SENT_TEXT)
+        return without_password(value) if allowed else None
 
-    plain: dict[str, Any] = masked(config.model_dump(mode="json"))
+    plain: dict[str, Any] = sent(config.shown(), ())
     return plain
 
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
-from tests.support.processes import eventually, gone
+from tests.support.processes import descendants, eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -58,6 +58,44 @@ async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Sup
     assert "service can't continue: exit code 70, after 2 restarts" in message
     assert message.endswith("  first words\n  last words")
     assert str(tmp_path / "service.log") in message
+
+
+SERVICE = """
+import sys
+from pathlib import Path
+lives = Path(sys.argv[1]) / "lives"
+lives.open("a").write("x")
+from headrace.files import keep_newest
+from headrace.service import ending_recorded
+try:
+    with ending_recorded():
+        {work}
+except Exception:
+    sys.exit(70)
+"""
+
+
+async def test_an_exception_that_comes_back_at_once_ends_the_service_with_it(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    service = child(tmp_path, SERVICE.format(work="keep_newest(None, '*', len(lives.read_text()))"))
+    with pytest.raises(ServiceFailed, match=r"twice in a row.* with AttributeError at headrace\.files:\d+: 'NoneType'"):
+        await supervisor.supervise(service)
+    assert (tmp_path / "lives").read_text() == "xx"
+    assert service.take_ending() is None
+
+
+async def test_other_exceptions_are_restarted_up_to_the_limit_and_a_process_that_heals_runs_on(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    varying = "raise {1: KeyError, 2: ValueError, 3: TypeError}[len(lives.read_text())]('life')"
+    with pytest.raises(ServiceFailed, match=r"TypeError at .*: life, after 2 restarts"):
+        await supervisor.supervise(child(tmp_path, SERVICE.format(work=varying)))
+    (tmp_path / "lives").unlink()
+    once = "len(lives.read_text()) < 2 and keep_newest(None, '*', 1)"
+    service = child(tmp_path, SERVICE.format(work=once), ends_run=True)
+    await supervisor.supervise(service)
+    assert (service.state, service.restarts) == ("finished", 1)
 
 
 async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -126,9 +164,25 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
     assert [gone(int(pid)) for pid in pids] == [True, True]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_killed_guard_is_replaced_before_the_supervisor_is_killed_too(tmp_path: Path, times: int) -> None:
+    argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), "deaf"]
+    with (tmp_path / "said").open("w") as said, subprocess.Popen(argv, stderr=said) as supervisor:
+        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        for number in range(times):
+            guard = next(pid for pid, command in descendants(supervisor.pid).items() if "guard.py" in command)
+            os.kill(guard, signal.SIGKILL)
+            eventually(lambda number=number: (tmp_path / "said").read_text().count("there is another") == number + 1)
+        supervisor.send_signal(signal.SIGKILL)
+    assert [gone(int(pid)) for pid in pids] == [True, True]
+
+
 def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
-    environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
-    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    given = {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3", "HEADRACE_REPLAY__REDIS_URL": "url"}
+    of_a_rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "other", "TORCHELASTIC_RUN_ID": "x"}
+    environ = child_environ(given | of_a_rank, {"HEADRACE_REPLAY__REDIS_URL"})
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_REPLAY__REDIS_URL": "url", **safe}
 
 
 async def test_a_log_stays_small_while_its_service_runs_and_keeps_its_newest_lines(tmp_path: Path) -> None:

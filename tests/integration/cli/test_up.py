@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,8 +141,20 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert f"`run.id=test` continues this run from checkpoint {version} ({newest})" in again.said()
 
 
-def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start) -> None:
-    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer")
+def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(
+    up: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # in a shell with a proxy that leads nowhere, and with a secret
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HR_TOKEN", "canary-7f3a")
+    monkeypatch.setenv("HEADRACE_LOGGER__WANDB__NAME", "canary-7f3a")
+    secret = "logger.wandb.project=${oc.env:HR_TOKEN}"
+    run = up(100_000, *ENDLESS, secret, rollout="refusable_rollout", trainer="talking_trainer")
     run.wait_for("step 1:")
     for service in ("rollout", "reward", "replay", "trainer"):
         name = "rollout-1" if service == "rollout" else service
@@ -153,6 +166,31 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start
         goes_on(run)
     assert run.stop(signal.SIGINT) == []
     assert run.process.returncode == 130
+    assert "project: ${oc.env:HR_TOKEN}" in (folder / "config.yaml").read_text()
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in written if b"canary" in path.read_bytes()] == []
+    assert "canary" not in run.said()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["all in it", "checkpoints elsewhere"])
+def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
+    up: Start, folder: Path, tmp_path: Path, elsewhere: bool
+) -> None:
+    (tmp_path / "kept").mkdir()
+    where = [f"checkpointing.checkpoint_dir={tmp_path / 'kept'}"] if elsewhere else []
+    run = up(100_000, *ENDLESS, *where, rollout="refusable_rollout", trainer="talking_trainer")
+    run.wait_for("step 1:")
+    left = run.started()
+    shutil.rmtree(folder, ignore_errors=True)
+    assert run.ends() == 1, run.said()
+    assert all(gone(pid) for pid in left)
+    last = run.said().splitlines()[-1]
+    assert last.startswith(
+        f"error: the run's folder {folder} was deleted or moved while the run was up, and the run ends; "
+    )
+    assert ("and so were its checkpoints" in last) != elsewhere
+    assert "Traceback" not in run.said()
+    assert not folder.exists()
 
 
 def is_back(run: Up, service: str, name: str, before: int) -> bool:
@@ -178,7 +216,7 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
         run.wait_for("The run continues with the other replicas.")
-        assert "can't continue: exit code 1" in run.said()
+        assert "can't continue: this machine has no place for it" in run.said()
         assert "this machine has no place for it" in run.said()
         (folder / "refused").unlink()
         goes_on(run)

@@ -15,10 +15,11 @@ import pytest
 from headrace import Sample
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
+from headrace.wire import sample_to_wire
 from headrace_services.reward.environments.code import Code, refusal
-from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.pool import WorkerPool, sleeps
 from headrace_services.reward.sandbox import Level
-from tests.support.reward_hub import start_hub
+from tests.support.reward_hub import WAIT_S, start_hub
 
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
@@ -225,6 +226,181 @@ async def test_nothing_of_a_program_is_left_for_the_next() -> None:
     assert second.reward == 1
 
 
+ORDINARY = {
+    "modules": (
+        "import collections, dataclasses, datetime, decimal, fractions, functools, hashlib, heapq, itertools, json, math, os, random, re\n"
+        "import secrets, statistics, string, time, typing, uuid, zlib\ntime.sleep(0.01); os.urandom(9); uuid.uuid4(); time.localtime()\n"
+        "assert re.match(r'(a+)+b', 'aab') and json.loads(json.dumps({'a': [1]})) and random.random() < 1 and datetime.datetime.now()"
+    ),
+    "files": (
+        "import os, pathlib, shutil, tempfile\nfolder = pathlib.Path(tempfile.mkdtemp())\n(folder / 'a').write_text('x')\n"
+        "shutil.copy2(folder / 'a', folder / 'b')\nos.rename(folder / 'b', folder / 'c')\nos.symlink('c', folder / 'd')\n"
+        "assert sorted(os.listdir(folder)) == ['a', 'c', 'd'] and (folder / 'd').read_text() == 'x'\n"
+        "os.utime(folder / 'a'); os.chmod(folder / 'a', 0o600); os.truncate(folder / 'a', 0); shutil.rmtree(folder)\n"
+        "with tempfile.TemporaryFile() as file: file.write(b'x'); file.flush(); os.fsync(file.fileno())"
+    ),
+    "database": (
+        "import sqlite3\nfor _ in range(2):\n    with sqlite3.connect('a.db') as base:\n"
+        "        base.execute('create table if not exists t (a)'); base.execute('insert into t values (1)')\n"
+        "    base.close()\nassert sqlite3.connect('a.db').execute('select count(*) from t').fetchone() == (2,)"
+    ),
+    "threads": (
+        "import queue, threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "assert list(ThreadPoolExecutor(4).map(abs, [-1, -2])) == [1, 2]\nq = queue.Queue()\n"
+        "threading.Thread(target=q.put, args=(1,)).start(); assert q.get() == 1"
+    ),
+    "asyncio": "import asyncio\nasync def f(): await asyncio.sleep(0.01); return 3\nassert asyncio.run(f()) == 3",
+    "sockets": "import socket\na, b = socket.socketpair()\na.settimeout(1); a.send(b'x'); assert b.recv(1) == b'x'",
+    "signals": (
+        "import os, signal\nsignal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()\n"
+        "got = []\nsignal.signal(signal.SIGUSR1, lambda *_: got.append(1)); os.kill(os.getpid(), signal.SIGUSR1); assert got"
+    ),
+    "memory map": (
+        "import mmap\nwith open('a', 'w+b') as file:\n    file.write(bytes(4096)); file.flush()\n"
+        "    with mmap.mmap(file.fileno(), 4096) as m: m[:1] = b'x'\nassert open('a', 'rb').read(1) == b'x'"
+    ),
+    "ctypes": "import ctypes\nassert ctypes.CDLL(None).abs(-3) == 3",
+}
+WITH_PROCESSES = {
+    "subprocess": (
+        "import subprocess\nassert subprocess.check_output('echo a b | sort', shell=True, text=True) == 'a b\\n'\n"
+        "assert subprocess.run(['false']).returncode == 1"
+    ),
+    "fork": "import os\nr, w = os.pipe()\nif os.fork() == 0:\n    os.write(w, b'x'); os._exit(0)\nassert os.read(r, 1) == b'x'; os.wait()",
+    "asyncio": (
+        "import asyncio\nasync def f():\n    p = await asyncio.create_subprocess_exec('echo', 'x', stdout=-1)\n"
+        "    return await p.communicate()\nassert asyncio.run(f())[0] == b'x\\n'"
+    ),
+    "multiprocessing": (
+        "import multiprocessing as m\ndef f(c): c.send(3)\nif __name__ == '__main__':\n    a, b = m.Pipe()\n"
+        "    p = m.get_context('fork').Process(target=f, args=(b,)); p.start(); assert a.recv() == 3; p.join()"
+    ),
+}
+
+
+async def test_ordinary_programs_run() -> None:
+    done = {"inputs": [""], "outputs": ["done"]}
+    async with start_hub({"code": ENV, "many": ENV | {"type": "code", "processes": 16}}, workers=1) as hub:
+        for environment, programs in (("code", ORDINARY), ("many", ORDINARY | WITH_PROCESSES)):
+            scores = await hub.score(
+                [sample(f"{program}\nprint('done')", done, environment) for program in programs.values()]
+            )
+            for name, score in zip(programs, scores, strict=True):
+                assert score.reward == 1, (environment, name, score)
+
+
+LIBC = "import ctypes, os, time\nc = ctypes.CDLL(None, use_errno=True)\n"
+SHARED_FILE = "import fcntl, os\nf = os.open(os.__file__, os.O_RDONLY)\n"
+DAEMON = (
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
+    "    if os.fork() == 0:\n        {}\n        time.sleep(999)\n    os._exit(0)\n"
+)
+# What one program does, and what the next one does, to be told "1": each prints 1 if the message arrived.
+CHANNELS = {
+    "a file": ("open('/tmp/left', 'w').write('1')", "print(open('/tmp/left').read())"),
+    "a file elsewhere": ("open('/dev/shm/left', 'w').write('1')", "print(open('/dev/shm/left').read())"),
+    "shared memory": (
+        LIBC + "c.shmget(77, 4096, 0o1666)",
+        LIBC + "print(int(c.shmget(77, 4096, 0o666) >= 0))",
+    ),
+    "semaphores": (LIBC + "c.semget(77, 1, 0o1666)", LIBC + "print(int(c.semget(77, 1, 0o666) >= 0))"),
+    "message queue": (LIBC + "c.msgget(77, 0o1666)", LIBC + "print(int(c.msgget(77, 0o666) >= 0))"),
+    "POSIX queue": (
+        LIBC + "c.mq_open(b'/left', 0o102, 0o666, None)",
+        LIBC + "print(int(c.mq_open(b'/left', 0) >= 0))",
+    ),
+    "POSIX shared memory": (
+        LIBC + "c.shm_open(b'/left', 0o102, 0o666)",
+        LIBC + "print(int(c.shm_open(b'/left', 0, 0) >= 0))",
+    ),
+    "keys": (
+        LIBC + "c.syscall(248, b'user', b'left', b'1', 1, -4)",
+        LIBC + "print(int(c.syscall(250, 10, -4, b'user', b'left', 0) >= 0))",
+    ),
+    "a process": (DAEMON.format("pass"), "import os\nos.kill(-1, 0); print(1)"),
+    "an abstract socket": (
+        DAEMON.format("import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0left'); s.listen()"),
+        "import socket\ns = socket.socket(socket.AF_UNIX); s.connect('\\0left'); print(1)",
+    ),
+    "the number of the next process": (
+        "import threading\nfor _ in range(99): t = threading.Thread(target=id, args=(1,)); t.start(); t.join()",
+        "import os\nprint(int(os.getpid() > 50))",
+    ),
+    "a lock": (
+        DAEMON.format(SHARED_FILE.replace("\n", "; ") + "fcntl.flock(f, fcntl.LOCK_EX)"),
+        SHARED_FILE + "try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept BlockingIOError: print(1)",
+    ),
+    "times of a shared file": (
+        "import os; os.utime(os.__file__, (1, 1))",
+        "import os; print(int(os.stat(os.__file__).st_mtime == 1))",
+    ),
+    "when a shared file was read": (
+        "import os; open(os.__file__).read()",
+        "import os, time; print(int(time.time() - os.stat(os.__file__).st_atime < 2))",
+    ),
+    "a setting of the kernel": (
+        "open('/proc/sys/kernel/domainname', 'w').write('left')",
+        "print(int('left' in open('/proc/sys/kernel/domainname').read()))",
+    ),
+    "the machine's name": (LIBC + "c.sethostname(b'left', 4)", "import os; print(int(os.uname().nodename == 'left'))"),
+    "a mount": (
+        LIBC + "c.mount(b't', b'/tmp', b'tmpfs', 0, None)",
+        "import os; print(int(not os.path.exists('/tmp/program')))",
+    ),
+    "the standard input": ("import os; os.write(0, b'1')", "print(input())"),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+async def test_nothing_that_a_program_leaves_reaches_the_next(processes: int) -> None:
+    """Two completions that work together: one leaves a message, the next looks for it."""
+    told = {"inputs": [""], "outputs": ["1"]}
+    async with start_hub({"code": ENV | {"processes": processes}}, workers=1) as hub:
+        for name, (leave, look) in CHANNELS.items():
+            await hub.score([sample(leave, told)])
+            (score,) = await hub.score([sample(look, told)])
+            assert (score.status, score.reward) == ("SCORED", 0), (name, score)
+
+
+# Ways to have more than `memory_mb`. Each prints 1 if it had four times as much.
+FILL = "import os\nfor _ in range(4):\n    for _ in range(256): os.write(f, bytes(1 << 20))\nprint(1)"
+GREEDY = {
+    "a file in memory": "import os\nfor n in range(20): os.write(os.memfd_create(str(n)), bytes(60 << 20))\nprint(1)",
+    "a file": "import os\nf = os.open('x', os.O_CREAT | os.O_WRONLY)\n" + FILL,
+    "System V": LIBC + "assert all(c.shmget(n, 256 << 20, 0o1600) >= 0 for n in range(1, 5)); print(1)",
+    "shared memory, unmapped but for a page": (
+        "import mmap\nkept = []\nfor _ in range(10):\n    m = mmap.mmap(-1, 100 << 20)\n    m[::4096] = bytes(len(m) // 4096)\n"
+        "    m.resize(4096); kept.append(m)\nprint(1)"
+    ),
+    "private memory": "x = [bytearray(b'x' * (64 << 20)) for _ in range(16)]; print(1)",
+    "processes": (
+        "import os, time\nr, w = os.pipe()\nfor _ in range(5):\n    if os.fork() == 0:\n        x = b'x' * (200 << 20)\n"
+        "        os.write(w, b'.'); time.sleep(999)\ngot = 0\nwhile got < 5: got += len(os.read(r, 1))\ntime.sleep(3)\nprint(1)"
+    ),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+async def test_the_memory_of_a_program_is_that_of_all_its_processes_and_files(processes: int) -> None:
+    had = {"inputs": [""], "outputs": ["1"]}
+    async with start_hub({"code": ENV | {"processes": processes, "wall_s": 20.0}}, workers=1) as hub:
+        scores = await hub.score([sample(program, had) for program in GREEDY.values()])
+    for name, score in zip(GREEDY, scores, strict=True):
+        assert (score.status, score.reward) == ("SCORED", 0), (name, score)
+    if processes > 1:
+        assert "processes used more than 256 MiB" in scores[-1].metadata["first_failure"]["why"]
+
+
+async def test_processes_that_share_their_memory_are_not_charged_for_it_twice() -> None:
+    program = (
+        "import os, time\nx = b'x' * (120 << 20)\nfor _ in range(5):\n    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
+        "for _ in range(5): os.wait()\nprint(1)"
+    )
+    async with start_hub({"code": ENV | {"processes": 8}}, workers=1) as hub:
+        (score,) = await hub.score([sample(program, {"inputs": [""], "outputs": ["1"]})])
+    assert score.reward == 1, score
+
+
 async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_out_otherwise_is_no_zero() -> None:
     three = {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}
     env = ENV | {"type": "code", "partial_credit": True, "cpu_s": 9, "wall_s": 2.0, "timeout_s": 5.0}
@@ -236,6 +412,34 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
     assert (late.status, late.reward) == ("SCORED", 0)
     assert (unlucky.status, unlucky.reward) == ("TIMED_OUT", None)
     assert "no test ran out of time; raise timeout_s, or give fewer tests" in unlucky.message
+
+
+async def test_programs_that_sleep_do_not_keep_others_waiting() -> None:
+    env = EnvConfig(**ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0})
+    info = {"inputs": [""], "outputs": ["1"]}
+    pool = WorkerPool({"code": env}, 1)
+    await pool.start()
+    try:
+        asleep, good = (
+            [pool.submit([sample_to_wire(sample(program, info))], 240.0)[0] for _ in range(4)]
+            for program in ("import time; time.sleep(999)", "print(1)")
+        )
+        async with asyncio.timeout(WAIT_S):
+            results = await asyncio.gather(*good)
+        assert [result.reward for result in results] == [1] * 4
+        assert not any(future.done() for future in asleep)
+        (other,) = pool.submit([sample_to_wire(sample("print(1)", info))], 240.0)  # and so does one that comes later
+        assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
+    finally:
+        await pool.aclose()
+    assert not [each for each in psutil.Process().children(recursive=True) if "worker" in command_of(each)]
+
+
+def test_only_a_worker_that_wants_no_core_sleeps() -> None:
+    assert sleeps(1.0, 1.0)
+    assert not any(
+        sleeps(before, now) for before, now in ((None, 1.0), (1.0, None), (None, None), (1.0, 1.3), (1.0, 0.2))
+    )
 
 
 async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:

@@ -183,7 +183,7 @@ async def test_an_environment_that_breaks_the_contract_is_failed() -> None:
     assert [score.status for score in two] == ["FAILED", "FAILED"]
     assert "returned 1 results for 2 trajectories" in two[0].message
     assert (one[0].status, one[0].reward) == ("FAILED", None)
-    assert "reward absent" in one[0].message
+    assert "SCORED without a reward" in one[0].message
 
 
 async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declared_range_is_failed() -> None:

@@ -16,7 +16,7 @@ from headrace.credentials import Credentials
 from headrace.replay import ReplayClient
 from tests.support.command import headrace
 from tests.support.light_services import instead_of
-from tests.support.port_scan import listening, told
+from tests.support.port_scan import listening, told_by
 from tests.support.ports import free_port
 from tests.support.processes import eventually
 from tests.support.up import Up
@@ -59,14 +59,14 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
         addresses = listening(run.started())
         assert {port for _, port in addresses} == {*pages, hub, redis, gateway}
         assert {host.removeprefix("::ffff:") for host, _ in addresses} == {"127.0.0.1"}
-        for _, port in addresses:
+        for port, said in asyncio.run(told_by("127.0.0.1", (port for _, port in addresses))).items():
             expected = {
                 hub: {"grpc": "UNAUTHENTICATED"},
                 redis: {"redis": "NOAUTH"},
                 gateway: {"http": "401 404 405, /healthz 404"},  # it answers episodes alone
             }
             pages_say = {"http": "401, /healthz 200"}
-            assert asyncio.run(told("127.0.0.1", port)) == expected.get(port, pages_say), port
+            assert said == expected.get(port, pages_say), port
 
         credentials = Credentials(folder / "credentials")
         private = [folder / "config.yaml", folder / "credentials", folder / "code", folder / "replay" / "users.acl"]

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +101,77 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     messages = [{"role": "user", "content": "1+2"}]
     assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
+
+
+def copied(model: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(model, folder))
+
+
+def test_how_the_model_generates_is_saved_as_it_is_though_transformers_would_refuse(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As many models that follow instructions have it."""
+    model = copied(tiny_model, tmp_path / "model")
+    odd = {"do_sample": False, "temperature": 0.6, "top_p": 0.95}
+    (model / "generation_config.json").write_text(json.dumps(odd))
+    learner = Learner(config(model))
+    (tmp_path / "trial").mkdir()
+    learner.try_saving(tmp_path / "trial")
+    learner.snapshot()(tmp_path / "saved")
+    for folder in ("trial", "saved"):
+        saved = json.loads((tmp_path / folder / "policy" / "generation_config.json").read_text())
+        assert {name: saved.get(name, False) for name in odd} == odd
+    assert Learner(config(model), tmp_path / "saved").version == 0
+
+
+def test_what_transformers_will_not_save_is_found_at_the_start(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(config(tiny_model, ppo=PPOConfig))
+    learner.try_saving(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "value"]
+    monkeypatch.setattr(learner.policy.model.config, "temperature", 0.5, raising=False)
+    with pytest.raises(
+        ServiceError, match=r"no checkpoint could be saved: .*policy\.model_name .*Generation parameters"
+    ):
+        learner.try_saving(tmp_path)
+
+
+def test_a_disk_without_room_for_the_weights_is_found_at_the_start(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(config(tiny_model))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    with pytest.raises(ServiceError, match=r"can't write a checkpoint .*its weights take 2 MiB, and 1 MiB are free"):
+        learner.try_saving(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", lambda whole: whole[:3000]),
+        ("model.safetensors", lambda _: b""),
+        ("model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n" * 3),
+        ("config.json", lambda _: b'{"model_type": "unheard_of"}'),
+        ("config.json", lambda whole: whole.replace(b'"hidden_size": 128', b'"hidden_size": 64')),
+        ("tokenizer.json", lambda _: b"{}"),
+        ("tokenizer.json", lambda whole: whole[:300]),
+    ],
+    ids=["cut", "empty", "pointer", "unknown", "shapes", "tokenizer", "cut tokenizer"],
+)
+def test_a_model_that_cant_be_loaded_is_an_error_with_its_name(
+    tiny_model: Path, tmp_path: Path, name: str, content: Callable[[bytes], bytes]
+) -> None:
+    model = copied(tiny_model, tmp_path / "model")
+    file = model / name
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(ServiceError, match=rf"policy\.model_name '{model}': can't load a .*; give a directory"):
+        Learner(config(model))
+
+
+def test_a_model_that_was_moved_away_is_told_as_that(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"gone': can't load a tokenizer \(the directory does not exist\)"):
+        Learner(config(tmp_path / "gone"))
 
 
 def test_what_generates_with_a_checkpoint_ends_where_the_run_did(tiny_model: Path, tmp_path: Path) -> None:

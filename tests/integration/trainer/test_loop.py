@@ -80,6 +80,22 @@ async def test_law_1_a_trainer_killed_at_any_point_trains_every_group_once(
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
 
 
+async def test_law_1_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_goes_on(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["checkpointing"]["save_period"] = 1
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("after_reserve:3") == -signal.SIGKILL, trainer.said()
+        weights = trainer.checkpoints().path(3) / "policy" / "model.safetensors"
+        os.truncate(weights, 1000)
+        assert await trainer.run() == 0, trainer.said()
+    assert f"is damaged, and the checkpoint before it is used: {weights} " in trainer.said()
+    assert [path.name.rpartition("-")[0] for path in weights.parents[2].glob("damaged-*")] == ["damaged-step_3"]
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
+
+
 async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
@@ -278,6 +294,20 @@ async def test_a_replica_that_computes_something_else_never_serves_and_does_not_
     assert epoch.members == (good.id,)
 
 
+async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reason_before_it_trains(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    bad = SmallReplica(replay, tiny_model, faulty=True)
+    async with running(bad.run()):
+        assert await trainer.run() == EXIT_USER_ERROR
+    assert bad.installed == []
+    assert [line.step for line in trainer.journal() if line.kind == "train"] == []
+    assert (
+        "no replica can be verified with the initial weights: 1 x log-probabilities of the probe differ"
+        in trainer.said()
+    )
+
+
 async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_another_goes_on(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
@@ -358,6 +388,11 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
         )
         assert stopped, trainer.said()
         assert stopped[1] == stopped[2], "what was trained is saved"
+        trained = sum(line.kind == "train" for line in trainer.journal())
+        assert (
+            f"<p>{trained} steps, the last one {trained - 1},"
+            in (trainer.config.run_folder / "curves.html").read_text()
+        )
         assert await trainer.run() == 0, trainer.said()
     check_history(trainer)
 

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -302,3 +307,61 @@ def test_bfloat16_multiplies_in_bfloat16_in_shared_packed_rows_too(models: dict[
     assert values["bfloat16"].dtype == torch.float32
     assert 0 < difference.max() < 0.5
     assert difference.mean() < 0.05
+
+
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose soft caps matter: without that of attention, log-probabilities move by more than 0.01."""
+    torch.manual_seed(0)
+    caps = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 1}
+    folder = tmp_path_factory.mktemp("gemma2")
+    Gemma2ForCausalLM(Gemma2Config(**SIZES, **caps, head_dim=8, sliding_window=4)).save_pretrained(folder)
+    return folder
+
+
+def test_soft_caps_of_attention_are_computed(capped: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 30).astype(np.int32)
+    exact, uncapped = (
+        AutoModelForCausalLM.from_pretrained(capped, dtype=torch.float32, attn_implementation=kind).eval()
+        for kind in ("eager", "sdpa")
+    )
+    tokens = torch.from_numpy(ids).long()[None]
+
+    def logprobs(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+    assert (logprobs(exact) - logprobs(uncapped)).abs().max() > 0.01
+    with torch.no_grad():
+        rows = PackedRows.of_tokens(ids)
+        ours = PolicyModel(settings(capped, {})).forward(rows, LogitsWarper()).logprobs
+    torch.testing.assert_close(ours, logprobs(exact), rtol=0, atol=1e-5)
+
+
+def test_several_sequences_in_a_row_are_refused_with_soft_caps(capped: Path) -> None:
+    with pytest.raises(
+        ServiceError, match=r"policy\.sequence_packing\.enabled true: .* caps the logits of its attention"
+    ):
+        PolicyModel(settings(capped, MODES["packed"]))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_is_saved_and_sent_has_the_biases_of_routers(tmp_path: Path, adapter: bool) -> None:
+    routed = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **routed, moe_intermediate_size=16, num_experts_per_tok=2))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "given")
+    given = load_file(tmp_path / "given" / "model.safetensors")
+    ours = PolicyModel(settings(tmp_path / "given", {"lora_cfg": {"enabled": adapter}}))
+    sent = dict(ours.weights())
+    assert [(name, tuple(tensor.shape)) for name, tensor in sent.items()] == list(ours.weight_shapes())
+    (tmp_path / "saved").mkdir()
+    ours.snapshot()(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert adapter or sent.keys() == saved.keys() == given.keys()
+    biases = [name for name in given if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for tensors in (sent, saved):
+        assert all(torch.equal(tensors[name], given[name]) for name in biases)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Config
+from headrace.config import Config, load
+from headrace.config.text import dump
 from headrace.errors import ServiceError
 from headrace.journal import Journal
 from headrace.samples import SampleFiles
@@ -168,7 +169,8 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypat
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("adder", "FINISHED")
     assert run.data.params["logger.mlflow_enabled"] == "true"
-    assert run.data.params["replay.redis_url"] == "redis://me:***@host:6379/0"
+    assert run.data.params["policy.model_name"] == config.policy.model_name
+    assert "replay.redis_url" not in run.data.params
     newest = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
     assert newest == {0: 0.0, 1: 0.1, 2: 7.0, 3: 8.0}
     assert run.data.metrics["validation/accuracy"] in (0.5, 0.1)
@@ -338,9 +340,18 @@ def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monke
             list(enabled(config))
 
 
-def test_no_password_leaves_the_machine(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "mlflow", mlflow={"tracking_uri": "https://me:secret@mlflow.example"})
-    shown = parameters(config)
-    assert "secret" not in json.dumps(shown)
-    assert shown["logger"]["mlflow"]["tracking_uri"] == "https://me:***@mlflow.example"
-    assert shown["policy"]["model_name"] == config.policy.model_name
+def test_a_tracker_gets_numbers_switches_and_the_text_of_the_keys_that_say_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HR_SECRET", "canary-value")
+    saved = tmp_path / "run.yaml"
+    text = dump(config_of(tmp_path, "mlflow", mlflow={"tracking_uri": "https://me:secret@mlflow.example"}))
+    saved.write_text(text.replace("system_prompt: null", "system_prompt: use ${oc.env:HR_SECRET}"))
+    config = load(saved, ["env.math={command: [program, --token, '${oc.env:HR_SECRET}', --key, secret]}"])
+    assert config.env["math"].command == ["program", "--token", "canary-value", "--key", "secret"]
+    sent = parameters(config)
+    assert not [word for word in ("secret", "canary-value") if word in json.dumps(sent)]
+    assert sent["policy"]["model_name"] == config.policy.model_name
+    assert sent["data"]["default"]["system_prompt"] == "use ${oc.env:HR_SECRET}"
+    assert sent["trainer"]["num_processes"] == 1
+    assert sent["logger"]["mlflow_enabled"] is True

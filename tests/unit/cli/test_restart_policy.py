@@ -7,15 +7,34 @@ import signal
 import pytest
 
 from headrace.cli.supervisor import Finished, GiveUp, Restart, RestartPolicy
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR
+from headrace.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR, Ending
 
 POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 
 
+HERE = Ending("KeyError", "headrace_services.trainer.main:7", "'step 8'")
+
+
 def decide(  # type: ignore[no-untyped-def]
-    code: int, *, ends_run: bool = False, was_ready: bool = True, fruitless: int = 0, is_user_code: bool = False
+    code: int,
+    *,
+    ends_run: bool = False,
+    was_ready: bool = True,
+    fruitless: int = 0,
+    is_user_code: bool = False,
+    ending: Ending | None = None,
+    before: Ending | None = None,
 ):
-    return POLICY.decide(code, ends_run=ends_run, was_ready=was_ready, fruitless=fruitless, is_user_code=is_user_code)
+    return POLICY.decide(
+        code,
+        ends_run=ends_run,
+        was_ready=was_ready,
+        fruitless=fruitless,
+        is_user_code=is_user_code,
+        ending=ending,
+        before=before,
+    )
 
 
 def test_a_clean_end_of_the_trainer_ends_the_run() -> None:
@@ -57,3 +76,47 @@ def test_an_environment_that_ends_before_it_answered_is_for_the_user_to_mend(cod
 @pytest.mark.parametrize("code", [0, EXIT_USER_ERROR, 2, EXIT_BUFFER_UNAVAILABLE, -signal.SIGSEGV])
 def test_an_environment_that_worked_is_started_again_however_often(code: int) -> None:
     assert isinstance(decide(code, fruitless=2000, is_user_code=True), Restart)
+
+
+def test_the_first_exception_may_heal_and_its_restart_says_what_it_was() -> None:
+    assert decide(EXIT_INTERNAL_ERROR, ending=HERE) == Restart(
+        1.0, "KeyError at headrace_services.trainer.main:7: 'step 8'"
+    )
+
+
+def test_the_same_exception_at_the_same_place_twice_in_a_row_ends_the_run_with_it() -> None:
+    before = Ending(HERE.error, HERE.place, "'step 6'")
+    assert decide(EXIT_INTERNAL_ERROR, fruitless=1, ending=HERE, before=before) == GiveUp(
+        "it ended twice in a row, without progress between, with KeyError at headrace_services.trainer.main:7: 'step 8'"
+    )
+
+
+@pytest.mark.parametrize(
+    "before",
+    [None, Ending("ValueError", HERE.place, ""), Ending(HERE.error, "headrace_services.trainer.main:8", "")],
+    ids=["a kill", "another exception", "another place"],
+)
+def test_after_any_other_end_the_restart_may_heal_it(before: Ending | None) -> None:
+    assert isinstance(decide(EXIT_INTERNAL_ERROR, fruitless=1, ending=HERE, before=before), Restart)
+
+
+def test_progress_between_two_equal_ends_counts_anew() -> None:
+    assert isinstance(decide(EXIT_INTERNAL_ERROR, fruitless=0, ending=HERE, before=HERE), Restart)
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, 128 + signal.SIGKILL])
+def test_a_signal_is_never_the_same_exception_whatever_other_ranks_met(code: int) -> None:
+    assert isinstance(decide(code, fruitless=1, ending=HERE, before=HERE), Restart)
+
+
+@pytest.mark.parametrize("error", [Restartable("the engine died"), ReplayUnavailable("no answer")])
+def test_an_error_that_asks_for_a_restart_gets_it_up_to_the_limit(error: HeadraceError) -> None:
+    ending = Ending.of(error)
+    assert isinstance(decide(EXIT_INTERNAL_ERROR, fruitless=2, ending=ending, before=ending), Restart)
+    assert decide(EXIT_INTERNAL_ERROR, fruitless=3, ending=ending, before=ending) == GiveUp(
+        f"{error}, after 3 restarts without progress"
+    )
+
+
+def test_an_error_that_the_user_must_fix_is_told_in_its_own_words() -> None:
+    assert decide(EXIT_USER_ERROR, ending=Ending.of(ServiceError("no such model"))) == GiveUp("no such model")

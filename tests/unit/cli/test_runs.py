@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace import history
+from headrace import history, rpc
+from headrace.addresses import LOOPBACK
 from headrace.cli import common, runs
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ServiceError
 from headrace.history import RECORD, recorded
 from headrace.journal import JOURNAL, Journal
+from headrace.service import bind
 from tests.support.past_run import Stopped, past_run
 from tests.support.ports import free_port
 
@@ -223,10 +226,51 @@ def test_ports_that_others_must_know_are_settled() -> None:
     config = Config.model_validate(
         {"replay": {**values, "redis_url": "redis://x"}, "reward": {**values, "http_port": 0}, "trainer": values}
     )
-    settled = runs.settle_ports(config)
-    ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
+    with runs.settled_ports(config) as settled:
+        ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
     assert len(ports) == 4
     assert 0 not in ports
+
+
+def test_a_variable_behind_a_fixed_key_may_not_change_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HR_PROMPT", "canary-one")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
+    given = ["env.judge={type: verifiers, python: x, verifiers: {taskset: {id: a, key: '${oc.env:HR_PROMPT}'}}}"]
+    config, _ = runs.prepare(file, given)
+    assert "canary" not in runs.save(config).read_text()
+    Journal(config.run_folder / JOURNAL).append("train", 0, "a", {})
+    assert runs.prepare(file, given)[1] == []
+    monkeypatch.setenv("HR_PROMPT", "canary-two")
+    with pytest.raises(ConfigError, match=r"keys changed[^\n]*\n  run\.from_environment") as refused:
+        runs.prepare(file, given)
+    assert "canary" not in str(refused.value)
+
+
+async def test_a_port_that_was_chosen_is_its_services_alone(tmp_path: Path) -> None:
+    config = Config.model_validate({"env": {"mine": {"target": "my_env.py:Mine"}}})
+    with runs.settled_ports(config) as settled:
+        services = (settled.replay, settled.trainer)
+        grpc_ports = (settled.reward.port, settled.env["mine"].port)
+        for port in (
+            settled.replay.redis_port,
+            settled.reward.http_port,
+            *grpc_ports,
+            *(each.port for each in services),
+        ):
+            # neither before the service listens nor while it is restarted
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                thief.bind((LOOPBACK, port))
+        for service in services:
+            for _ in range(2):
+                bind(LOOPBACK, service.port, "port").close()
+        for port in grpc_ports:
+            server = rpc.server()
+            assert rpc.listen(server, LOOPBACK, port, "port") == port
+            await server.start()
+            await server.stop(None)
+    with socket.socket() as other:
+        other.bind((LOOPBACK, settled.replay.port))
 
 
 def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) -> None:
@@ -235,7 +279,8 @@ def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) 
     own = "env: {mine: {target: 'my_env.py:Mine'}}"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nreplay: {{port: {port}}}\n{own}\n")
     config, _ = runs.prepare(file, [])
-    first, second = runs.settle_ports(config), runs.settle_ports(Config())
+    with runs.settled_ports(config) as first, runs.settled_ports(Config()) as second:
+        pass
     assert first.replay.port == port
     chosen = [
         value
@@ -258,8 +303,11 @@ def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
         assert process.stdout is not None
         config = Config.model_validate({"replay": {"port": int(process.stdout.readline())}})
         who = rf"; process {process.pid} has it, of run adder in {saved.parent}"
-        with pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"):
-            runs.settle_ports(config)
+        with (
+            pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"),
+            runs.settled_ports(config),
+        ):
+            pass
         assert [line for line in runs.busy_ports(config) if line.endswith(who)]
         assert process.stdin is not None
         process.stdin.close()

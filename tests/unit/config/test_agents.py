@@ -81,5 +81,8 @@ def test_what_works_is_accepted(sections: dict[str, Any]) -> None:
 
 
 def test_runners_do_not_share_a_port() -> None:
-    with pytest.raises(ConfigError, match=r"agents\.port 8394 with agents\.runners 2"):
-        runs.settle_ports(config(agents={"port": 8394, "runners": 2}))
+    with (
+        pytest.raises(ConfigError, match=r"agents\.port 8394 with agents\.runners 2"),
+        runs.settled_ports(config(agents={"port": 8394, "runners": 2})),
+    ):
+        pass

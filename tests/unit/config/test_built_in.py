@@ -77,7 +77,7 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
                 "math": {},
                 "format": {},
             },
-            r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others'; raise it",
+            r"env\.both\.timeout_s 60 is less than the 70 s that its parts have, the gate's before the others'; raise it",
         ),
         ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
         (

@@ -13,7 +13,9 @@ from headrace.config.explain import known_keys
 
 def loaded(tmp_path: Path, *overrides: str) -> Config:
     path = tmp_path / "run.yaml"
-    path.write_text("env: {adder: {type: math}}\ndata: {train: [{dataset_name: arithmetic, env_name: adder}]}\n")
+    path.write_text(
+        "env: {adder: {type: math, timeout_s: 60}}\ndata: {train: [{dataset_name: arithmetic, env_name: adder}]}\n"
+    )
     return load(path, overrides, {})
 
 

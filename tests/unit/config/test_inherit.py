@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config, load
-from headrace.config.interpolate import escape, resolve
+from headrace.config.in_yaml import escape
+from headrace.config.interpolate import resolve
 from headrace.config.text import dump
 from headrace.errors import ConfigError
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.attachment import dial_options, fitted
+from headrace.attachment import dial_options
 from headrace.errors import ConfigError
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
+from headrace.wire import fitted
 
 
 def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_their_rewards() -> None:
@@ -22,7 +23,7 @@ def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_thei
     assert (first, third) == (small, small)
     assert (second.status, second.HasField("reward")) == (trajectory_pb2.STATUS_FAILED, False)
     assert (second.environment, second.build) == ("Mine", "7")
-    assert "is more than its share of a message to the hub (900); return less metadata" in second.message
+    assert "is more than its share of a message (900); return less metadata" in second.message
 
 
 @pytest.mark.parametrize("token", ["own", " environment mine own\n"])

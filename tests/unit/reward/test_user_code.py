@@ -204,7 +204,7 @@ VALUES: list[Callable[[], Any]] = [
     lambda: Score("SCORED", 1.0, message="\ud800"),
     lambda: Score("SCORED", 1.0, message=5),
     lambda: Score("SCORED", 1.0, {"\ud800": 1.0}),
-    lambda: Score("SCORED", 1.0, {5: 1.0}),
+    lambda: Score("SCORED", 1.0, {5: 1.0}),  # type: ignore[dict-item]
     lambda: Score("SCORED", 1.0, metadata=cyclic()),
     lambda: Score("SCORED", 1.0, metadata={"x": object()}),
     lambda: Score("SCORED", 1.0, metadata={"x": float("nan")}),

@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import Restartable, ServiceError
-from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, CheckpointState, Ledger, superseded
 
 
 def state(version: int, **metrics: float) -> CheckpointState:
@@ -102,6 +104,106 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
     (publish(1) / "state.json").write_text(content)
     with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to continue"):
         checkpoints.state(1)
+
+
+def weights(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"a": np.arange(20, dtype=np.float32)}, path)
+
+
+WHOLE = {"config.json": b"{}", "generation_config.json": b"{}"}
+
+
+def real(folder: Path) -> None:
+    """The files of a checkpoint that can be damaged."""
+    for model in ("policy", "value"):
+        weights(folder / model / "model.safetensors")
+        for name, content in WHOLE.items():
+            (folder / model / name).write_bytes(content)
+    weights(folder / "training" / "rank_0_of_1.safetensors")
+    (folder / TRAINED).write_bytes(Ledger(range(50)).encode())
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [cut, emptied])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "policy/model.safetensors",
+        "policy/config.json",
+        "value/model.safetensors",
+        "training/rank_0_of_1.safetensors",
+        "state.json",
+        "ledger.json",
+        TRAINED,
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_set_aside_with_words_and_the_one_before_is_used(
+    checkpoints: Checkpoints,
+    publish: Publish,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    harm: Callable[[Path], None],
+) -> None:
+    for version in (2, 4, 6):
+        real(publish(version, accuracy=0.1 * version))
+    assert checkpoints.newest() == 6
+    damaged = checkpoints.path(6) / file
+    harm(damaged)
+    held = files_of(checkpoints.path(6))
+    assert checkpoints.newest() == 4
+    assert f"{checkpoints.path(6)} is damaged, and the checkpoint before it is used: {damaged}" in caplog.text
+    assert files_of(checkpoints.path(6)) == held, "nobody but a trainer that starts touches it"
+    checkpoints.start("t2", 4)
+    assert checkpoints.published() == [4]
+    (aside,) = checkpoints.path(4).parent.glob("*step_6*")
+    assert aside.name == "damaged-step_6-t2"
+    assert files_of(aside) == held
+    assert f"set aside as {aside}" in caplog.text
+
+
+def test_a_missing_file_of_weights_is_damage(checkpoints: Checkpoints, publish: Publish) -> None:
+    for version in (2, 4):
+        real(publish(version))
+    (checkpoints.path(4) / "policy" / "model.safetensors").unlink()
+    assert checkpoints.newest() == 2
+
+
+def test_no_usable_checkpoint_is_an_error_that_says_what_is_wrong_with_each(
+    checkpoints: Checkpoints, publish: Publish
+) -> None:
+    for version in (2, 4):
+        real(publish(version))
+    emptied(checkpoints.path(2) / "ledger.json")
+    cut(checkpoints.path(4) / "policy" / "model.safetensors")
+    with pytest.raises(ServiceError) as failure:
+        checkpoints.newest()
+    first, *rest = str(failure.value).splitlines()
+    assert first.startswith("every checkpoint of the run is damaged; restore one from a copy")
+    assert [line.split(" ")[2] for line in rest] == [
+        f"{checkpoints.path(4)}/policy/model.safetensors",
+        f"{checkpoints.path(2)}/ledger.json",
+    ]
+    assert checkpoints.published() == [2, 4]
+
+
+def test_a_checkpoint_of_another_build_is_not_damaged(checkpoints: Checkpoints, publish: Publish) -> None:
+    publish(2)
+    (publish(4) / "state.json").write_text('{"version":1,"timeline":"t1","cursor":4,"run_id":"r","trained":[[0,4]]}')
+    assert checkpoints.newest() == 4
+    with pytest.raises(ServiceError, match="an older build wrote it"):
+        checkpoints.state(4)
 
 
 def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from headrace_services.trainer.control.decisions import (
     behind,
     count_verified,
     decide,
+    is_hopeless,
     next_backoffs,
     next_streaks,
     refit_due,
@@ -341,3 +342,23 @@ def test_a_run_that_only_evaluates_ends_with_its_validation_however_long_that_ta
     assert then(**asked, validating=0, awaited_since=-1e9) is Action.AWAIT_VALIDATION
     assert then(**asked, validating=0, healthy=0) is Action.WAIT
     assert then(**asked) is Action.FINISH
+
+
+@pytest.mark.parametrize(
+    ("states", "failed", "expected", "after", "hopeless"),
+    [
+        (["STALE"], 3, 1, 3, True),
+        (["STALE"], 2, 1, 3, False),
+        (["STALE"], 9, 1, None, False),  # never given up
+        (["STALE", "QUARANTINED"], 3, 2, 3, True),
+        (["STALE"], 3, 2, 3, False),  # another is still to come
+        (["STALE", "LOADING"], 3, 2, 3, False),
+        (["STALE", "DEAD"], 3, 2, 3, False),
+        ([], 3, 1, 3, False),
+    ],
+)
+def test_a_fleet_is_hopeless_once_all_of_it_has_failed_often_enough(
+    states: list[str], failed: int, expected: int, after: int | None, hopeless: bool
+) -> None:
+    fleet = [replica(str(i), state, -1) for i, state in enumerate(states)]
+    assert is_hopeless(fleet, {"0": failed}, expected, after) is hopeless

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.journal import Kind, Line
+from headrace.journal import Journal, Kind, Line, surviving
 from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry.metric_names import unknown
-from headrace_services.trainer.telemetry.plots import CHANGES, CHARTS, POINTS, render_page, write_page
+from headrace_services.trainer.telemetry.plots import (
+    CHANGES,
+    CHARTS,
+    POINTS,
+    Shown,
+    read_shown,
+    render_page,
+    write_page,
+)
 
 POINT = re.compile(r'<use [^>]*x="([^"]+)" y="([^"]+)"[^>]*><title>([^<]+)</title>')
 FRAME = re.compile(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
@@ -48,6 +60,10 @@ class Strict(HTMLParser):
         assert self.open.pop() == tag
 
 
+def render(lines: Sequence[Line], *rest: Any, **named: Any) -> str:
+    return render_page(Shown(lines, lines), *rest, **named)
+
+
 def parsed(page: str) -> Strict:
     parser = Strict()
     parser.feed(page)
@@ -62,7 +78,7 @@ def test_every_curve_is_of_a_metric_that_there_is() -> None:
 def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
     lines = [line(step, reward=step / 10, token_mult_prob_error=1.001) for step in range(10)]
     lines.append(line(9, "validation", accuracy=0.75))
-    page = render_page(lines, "run <b>")
+    page = render(lines, "run <b>")
     parser = parsed(page)
     assert not {"script", "img", "link", "iframe"} & set(parser.seen)
     assert parser.addresses
@@ -79,22 +95,22 @@ def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
-    page = render_page([], "run", refresh_s=5)
+    page = render([], "run", refresh_s=5)
     parsed(page)
     assert "No step has been trained yet" in page
     assert 'http-equiv="refresh" content="5"' in page
 
 
 def test_an_alarm_stands_above_the_curves() -> None:
-    assert "disagree" in render_page([line(3, reward=0.0, train_inference_alarm=1.0)], "run")
-    assert "disagree" not in render_page([line(3, reward=0.0, train_inference_alarm=0.0)], "run")
+    assert "disagree" in render([line(3, reward=0.0, train_inference_alarm=1.0)], "run")
+    assert "disagree" not in render([line(3, reward=0.0, train_inference_alarm=0.0)], "run")
 
 
 def test_the_page_says_what_prompts_failed_of() -> None:
-    page = render_page([line(3, reward=0.0, failed_prompts=2.0)], "run", "2 prompts failed: 2 x <b>\x1b[2J")
+    page = render([line(3, reward=0.0, failed_prompts=2.0)], "run", "2 prompts failed: 2 x <b>\x1b[2J")
     assert r"2 prompts failed: 2 x &lt;b&gt;\x1b[2J" in page
     assert "Failed prompts" in page
-    assert 'class="failures"' not in render_page([line(3, reward=0.0)], "run")
+    assert 'class="failures"' not in render([line(3, reward=0.0)], "run")
 
 
 def test_the_page_says_where_an_environment_went_on_by_another_build() -> None:
@@ -103,25 +119,25 @@ def test_the_page_says_where_an_environment_went_on_by_another_build() -> None:
         return [replace(each, builds={"exact": [build]}) for each, build in zip(steps, builds, strict=True)]
 
     dotted = "stroke-dasharray: 1,"
-    page = render_page(history("1", "1", "<b>\x1b[2J"), "run")
+    page = render(history("1", "1", "<b>\x1b[2J"), "run")
     assert r"step 2: environment exact scores with build &lt;b&gt;\x1b[2J, after 1" in page
     assert page.count(dotted) == 1  # in the chart of rewards
-    same = render_page(history("1", "1", "1"), "run")
+    same = render(history("1", "1", "1"), "run")
     assert dotted not in same
     assert "scores with build" not in same
-    often = render_page(history(*map(str, range(20))), "run")
+    often = render(history(*map(str, range(20))), "run")
     assert often.count("scores with build") == CHANGES
     assert "step 19: environment exact scores with build 19, after 18" in often
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    page = render_page([line(0, reward=math.nan, loss=1.0), line(1, reward=math.inf)], "run")
+    page = render([line(0, reward=math.nan, loss=1.0), line(1, reward=math.inf)], "run")
     assert "<section>" not in page
 
 
 @pytest.mark.parametrize(("error", "drawn"), [(1.001, False), (1.04, True), (1.2, True)])
 def test_the_limit_is_drawn_where_values_come_near_it(error: float, drawn: bool) -> None:
-    page = render_page([line(step, reward=0.0, token_mult_prob_error=error) for step in range(3)], "run")
+    page = render([line(step, reward=0.0, token_mult_prob_error=error) for step in range(3)], "run")
     assert ("stroke-dasharray: 3" in page) is drawn
 
 
@@ -132,13 +148,13 @@ def test_a_chart_that_can_not_be_drawn_says_so_and_ends_nothing(monkeypatch: pyt
         return f"<section>{title}</section>"
 
     monkeypatch.setattr(plots, "_drawn_card", drawn)
-    page = render_page([line(0, reward=1.0, entropy=1.0)], "run")
+    page = render([line(0, reward=1.0, entropy=1.0)], "run")
     assert "can&#x27;t be drawn, its values are in metrics.jsonl: ValueError: no &lt;ticks&gt;" in page
     assert "<section>Entropy</section>" in page
 
 
 def test_a_long_run_is_drawn_by_means() -> None:
-    page = render_page([line(step, reward=float(step % 2)) for step in range(10 * POINTS)], "run")
+    page = render([line(step, reward=float(step % 2)) for step in range(10 * POINTS)], "run")
     points = POINT.findall(page)
     assert len(points) == POINTS
     assert points[-1][2] == f"step {10 * POINTS - 1}: 0.5"
@@ -153,7 +169,7 @@ def _nearly(value: float) -> st.SearchStrategy[list[float]]:
 @example([1.0000001637525064, 1.000000163758683])
 @settings(deadline=None, max_examples=40)
 def test_every_value_lies_within_the_frame(values: list[float]) -> None:
-    page = render_page([line(step, reward=value) for step, value in enumerate(values)], "run")
+    page = render([line(step, reward=value) for step, value in enumerate(values)], "run")
     frame = FRAME.search(page)
     assert frame is not None
     points = POINT.findall(page)
@@ -173,19 +189,19 @@ def test_every_value_lies_within_the_frame(values: list[float]) -> None:
     ],
 )
 def test_ticks_are_round_numbers_around_the_values(low: float, high: float, ticks: list[str]) -> None:
-    page = render_page([line(3, reward=low), line(17, reward=high)], "run")
+    page = render([line(3, reward=low), line(17, reward=high)], "run")
     assert TICK.findall(page) == ["step 3", "17", *ticks]
 
 
 def test_a_page_is_written_whole(tmp_path: Path) -> None:
-    write_page([line(0, reward=0.5)], tmp_path / "curves.html", "run")
+    write_page(Shown([line(0, reward=0.5)], [line(0, reward=0.5)]), tmp_path / "curves.html", "run")
     assert [path.name for path in tmp_path.iterdir()] == ["curves.html"]
 
 
 def test_each_reward_component_has_a_curve_under_its_name_whatever_it_is() -> None:
     names = ["correct", "it's <b>", *(f"c{number}" for number in range(9))]
     lines = [line(step, **{f"reward/{name}": float(step) for name in names}) for step in range(3)]
-    page = render_page([replace(one, metrics={"reward": 0.0, **one.metrics}) for one in lines], "run")
+    page = render([replace(one, metrics={"reward": 0.0, **one.metrics}) for one in lines], "run")
     parsed(page)
     assert "Reward components" in page
     assert "c0 <b>2</b>" in page
@@ -194,7 +210,7 @@ def test_each_reward_component_has_a_curve_under_its_name_whatever_it_is() -> No
 
 def test_accuracy_is_called_by_what_it_is() -> None:
     steps = [line(0, reward=0.5), line(0, "validation", accuracy=0.5, partial_credit=0.25)]
-    page = render_page(steps, "run")
+    page = render(steps, "run")
     assert "held-out mean reward 0.500 at version 0" in page
     assert "held-out mean reward <b>0.5</b>" in page
     assert "accuracy" not in page
@@ -207,7 +223,68 @@ def test_the_first_step_after_a_start_does_not_flatten_what_took_time() -> None:
         replace(one, metrics=one.metrics | {"efficiency/init/total_s": 9.0}) if one.step in (0, 3) else one
         for one in steps
     ]
-    titles = [title for _, _, title in POINT.findall(render_page(lines, "run"))]
+    titles = [title for _, _, title in POINT.findall(render(lines, "run"))]
     assert [title for title in titles if title.endswith((": 1", ": 100"))] == [
         f"step {step}: 1" for step in (1, 2, 4, 5)
     ]
+
+
+def written(path: Path, steps: int, *, restarts: int = 0, validated: int = 0) -> Journal:
+    """A journal of so many steps: the first after a start takes long, and each restart abandons the step before it."""
+    journal, timeline = Journal(path / "metrics.jsonl", segment_bytes=200_000), "t0"
+    starts = [(start + 1) * steps // (restarts + 1) for start in range(restarts)]
+    for step in range(steps):
+        first = {"efficiency/init/total_s": 9.0} if step == 0 else {}
+        if step in starts:
+            journal.append("train", step, timeline, {"reward": 1e9})
+            timeline, first = f"t{step}", {"efficiency/init/total_s": 9.0}
+            journal.append("rewind", step, timeline, {})
+        times = {"timing/train/total_step_time": 99.0 if first else 1.0 + step % 2, **first}
+        metrics = {"reward": float(step), "loss": math.nan if step % 3 == 0 else 1.0, **times}
+        journal.append("train", step, timeline, metrics, builds={"math": ["1" if step < steps // 3 else "2"]})
+        if validated and step % validated == 0:
+            journal.append("validation", step, timeline, {"accuracy": step / steps})
+    return journal
+
+
+def test_a_short_run_is_shown_as_it_is(tmp_path: Path) -> None:
+    journal = written(tmp_path, POINTS, restarts=3, validated=7)
+    assert repr(read_shown(journal.path).lines) == repr(surviving(journal.read()))  # NaN is not itself
+
+
+def test_a_long_run_is_shown_by_means_of_neighbours_and_what_is_said_of_it_stays_exact(tmp_path: Path) -> None:
+    steps, restarts = 12 * POINTS, 4
+    journal = written(tmp_path, steps, restarts=restarts, validated=50)
+    shown, whole = read_shown(journal.path), surviving(journal.read())
+    assert len([*tmp_path.glob("metrics.*.jsonl")]) > 1
+    train = [line for line in shown.lines if line.kind == "train"]
+    assert len(train) <= POINTS + restarts + 2
+    assert [line for line in shown.lines if line.kind == "validation"] == [
+        line for line in whole if line.kind == "validation"
+    ]
+    assert [line.step for line in shown.lines] == sorted(line.step for line in shown.lines)
+    assert repr(shown.lines[-1]) == repr(whole[-1])
+    starts = [line for line in train if "efficiency/init/total_s" in line.metrics]
+    assert [line.metrics["timing/train/total_step_time"] for line in starts] == [99.0] * (restarts + 1)
+    for earlier, line in itertools.pairwise(train):
+        if earlier not in starts and line not in starts:
+            assert line.metrics["reward"] == (earlier.step + 1 + line.step) / 2, "the mean of the steps between"
+            assert line.metrics["loss"] == 1.0
+    page, entire = render_page(shown, "run"), render(whole, "run")
+    assert re.findall("<p>.*?</p>", page) == re.findall("<p>.*?</p>", entire)
+    assert "scores with build 2" in page
+
+
+def test_what_is_held_to_show_a_run_hardly_grows_with_its_steps(tmp_path: Path) -> None:
+    def peak(steps: int) -> int:
+        journal = Journal(tmp_path / f"{steps}.jsonl")
+        for step in range(steps):
+            journal.append("train", step, "t", {f"metric {number}": step / 7 for number in range(100)})
+        tracemalloc.start()
+        read_shown(journal.path)
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return held
+
+    short, long = peak(2 * POINTS), peak(12 * POINTS)
+    assert (long - short) / (10 * POINTS) < 1000, "bytes a step; a line of 100 metrics takes 15,000"

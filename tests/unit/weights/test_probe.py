@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headrace.config import Config
-from headrace.weights.probe import choose_token_ids, repeat_text, tolerance
+from headrace.weights.probe import choose_token_ids, probe_length, repeat_text, tolerance
 
 
 def row(*values: float) -> np.ndarray:
@@ -55,3 +55,13 @@ def test_the_tolerance_suits_the_dtype(
 ) -> None:
     policy = {"precision": trainer, "generation": {"vllm_cfg": {"precision": rollout}}}
     assert tolerance(Config.model_validate({"policy": policy, "weight_channel": channel})) == expected
+
+
+@pytest.mark.parametrize(
+    ("most", "window", "length"),
+    [(4096, None, 32), (20, None, 19), (2, None, 2), (4096, 128, 160), (100, 128, 99), (40_000, 4096, 1025)],
+)
+def test_a_probe_is_longer_than_the_window_and_fits_engine_and_report(
+    most: int, window: int | None, length: int
+) -> None:
+    assert probe_length(most, window) == length

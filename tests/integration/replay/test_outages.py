@@ -1,0 +1,187 @@
+"""What the replay service checks when it starts may also fail later, for a while. Then it waits, says why, and goes on by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace import credentials
+from headrace.cli.app import app
+from headrace.config import Config
+from headrace.credentials import REDIS_ROLES
+from headrace.replay import Limits, ReplayClient
+from headrace.replay.connection import open_redis
+from headrace_services.replay import acl, library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.replay.main import _Buffer, limits_of, running
+from tests.support.buffer import enqueue, eventually, nonce
+from tests.support.ports import free_port
+
+RUN = "outage"
+
+
+@pytest.fixture
+async def server(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), binary=redis_binary)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def watched(url: str, limits: Limits) -> AsyncIterator[tuple[_Buffer, ReplayClient]]:
+    """The replay service's watch over a run whose trainer has started, and a client. The watch is still there at the end."""
+    client, other = (ReplayClient(open_redis(url, retries=0), RUN) for _ in range(2))
+    buffer = _Buffer(client, limits, url)
+    await buffer.prepare()
+    state = await client.rewind(0, nonce())  # ends the timeline that the run began with
+    watching = asyncio.create_task(buffer.watch())
+    try:
+        await enqueue(client, range(3))
+        yield buffer, other
+        assert not watching.done()
+        after = await client.state()
+        assert (after.incarnation, after.counts) == (state.incarnation, {"queued": 3})
+    finally:
+        watching.cancel()
+        results = await asyncio.gather(watching, return_exceptions=True)
+        await client.aclose()
+        await other.aclose()
+    assert isinstance(results[0], asyncio.CancelledError), results
+
+
+def says(buffer: _Buffer, *words: str) -> Callable[[], Awaitable[bool]]:
+    async def said() -> bool:
+        reason = await buffer.trouble()
+        return reason is not None and all(word in reason for word in words)
+
+    return said
+
+
+async def _ready(buffer: _Buffer) -> bool:
+    return await buffer.trouble() is None
+
+
+async def goes_on(buffer: _Buffer) -> None:
+    await eventually(lambda: _ready(buffer))
+
+
+async def test_law_6_a_server_that_is_a_replica_for_a_while_is_waited_for(
+    server: EmbeddedServer, limits: Limits
+) -> None:
+    async with watched(server.url, limits) as (buffer, other):
+        await other.redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]
+        await eventually(says(buffer, "replica", "sentinel://"))
+        await other.redis.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+        await goes_on(buffer)
+
+
+async def test_law_6_functions_that_were_flushed_are_loaded_again(
+    server: EmbeddedServer, limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of the run was lost, so the service must not take itself for replaced by another."""
+    async with watched(server.url, limits) as (buffer, other):
+        await other.redis.function_flush()
+
+        async def loaded() -> bool:
+            return bool(await other.redis.function_list())
+
+        await eventually(loaded)
+        await goes_on(buffer)
+    assert "another replay service" not in caplog.text
+
+
+async def test_law_6_a_server_that_came_back_with_too_little_memory_is_waited_for(
+    server: EmbeddedServer, limits: Limits
+) -> None:
+    async with watched(server.url, limits) as (buffer, other):
+        await other.redis.config_set("maxmemory", limits.max_bytes)
+        await other.redis.function_flush()
+        await eventually(says(buffer, "CONFIG SET maxmemory"))
+        await other.redis.config_set("maxmemory", 0)
+        await goes_on(buffer)
+
+
+async def test_law_6_an_administrator_is_waited_for_who_must_load_the_functions(
+    tmp_path: Path, redis_binary: str | None, limits: Limits
+) -> None:
+    """On a shared server the service may not load them."""
+    passwords = {role: f"secret-of-{role}" for role in REDIS_ROLES}
+    server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), binary=redis_binary)
+    await server.start()
+    try:
+        async with open_redis(server.url) as admin:
+            await library.load(admin)
+            for line in acl.users(RUN, passwords)[1:]:
+                await admin.execute_command("ACL", "SETUSER", *line.split()[1:])
+            url = server.url.replace("redis://", f"redis://{RUN}-up:{passwords['up']}@")
+            async with watched(url, limits) as (buffer, _):
+                await admin.function_flush()
+                await eventually(says(buffer, "headrace functions", "FUNCTION LOAD"))
+                await library.load(admin)
+                await goes_on(buffer)
+    finally:
+        await server.stop()
+
+
+async def test_law_6_a_service_that_another_replaced_says_so_once_however_long_the_server_is_away(
+    server: EmbeddedServer, limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched(server.url, limits) as (buffer, other):
+        await other.open_run(limits)
+        await eventually(lambda: _logged(caplog))
+        for _ in range(2):
+            await other.redis.function_flush()
+            await eventually(says(buffer, "no functions"))
+            await goes_on(buffer)
+        assert caplog.text.count("another replay service") == 1
+
+
+async def _logged(caplog: pytest.LogCaptureFixture) -> bool:
+    return "another replay service" in caplog.text
+
+
+async def test_status_says_since_when_the_run_waits_for_the_server_and_why(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    secrets = tmp_path / "credentials"
+    settings = {
+        "run": {"id": RUN, "dir": str(tmp_path)},
+        "replay": {"port": free_port(), "redis_url": server.url},
+        "security": {"credentials": str(secrets)},
+    }
+    config = Config.model_validate(settings)
+    credentials.complete(secrets, credentials.names_of(config, redis=False))
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+
+    async def status() -> str:
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["status", str(file)])
+        return " ".join((result.output + str(result.exception or "")).split())
+
+    def shows(*words: str) -> Callable[[], Awaitable[bool]]:
+        async def shown() -> bool:
+            said = await status()
+            return all(word in said for word in words)
+
+        return shown
+
+    stop = asyncio.Event()
+    async with running(config, limits_of(config), stop) as (_, work), open_redis(server.url) as redis:
+        working = asyncio.create_task(work())
+        assert "buffer's server" not in await status()
+        await redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]
+        await eventually(shows("waits for the buffer's server", "is a replica of", "(since "))
+        await redis.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+        await eventually(shows("next step"))
+        await server.stop()
+        await eventually(shows("waits for the buffer's server", "can't be reached", "(since "))
+        await server.start()
+        stop.set()
+        await working

@@ -1,0 +1,55 @@
+"""`headrace up` says what the run waits for while the buffer's server is away, from what the replay service says about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from headrace import credentials
+from headrace.cli.display import Display
+from headrace.cli.pipeline import Pipeline
+from headrace.config import Config
+
+REASON = "it is a replica of 10.0.0.2:6379; give the primary"
+
+
+class Replay:
+    """The health pages of a replay service."""
+
+    reason: str | None = "starting"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        ready = path == b"/healthz" or self.reason is None
+        body = {"status": "ready"} if ready else {"status": "not ready", "reason": self.reason}
+        writer.write(f"HTTP/1.0 {200 if ready else 503} \r\n\r\n{json.dumps(body)}".encode())
+        await writer.drain()
+        writer.close()
+
+
+async def test_up_names_the_buffers_server_among_what_the_run_waits_for(tmp_path: Path) -> None:
+    file = tmp_path / credentials.FILE
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
+    credentials.complete(file, credentials.names_of(config, redis=True))
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, Display(Console()))
+    replay = Replay()
+    server = await asyncio.start_server(replay.serve, "127.0.0.1", 0)
+
+    async def waits() -> list[tuple[str, str]]:
+        await pipeline._probe(pipeline.children.replay, "127.0.0.1", server.sockets[0].getsockname()[1], 0.0)
+        return [(wait.whom, wait.why) for wait in pipeline._waits()]
+
+    async with server:
+        assert await waits() == []  # it starts
+        replay.reason = None
+        assert await waits() == []
+        replay.reason = REASON
+        assert await waits() == [("the buffer's server", REASON)]
+        (first,) = pipeline._waits()
+        await waits()
+        assert pipeline._waits()[0].seconds >= first.seconds >= 0
+        replay.reason = None
+        assert await waits() == []

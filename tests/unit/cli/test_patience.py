@@ -1,0 +1,31 @@
+"""For how long `up` lets an environment of its own be silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.cli.pipeline import LONGEST_PROBE_GAP_S, patience_s
+from headrace.config import Config
+
+
+@pytest.mark.parametrize(
+    ("env", "is_broken", "expected"),
+    [
+        ({"timeout_s": 20}, False, 50),
+        ({"timeout_s": 100}, False, 100 + LONGEST_PROBE_GAP_S),
+        ({"timeout_s": 100}, True, 50),
+        ({"timeout_s": 20, "episodes": True}, False, 7200 + LONGEST_PROBE_GAP_S),
+        ({"timeout_s": 20, "episodes": True}, True, 50),
+    ],
+)
+def test_a_silent_environment_is_restarted_when_no_call_of_it_can_be_awaited(
+    env: dict[str, object], is_broken: bool, expected: float
+) -> None:
+    config = Config.model_validate(
+        {
+            "env": {"mine": {"target": "mine.py:Mine", **env}},
+            "run": {"hang_timeout_s": 50},
+            "replay": {"group_deadline_s": 7200},
+        }
+    )
+    assert patience_s(config, "mine", is_broken=is_broken) == expected
