@@ -65,6 +65,8 @@ from headrace_services.trainer.network.packing import PackedRows
 Write = Callable[[Path], None]
 # The size of a safetensors file. A single tensor may exceed it.
 SHARD_SIZE = "50GB"
+# The largest relative error of a number that is rounded to bfloat16.
+ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 # How many versions of one function torch may compile; beyond that it would run uncompiled code. There are versions for passes with and
 # without gradients, for one row and several, for one place and several, and for each kind of model.
 VERSIONS = 64
@@ -204,7 +206,10 @@ class PlacedModel:
             with adapter.taken_off() if adapter else contextlib.nullcontext():
                 fill(model, device)
         self._root, self._device = root, device
-        self._autocast = bfloat16 and not several_ranks() and not shards_alone(device, bfloat16=bfloat16)
+        self._in_bfloat16 = bfloat16 and (several_ranks() or shards_alone(device, bfloat16=bfloat16))
+        self._autocast = bfloat16 and not self._in_bfloat16
+        routed = any(hasattr(module, "experts") for module in model.modules())
+        self._model, self._layers = model, [] if routed else layers
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         self._once_a_step = several_ranks() and reduces_once(
             config.trainer.reduce_gradients, sum(parameter.numel() for parameter in trained), memory
@@ -217,6 +222,34 @@ class PlacedModel:
         if not torch.is_grad_enabled():
             end_pass(self._root)
         return output
+
+    @property
+    def can_round(self) -> bool:
+        """Whether `rounded` has an effect that can be compared: the model's layers are known, and no rounding sends a token to other
+        experts."""
+        return bool(self._layers)
+
+    @contextlib.contextmanager
+    def rounded(self) -> Iterator[None]:
+        """In the context, the model computes in bfloat16, and the states after its embedding and after each layer have a random error as
+        large as that of rounding: as another honest implementation would. (A model that is sharded in bfloat16 can't be computed in
+        float32, to compare with that.)"""
+        random, autocast = torch.Generator().manual_seed(0), self._autocast
+
+        def err(module: nn.Module, arguments: Any, output: Any) -> Any:
+            states = output if isinstance(output, Tensor) else output[0]
+            error = (2 * torch.rand(states.shape, generator=random) - 1).to(states.device) * ROUNDING
+            states = (states.float() * (1 + error)).to(states.dtype)
+            return states if isinstance(output, Tensor) else (states, *output[1:])
+
+        with contextlib.ExitStack() as stack:
+            for module in (self._model.get_input_embeddings(), *self._layers):
+                stack.callback(module.register_forward_hook(err).remove)
+            self._autocast = not self._in_bfloat16
+            try:
+                yield
+            finally:
+                self._autocast = autocast
 
     def expect_backward(self, *, last: bool) -> None:
         """Call this before a backward pass, with whether it is the `last` one of an optimizer step. Until after the last one, gradients of
