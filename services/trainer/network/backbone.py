@@ -111,14 +111,11 @@ def load_model(
     Raises `ServiceError` if it can't be loaded, if its configuration lacks the key of an override, or if its context is shorter than
     `policy.max_total_sequence_length`.
     """
-    try:
-        settings = _settings(name, overrides) if overrides else {}
-        load = functools.partial(on_meta, auto) if several_ranks() else auto.from_pretrained
-        model = load(name, dtype=torch.float32, **settings)
-    except ServiceError:
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
-        raise cannot_load(key, name, what, error) from error
+    if several_ranks():
+        model = load_on_meta(auto, key, name, what, overrides)
+    else:
+        with _loading(key, name, what):
+            model = auto.from_pretrained(name, dtype=torch.float32, **_settings(name, overrides))
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ServiceError(
@@ -130,13 +127,32 @@ def load_model(
     return model.eval()
 
 
+def load_on_meta(auto: Any, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Make the model that `load_model` loads on the meta device, from its configuration alone. Raises `ServiceError` if it can't be
+    made."""
+    with _loading(key, name, what):
+        return on_meta(auto, name, dtype=torch.float32, **_settings(name, overrides))
+
+
+@contextlib.contextmanager
+def _loading(key: str, name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ServiceError:
+        raise
+    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
+        raise cannot_load(key, name, what, error) from error
+
+
 def caps_attention(config: Any) -> bool:
     """Whether the model caps the logits of its attention softly (Gemma 2)."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's configuration with `overrides`, as an argument of `from_pretrained`."""
+def _settings(name: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the model's configuration with `overrides`, as an argument of `from_pretrained`; no argument without overrides."""
+    if not overrides:
+        return {}
     settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
     if unknown:
         raise ServiceError(
