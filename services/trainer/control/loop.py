@@ -38,6 +38,7 @@ from headrace.weights.probe import (
     is_exact,
     probe_length,
     repeat_text,
+    rollout_dtype,
     tolerance,
 )
 from headrace_services.trainer.control import decisions
@@ -461,10 +462,13 @@ class Loop:
         so it is the model that trainer and replicas do not share."""
         rollout = self._config.rollout
         if decisions.is_hopeless(fleet, self._failed_refits, rollout.replicas, rollout.quarantine_after):
+            policy = self._config.policy
             raise ServiceError(
                 f"no replica can be verified with the initial weights: {'; '.join(frequent(list(refused.values())))}. Trainer and engine "
-                f"compute {self._config.policy.model_name!r} differently, or the engine can't be given its weights: use a "
-                "model of another family, or report this one (docs/architecture.md, The probe)"
+                f"compute {policy.model_name!r} differently, or the engine can't be given its weights. Compare what they compute: here "
+                f"{policy.precision} (policy.precision), {self._context.lead.learner.policy.features}; there {rollout_dtype(self._config)} "
+                "(policy.generation.vllm_cfg.precision), and what the replica's log says of the engine. If these agree, use a model of "
+                "another family, or report this one (docs/architecture.md, The probe)"
             )
 
     async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:

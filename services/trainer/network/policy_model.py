@@ -36,6 +36,8 @@ from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
 
+# Keys of a model's configuration that programs are known to ignore or to read in different ways.
+FEATURES = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "rope_parameters")
 # the kind of model, for errors
 CAUSAL = "a causal language model"
 
@@ -138,6 +140,14 @@ class PolicyModel:
         """The number of tokens that its layers with a sliding window attend to; None if it has none."""
         window: int | None = getattr(self.model.config.get_text_config(), "sliding_window", None)
         return window
+
+    @property
+    def features(self) -> str:
+        """What the model has, beside its weights, that another program may compute differently."""
+        config = self.model.config.get_text_config()
+        named = {name: getattr(config, name, None) for name in FEATURES}
+        found = [f"{name} {value}" for name, value in named.items() if value is not None]
+        return ", ".join([f"{config._attn_implementation} attention", *found])
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
         """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.
