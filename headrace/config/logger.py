@@ -38,7 +38,7 @@ class GPUMonitoringConfig(Section):
 
 class TrainInferenceAlarmConfig(Section):
     """Limits beyond which trainer and inference engine are reported to disagree about the log-probabilities of the trained tokens; null:
-    never. They apply to data of the current weights, and are never narrower than `weight_channel.verify_mean_tolerance`. Older data has
+    never. They apply to data of the current weights, and are never narrower than what the newest refit accepts in the mean. Older data has
     another rule (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)

@@ -237,12 +237,13 @@ class WeightChannelConfig(Section):
         None,
         gt=0,
         description="largest |log-probability difference| on the probe between trainer and replica with which a refit is verified; null: "
-        "1e-3 where both compute in float32, else 2",
+        "1e-3 where both compute in float32, else 4 times what rounding to bfloat16 changes, at most 2 (docs/architecture.md, The probe)",
     )
     verify_mean_tolerance: float | None = Field(
         None,
         gt=0,
-        description="the same for its mean; null: verify_tolerance where both compute in float32, else 0.2",
+        description="the same for its mean; null: verify_tolerance where both compute in float32, else 4 times what rounding changes, at "
+        "most 0.2",
     )
     max_retries: int = Field(
         3, ge=0, description="repeated broadcasts of one version after a member was lost during the transfer"

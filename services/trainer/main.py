@@ -30,7 +30,7 @@ from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismis
 from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.distributed import Ranks, join_ranks
-from headrace_services.trainer.network.policy_model import load_tokenizer
+from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
@@ -81,7 +81,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal, lambda: readiness.failures)
 
-            # find unusable prompts before anything heavy is loaded
+            # find an unusable model and unusable prompts before anything heavy is loaded
+            await asyncio.to_thread(check_refit, config)
             readiness.problem = "reading the prompts"
             prompts = await asyncio.to_thread(_prompts, config)
             record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)

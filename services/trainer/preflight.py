@@ -63,10 +63,11 @@ def _metric_name(config: Config) -> Iterator[tuple[Keys, str]]:
 
 
 def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
-    """Read and tokenize all prompts of the run. Returns lines that describe them, and warnings. `say` is called with the progress.
+    """Look at the model's configuration, and read and tokenize all prompts of the run. Returns lines that describe them, and warnings.
+    `say` is called with the progress.
 
-    Raises `HeadraceError` for a tokenizer, a data set or a prompt that can't be used. Data sets of the Hugging Face Hub are left to the
-    trainer.
+    Raises `HeadraceError` for a model, a tokenizer, a data set or a prompt that can't be used. Data sets of the Hugging Face Hub are left
+    to the trainer.
     """
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
@@ -77,11 +78,12 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
                     "read when the run starts"
                 ]
     try:
-        from headrace_services.trainer.network.policy_model import load_tokenizer  # imports torch
+        from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer  # imports torch
     except ModuleNotFoundError as error:
         return [], [
             f"the prompts are not counted, because the package {error.name!r} is missing: pip install 'headrace[trainer]'"
         ]
+    check_refit(config)
     tokenizer = load_tokenizer(config)
     prompts = Prompts(config, tokenizer)
     counts = prompts.counts

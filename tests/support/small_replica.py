@@ -32,16 +32,16 @@ TOKENS = 4
 
 
 class SmallReplica:
-    """`faulty`: it computes the probe 1 nat off. `off`: it reports log-probabilities of its tokens that are so many nats lower. `mute`: it
-    leases validation prompts and never answers them. `doomed`: data set indices whose groups it rejects. `poison`: the data set index of a
-    prompt that kills its process. `most`: groups it leases at a time."""
+    """`faulty`: it computes the probe so many nats off. `off`: it reports log-probabilities of its tokens that are so many nats lower.
+    `mute`: it leases validation prompts and never answers them. `doomed`: data set indices whose groups it rejects. `poison`: the data set
+    index of a prompt that kills its process. `most`: groups it leases at a time."""
 
     def __init__(
         self,
         replay: ReplayClient,
         model: Path,
         *,
-        faulty: bool = False,
+        faulty: float = 0.0,
         off: float = 0.0,
         mute: bool = False,
         doomed: frozenset[int] = frozenset(),

@@ -6,14 +6,16 @@
 --          Otherwise it is STALE, because one of the two exceeds the epoch's tolerance
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (not finite, or another number of them)
 -- uses: _args, _epoch, _fleet, _register, _run
-local function differences(ours, theirs)
+-- the largest and the mean difference, and the place of the first that is more than `tolerance` (nil: none is)
+local function differences(ours, theirs, tolerance)
   if #ours ~= #theirs then refuse('HR_INVALID', #theirs .. ' log-probabilities for a probe of ' .. #ours) end
-  local largest, sum = 0, 0
+  local largest, sum, first = 0, 0, nil
   for i = 1, #ours do
     local difference = math.abs(ours[i] - theirs[i])
     largest, sum = math.max(largest, difference), sum + difference
+    if not first and difference > tolerance then first = i end
   end
-  return largest, sum / #ours
+  return largest, sum / #ours, first
 end
 
 register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 * BATCH)}, function(run, call)
@@ -21,7 +23,7 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 *
   local epoch = require_epoch(run, call.epoch, {transfer = true})
   local did = require_member(run, replica, {acknowledged = true, verified = true})
   local reference = cmsgpack.unpack(redis.call('HGET', run.base .. 'epoch', 'reference'))
-  local difference, mean = differences(reference.logprobs, call.logprobs)
+  local difference, mean, first = differences(reference.logprobs, call.logprobs, reference.tolerance)
   local verified = difference <= reference.tolerance and mean <= reference.mean_tolerance
   wake(run, 'epoch')
   if verified and did ~= 'verified' then
@@ -30,6 +32,7 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 *
     event(run, 'replica', 'replica', replica, 'state', 'HEALTHY', 'version', epoch.version)
   elseif not verified then
     local reason = 'log-probabilities of the probe differ by ' .. difference .. ', tolerance ' .. reference.tolerance
+      .. (first and ' (first at token ' .. first + 1 .. ')' or '')  -- the first token has no log-probability
       .. ', and by ' .. mean .. ' in the mean, tolerance ' .. reference.mean_tolerance
     redis.call('HSET', run.base .. 'members', replica, 'refused ' .. reason)
     set_stale(run, replica, reason)

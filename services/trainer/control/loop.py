@@ -30,7 +30,17 @@ from headrace.lineage import Origin
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
-from headrace.weights.probe import choose_token_ids, is_exact, probe_length, repeat_text
+from headrace.weights.probe import (
+    Differences,
+    choose_token_ids,
+    differences,
+    is_bounded_by_rounding,
+    is_exact,
+    probe_length,
+    repeat_text,
+    rollout_dtype,
+    tolerance,
+)
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
@@ -87,7 +97,7 @@ class Loop:
         self._refitted = False
         self._ever_verified = False  # some replica was, since this trainer started
         self._backoffs: dict[str, Backoff] = {}
-        self._probe: tuple[Int32, Float32] | None = None
+        self._probe: tuple[Int32, Float32, Differences] | None = None  # and the tolerance
         # training prompts that have failed: at the last look (-1 before the first), and when the newest step's metrics were taken
         self._failed, self._failed_before = -1, 0
         self._alive: frozenset[str] = frozenset()  # replicas that took part at the last look
@@ -415,12 +425,24 @@ class Loop:
                 ids = choose_token_ids(lead.learner.vocab_size, length)
             else:
                 ids = repeat_text((tokens for _, tokens in context.prompts.encoded()), length)
-            self._probe = ids, await context.torch(lambda: lead.probe(ids.tolist()))
-        token_ids, logprobs = self._probe
+            logprobs = await context.torch(lambda: lead.probe(ids.tolist()))
+            rounded = None
+            if is_bounded_by_rounding(self._config):
+                rounded = await context.torch(lambda: lead.rounded_probe(ids.tolist()))
+            accepted = tolerance(self._config, None if rounded is None else differences(logprobs, rounded))
+            context.telemetry.agree(accepted)
+            self._probe = ids, logprobs, accepted
+        token_ids, logprobs, accepted = self._probe
         adapter = Weights(lead, adapter_alone=True) if self._config.policy.lora_cfg.adapter_alone else None
         report = await self._call(
             lambda: context.sender.refit(
-                self._version, self._timeline, Weights(lead), token_ids, logprobs, adapter=adapter
+                self._version,
+                self._timeline,
+                Weights(lead),
+                token_ids,
+                logprobs,
+                adapter=adapter,
+                tolerance=accepted,
             )
         )
         self._refitted = True
@@ -440,10 +462,13 @@ class Loop:
         so it is the model that trainer and replicas do not share."""
         rollout = self._config.rollout
         if decisions.is_hopeless(fleet, self._failed_refits, rollout.replicas, rollout.quarantine_after):
+            policy = self._config.policy
             raise ServiceError(
                 f"no replica can be verified with the initial weights: {'; '.join(frequent(list(refused.values())))}. Trainer and engine "
-                f"compute {self._config.policy.model_name!r} differently, or the engine can't be given its weights: use a "
-                "model of another family, or report this one (docs/architecture.md, The probe)"
+                f"compute {policy.model_name!r} differently, or the engine can't be given its weights. Compare what they compute: here "
+                f"{policy.precision} (policy.precision), {self._context.lead.learner.policy.features}; there {rollout_dtype(self._config)} "
+                "(policy.generation.vllm_cfg.precision), and what the replica's log says of the engine. If these agree, use a model of "
+                "another family, or report this one (docs/architecture.md, The probe)"
             )
 
     async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:

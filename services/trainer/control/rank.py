@@ -196,6 +196,10 @@ class TrainerRank:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
     @command
+    def rounded_probe(self, token_ids: Sequence[int]) -> Float32 | None:
+        return self.learner.rounded_probe(np.asarray(token_ids, dtype=np.int32))
+
+    @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
         gathered_in = getattr(torch, rollout_dtype(self._config))
         for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):

@@ -38,7 +38,7 @@ from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
-from headrace.weights.probe import rollout_dtype, tolerance
+from headrace.weights.probe import Differences, rollout_dtype, tolerance
 from headrace.weights.rendezvous import Announcement, Rendezvous
 from headrace_services.weight_channel.transport import (
     Backend,
@@ -113,6 +113,7 @@ class _Refit:
     manifest: Manifest
     probe_ids: Int32
     probe_logprobs: Float32
+    tolerance: Differences
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
@@ -165,10 +166,11 @@ class WeightSender:
         probe_logprobs: Float32,
         *,
         adapter: WeightSource | None = None,
+        tolerance: Differences | None = None,
     ) -> RefitReport:
         """Send `version` to every live replica: all of `source`, or only the `adapter`, which is its last part. The adapter is enough if
         every member has the rest, which doesn't change, from an earlier refit. A replica is verified if its log-probabilities of
-        `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1).
+        `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1), up to `tolerance` (None: the configuration's).
 
         Returns when each member has verified, refused or died, or a deadline has passed. The caller decides whether that is good enough. It
         also brings late replicas to the current version.
@@ -188,7 +190,9 @@ class WeightSender:
                 f"under the weights of version {version} the probe's log-probabilities are not finite, so no replica could be verified. "
                 "Lower the learning rate, and start again from the last checkpoint"
             )
-        refit = _Refit(version, timeline, source, adapter, source, self._manifest(source), probe_ids, probe_logprobs)
+        bounds = tolerance or self._tolerance
+        manifest = self._manifest(source)
+        refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds)
         for attempt in range(1, self._config.max_retries + 2):
             epoch, outcome = await self._attempt(refit)
             if outcome is not _AttemptOutcome.INTERRUPTED:
@@ -223,7 +227,7 @@ class WeightSender:
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
-                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *self._tolerance
+                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *refit.tolerance
             )
         outcome = await self._transfer(epoch, rendezvous, refit)
         if outcome is _AttemptOutcome.SETTLED:

@@ -120,6 +120,14 @@ class Learner:
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
+    def rounded_probe(self, token_ids: Int32) -> Float32 | None:
+        """Return what `probe` does, but with an error as large as that of rounding to bfloat16 after each layer; None for a model in which
+        the effect of that is unknown (`PlacedModel.rounded`)."""
+        if not self.policy.placed.can_round:
+            return None
+        with self.policy.placed.rounded():
+            return self.probe(token_ids)
+
     def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return the name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]

@@ -65,6 +65,8 @@ from headrace_services.trainer.network.packing import PackedRows
 Write = Callable[[Path], None]
 # The size of a safetensors file. A single tensor may exceed it.
 SHARD_SIZE = "50GB"
+# The largest relative error of a number that is rounded to bfloat16.
+ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 # How many versions of one function torch may compile; beyond that it would run uncompiled code. There are versions for passes with and
 # without gradients, for one row and several, for one place and several, and for each kind of model.
 VERSIONS = 64
@@ -109,14 +111,11 @@ def load_model(
     Raises `ServiceError` if it can't be loaded, if its configuration lacks the key of an override, or if its context is shorter than
     `policy.max_total_sequence_length`.
     """
-    try:
-        settings = _settings(name, overrides) if overrides else {}
-        load = functools.partial(on_meta, auto) if several_ranks() else auto.from_pretrained
-        model = load(name, dtype=torch.float32, **settings)
-    except ServiceError:
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
-        raise cannot_load(key, name, what, error) from error
+    if several_ranks():
+        model = load_on_meta(auto, key, name, what, overrides)
+    else:
+        with _loading(key, name, what):
+            model = auto.from_pretrained(name, dtype=torch.float32, **_settings(name, overrides))
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ServiceError(
@@ -128,13 +127,32 @@ def load_model(
     return model.eval()
 
 
+def load_on_meta(auto: Any, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Make the model that `load_model` loads on the meta device, from its configuration alone. Raises `ServiceError` if it can't be
+    made."""
+    with _loading(key, name, what):
+        return on_meta(auto, name, dtype=torch.float32, **_settings(name, overrides))
+
+
+@contextlib.contextmanager
+def _loading(key: str, name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ServiceError:
+        raise
+    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
+        raise cannot_load(key, name, what, error) from error
+
+
 def caps_attention(config: Any) -> bool:
     """Whether the model caps the logits of its attention softly (Gemma 2)."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's configuration with `overrides`, as an argument of `from_pretrained`."""
+def _settings(name: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the model's configuration with `overrides`, as an argument of `from_pretrained`; no argument without overrides."""
+    if not overrides:
+        return {}
     settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
     if unknown:
         raise ServiceError(
@@ -204,7 +222,10 @@ class PlacedModel:
             with adapter.taken_off() if adapter else contextlib.nullcontext():
                 fill(model, device)
         self._root, self._device = root, device
-        self._autocast = bfloat16 and not several_ranks() and not shards_alone(device, bfloat16=bfloat16)
+        self._in_bfloat16 = bfloat16 and (several_ranks() or shards_alone(device, bfloat16=bfloat16))
+        self._autocast = bfloat16 and not self._in_bfloat16
+        routed = any(hasattr(module, "experts") for module in model.modules())
+        self._model, self._layers = model, [] if routed else layers
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         self._once_a_step = several_ranks() and reduces_once(
             config.trainer.reduce_gradients, sum(parameter.numel() for parameter in trained), memory
@@ -217,6 +238,34 @@ class PlacedModel:
         if not torch.is_grad_enabled():
             end_pass(self._root)
         return output
+
+    @property
+    def can_round(self) -> bool:
+        """Whether `rounded` has an effect that can be compared: the model's layers are known, and no rounding sends a token to other
+        experts."""
+        return bool(self._layers)
+
+    @contextlib.contextmanager
+    def rounded(self) -> Iterator[None]:
+        """In the context, the model computes in bfloat16, and the states after its embedding and after each layer have a random error as
+        large as that of rounding: as another honest implementation would. (A model that is sharded in bfloat16 can't be computed in
+        float32, to compare with that.)"""
+        random, autocast = torch.Generator().manual_seed(0), self._autocast
+
+        def err(module: nn.Module, arguments: Any, output: Any) -> Any:
+            states = output if isinstance(output, Tensor) else output[0]
+            error = (2 * torch.rand(states.shape, generator=random) - 1).to(states.device) * ROUNDING
+            states = (states.float() * (1 + error)).to(states.dtype)
+            return states if isinstance(output, Tensor) else (states, *output[1:])
+
+        with contextlib.ExitStack() as stack:
+            for module in (self._model.get_input_embeddings(), *self._layers):
+                stack.callback(module.register_forward_hook(err).remove)
+            self._autocast = not self._in_bfloat16
+            try:
+                yield
+            finally:
+                self._autocast = autocast
 
     def expect_backward(self, *, last: bool) -> None:
         """Call this before a backward pass, with whether it is the `last` one of an optimizer step. Until after the last one, gradients of

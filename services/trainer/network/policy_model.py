@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,16 @@ from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.config.root import TEACHER_KEY
 from headrace.errors import ServiceError
+from headrace_services.trainer.distributed import saved_tensors
 from headrace_services.trainer.network import adapter as adapters
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
+
+# Keys of a model's configuration that programs are known to ignore or to read in different ways.
+FEATURES = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "rope_parameters")
+# the kind of model, for errors
+CAUSAL = "a causal language model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,7 @@ class PolicyModel:
             config,
             key,
             name,
-            "a causal language model",
+            CAUSAL,
             {} if other else config.policy.hf_config_overrides,
         )
         self.model.requires_grad_(trainable)
@@ -134,6 +140,14 @@ class PolicyModel:
         """The number of tokens that its layers with a sliding window attend to; None if it has none."""
         window: int | None = getattr(self.model.config.get_text_config(), "sliding_window", None)
         return window
+
+    @property
+    def features(self) -> str:
+        """What the model has, beside its weights, that another program may compute differently."""
+        config = self.model.config.get_text_config()
+        named = {name: getattr(config, name, None) for name in FEATURES}
+        found = [f"{name} {value}" for name, value in named.items() if value is not None]
+        return ", ".join([f"{config._attn_implementation} attention", *found])
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
         """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.
@@ -279,6 +293,36 @@ def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
         out = out | (ascending.softmax(-1).cumsum(-1) <= 1 - torch.tensor(warper.top_p, dtype=logits.dtype))
         out[:, -1] = False
     return torch.empty_like(out).scatter_(-1, ids, ~out)
+
+
+# -- what the engine can be given
+
+# What vLLM's reload of weights leaves out, by the end of the tensor's name in the model, and in words.
+NOT_REFITTED = {
+    "lm_head.bias": "a bias of its head",
+    ".sinks": "attention sinks",
+    ".e_score_correction_bias": "biases of routers",
+}
+
+
+def refit_problem(names: Iterable[str]) -> str | None:
+    """Return why the engine can't be given a model with tensors of these `names`; None if no reason is known."""
+    for name in names:
+        for end, what in NOT_REFITTED.items():
+            if name.endswith(end):
+                return f"it has {what} ({name}), which vLLM doesn't reload, so no replica could get its weights"
+    return None
+
+
+def check_refit(config: Config) -> None:
+    """Raise `ServiceError` if the engine can't be given the weights of `policy.model_name`. Its config.json says so; no weights are
+    read."""
+    name = config.policy.model_name
+    model = backbone.load_on_meta(
+        AutoModelForCausalLM, "policy.model_name", name, CAUSAL, config.policy.hf_config_overrides
+    )
+    if problem := refit_problem(tensor for tensor, _ in saved_tensors(model)):
+        raise ServiceError(f"policy.model_name {name!r}: {problem}; use a model without")
 
 
 # -- tokenizers and the teacher of on-policy distillation

@@ -23,7 +23,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.files import keep_newest
-from headrace.weights.probe import tolerance
+from headrace.weights.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch, Float64
 
 REPORT_EVERY = 10  # the first step of a streak is logged, then every tenth; the metric covers all
@@ -39,14 +39,14 @@ LARGEST_DIFFERENCE = 500.0  # nats
 OFF_POLICY_METRIC = "off_policy_tokens"
 
 
-def alarm_limits(config: Config) -> dict[str, float]:
+def alarm_limits(config: Config, agreement: Differences | None = None) -> dict[str, float]:
     """Return the limits of the train-inference alarm, by metric; a limit of null is left out.
 
-    They are those of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` accepts as
-    agreement (bfloat16 needs a large tolerance).
+    They are those of `logger.train_inference_alarm`, but never narrower than what a refit accepts as `agreement` in the mean (None: the
+    configuration's; bfloat16 needs a large tolerance).
     """
     alarm, loss = config.logger.train_inference_alarm, config.loss_fn
-    agreed = tolerance(config).mean
+    agreed = (agreement or tolerance(config)).mean
     error, kl = alarm.token_mult_prob_error, alarm.gen_kl_error
     kl_of_agreed = agreed if loss.reference_policy_kl_type == "k1" else math.expm1(agreed) - agreed
     limits = {

@@ -17,6 +17,7 @@ from headrace.journal import Journal, Line
 from headrace.replay import Evaluated
 from headrace.samples import SampleFiles, sample_of
 from headrace.trajectory import Group
+from headrace.weights.probe import Differences
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
@@ -104,6 +105,10 @@ class Telemetry:
         await self._written()
         if self._drawing is not None:
             await self._drawing
+
+    def agree(self, agreement: Differences) -> None:
+        """Set what a refit accepts as agreement of trainer and inference, from the next step on."""
+        self._limits = alarm.alarm_limits(self._config, agreement)
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the trajectories of a step with these metrics will be written or drawn. Gathering them from the ranks is

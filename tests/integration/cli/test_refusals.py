@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from headrace.cli import runs
 from headrace.config import load
@@ -130,6 +131,22 @@ def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
     raw = ("grpo=null", "ppo.adv_estimator.name=raw_reward", "value.model_name=./no-such-value")
     assert headrace("config", "check", config, *raw).returncode == 0
     assert "value.model_name: the directory " in refused("config", "check", config, *raw[::2], "ppo={}")
+
+
+def test_a_model_whose_weights_no_engine_can_be_given_is_refused_before_anything_is_loaded(
+    config: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "phi"
+    AutoConfig.for_model(
+        "phi", vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(model)
+    for path in tiny_model.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):  # there are no weights
+            (model / path.name).symlink_to(path)
+    expected = f"policy.model_name '{model}': it has a bias of its head (lm_head.bias), which vLLM doesn't reload"
+    chosen, nowhere = f"policy.model_name={model}", "replay.redis_url=redis://127.0.0.1:1"
+    assert expected in refused("config", "check", config, chosen)
+    assert expected in refused("trainer", "--config", config, chosen, nowhere)
 
 
 def test_more_gpus_than_there_are_are_refused_with_the_plan(

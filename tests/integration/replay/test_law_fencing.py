@@ -192,6 +192,7 @@ async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(repl
         assert (await replay.verify(replica, epoch, far)).verified is verified
         epochs = await replay.end_epoch(epoch, aborted=False)
         assert verified or "0.3" in epochs.refused[replica]
+        assert ("tolerance 1 (first at token 2), and by" in epochs.refused.get(replica, "")) is (far[0] == -2.4)
 
 
 async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_nothing(replay: ReplayClient) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.weights.probe import differences
 from headrace_services.trainer import distributed
 from headrace_services.trainer.distributed import full_tensor, local_part
 from headrace_services.trainer.learning.learner import Learner
@@ -126,6 +127,7 @@ def in_bfloat16(model: Path) -> dict[str, Any]:
         ),
         "layers": sorted({str(dtype) for dtype in computed}),
         "head": [str(dtype) for dtype in seen],
+        "rounding": rounding_of(Learner(chosen)),
     }
 
 
@@ -183,6 +185,13 @@ def passed(chosen: Config) -> tuple[list[str], dict[str, Tensor]]:
     return seen, {name: full_tensor(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
+def rounding_of(learner: Learner) -> dict[str, Any]:
+    """What rounding changes in the probe, and whether it leaves nothing behind."""
+    probe, rounded, after = learner.probe(IDS), learner.rounded_probe(IDS), learner.probe(IDS)
+    assert rounded is not None
+    return {"apart": differences(probe, rounded), "same_after": bool((probe == after).all())}
+
+
 def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
     """One rank, without a process group, that shards its models over itself as it does on a GPU."""
     experts = settings(models["experts"], precision="bfloat16")
@@ -194,6 +203,7 @@ def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
     for kind, lora in (("whole", {}), ("adapter", {"lora_cfg": {"enabled": True, "dim": 3}})):
         chosen = config(tiny_model, grpo=GRPO, policy={"precision": "bfloat16", "train_micro_batch_size": 3, **lora})
         learner, saved = Learner(chosen), folder / kind
+        rounding = rounding_of(learner)
         train_step(learner, random_batch(COUNT, 0, prompts=2))
         learner.probe(IDS)
         saved.mkdir()
@@ -202,7 +212,7 @@ def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
         on, again = train_step(learner, batches[0]), train_step(Learner(chosen, saved), batches[1])
         shards = any(isinstance(parameter, DTensor) for parameter in learner.policy.model.parameters())
         names = [name for name, _, _ in learner.weight_metadata()] == [name for name, _ in learner.iter_weights()]
-        found[kind] = {"on": on, "again": again, "shards": shards, "names": names}
+        found[kind] = {"on": on, "again": again, "shards": shards, "names": names, "rounding": rounding}
     (folder / "0.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -294,10 +294,24 @@ async def test_a_replica_that_computes_something_else_never_serves_and_does_not_
     assert epoch.members == (good.id,)
 
 
-async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reason_before_it_trains(
+async def test_replicas_in_bfloat16_are_verified_within_the_bounds_of_each_version(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
-    bad = SmallReplica(replay, tiny_model, faulty=True)
+    trainer.settings["policy"]["precision"] = "bfloat16"
+    replica = SmallReplica(replay, tiny_model)
+    async with running(replica.run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    assert set(replica.installed) == {0, 1, 2, 3, 4}
+
+
+# what a model of 135 M parameters differs by in bfloat16 is a fault in a tiny one
+@pytest.mark.parametrize(("precision", "apart"), [("float32", 0.01), ("bfloat16", 0.15)])
+async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reason_before_it_trains(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path, precision: str, apart: float
+) -> None:
+    trainer.settings["policy"]["precision"] = precision
+    bad = SmallReplica(replay, tiny_model, faulty=apart)
     async with running(bad.run()):
         assert await trainer.run() == EXIT_USER_ERROR
     assert bad.installed == []
@@ -306,6 +320,9 @@ async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reas
         "no replica can be verified with the initial weights: 1 x log-probabilities of the probe differ"
         in trainer.said()
     )
+    look = f"Compare what they compute: here {precision} (policy.precision), sdpa attention, rope_parameters "
+    assert look in trainer.said()
+    assert f"; there {precision} (policy.generation.vllm_cfg.precision)" in trainer.said()
 
 
 async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_another_goes_on(

@@ -338,6 +338,13 @@ def test_soft_caps_of_attention_are_computed(capped: Path) -> None:
     torch.testing.assert_close(ours, logprobs(exact), rtol=0, atol=1e-5)
 
 
+def test_what_an_engine_may_compute_differently_is_named(capped: Path) -> None:
+    found = PolicyModel(settings(capped, {})).features
+    assert found.startswith(
+        "eager attention, attn_logit_softcapping 0.5, final_logit_softcapping 5.0, sliding_window 4, rope_parameters {"
+    )
+
+
 def test_several_sequences_in_a_row_are_refused_with_soft_caps(capped: Path) -> None:
     with pytest.raises(
         ServiceError, match=r"policy\.sequence_packing\.enabled true: .* caps the logits of its attention"

@@ -115,6 +115,20 @@ def test_no_rank_keeps_the_layers_that_it_gathered_in_bfloat16(two_ranks: list[d
         assert found["gradients"] == ["torch.float32"]
 
 
+def check_rounding(found: dict[str, Any]) -> None:
+    largest, mean = found["apart"]
+    assert 1e-3 < mean < largest < 0.2
+    assert found["same_after"]
+
+
+def test_what_rounding_changes_is_known_for_a_sharded_model_and_the_same_on_each_rank(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for found in two_ranks:
+        check_rounding(found["rounding"])
+        assert found["rounding"] == two_ranks[0]["rounding"]
+
+
 def test_what_a_pass_gathers_is_not_taken_for_the_weights(two_ranks: list[dict[str, Any]]) -> None:
     assert all(found["same_after_a_pass"] for found in two_ranks)
 
@@ -183,6 +197,7 @@ def test_one_rank_that_shards_alone_computes_experts_in_bfloat16_and_trains_on(
     for kind in ("whole", "adapter"):
         assert found[kind]["shards"]
         assert found[kind]["names"]
+        check_rounding(found[kind]["rounding"])
         assert found[kind]["again"] == found[kind]["on"]
         (state,) = (tmp_path / kind / "training").glob("*.safetensors")
         assert state.name == "rank_0_of_1.safetensors"

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headrace.config import Config
+from headrace.weights.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.plots import draw_disagreement
@@ -82,6 +83,23 @@ def test_when_trainer_and_inference_are_said_to_disagree(
     steps: Sequence[Mapping[str, float]], changes: Mapping[str, Any], expected: Sequence[bool]
 ) -> None:
     assert alarmed(steps, alarm.alarm_limits(config(**changes))) == expected
+
+
+# trainer and inference that compute different models
+WRONG = {"on_policy_token_mult_prob_error": 1.08, "on_policy_gen_kl_error": 0.009}
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounding", "expected"),
+    [("float32", None, True), ("bfloat16", (0.03, 0.01), True), ("bfloat16", (0.4, 0.08), False)],
+    ids=["float32", "bfloat16, in which a small model differs little", "bfloat16, in which a model differs by as much"],
+)
+def test_an_on_policy_error_of_eight_percent_is_an_alarm_at_once_where_rounding_does_not_explain_it(
+    precision: str, rounding: tuple[float, float] | None, expected: bool
+) -> None:
+    chosen = config(policy={"precision": precision})
+    accepted = tolerance(chosen, None if rounding is None else Differences(*rounding))
+    assert alarmed([WRONG], alarm.alarm_limits(chosen, accepted)) == [expected]
 
 
 @pytest.mark.parametrize(

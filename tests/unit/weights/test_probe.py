@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from headrace.config import Config
-from headrace.weights.probe import choose_token_ids, probe_length, repeat_text, tolerance
+from headrace.weights.probe import (
+    Differences,
+    choose_token_ids,
+    differences,
+    is_bounded_by_rounding,
+    probe_length,
+    repeat_text,
+    tolerance,
+)
 
 
 def row(*values: float) -> np.ndarray:
@@ -55,6 +65,43 @@ def test_the_tolerance_suits_the_dtype(
 ) -> None:
     policy = {"precision": trainer, "generation": {"vllm_cfg": {"precision": rollout}}}
     assert tolerance(Config.model_validate({"policy": policy, "weight_channel": channel})) == expected
+
+
+@pytest.mark.parametrize(
+    ("channel", "rounding", "expected"),
+    [
+        ({}, (0.02, 0.005), (0.08, 0.02)),
+        ({}, (0.4, 0.08), (1.6, 0.2)),
+        ({}, (9.0, 9.0), (2.0, 0.2)),
+        ({}, (0.0, 0.0), (1e-3, 1e-3)),
+        ({"verify_tolerance": 1.5}, (0.02, 0.005), (1.5, 0.02)),
+        ({"verify_mean_tolerance": 0.3}, (0.02, 0.005), (0.08, 0.3)),
+    ],
+    ids=["four times", "each", "never more than usual", "at least that of float32", "a key", "the other key"],
+)
+def test_bfloat16_allows_what_rounding_changes_in_this_model(
+    channel: dict[str, float], rounding: tuple[float, float], expected: tuple[float, float]
+) -> None:
+    config = Config.model_validate({"policy": {"precision": "bfloat16"}, "weight_channel": channel})
+    assert is_bounded_by_rounding(config)
+    assert tolerance(config, Differences(*rounding)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "channel"),
+    [
+        ({"precision": "float32"}, {}),
+        ({"precision": "bfloat16", "generation": {"vllm_cfg": {"kv_cache_dtype": "fp8"}}}, {}),
+        ({"precision": "bfloat16"}, {"verify_tolerance": 1.0, "verify_mean_tolerance": 0.1}),
+    ],
+    ids=["nothing is rounded", "more is rounded", "the keys say it"],
+)
+def test_other_bounds_need_no_rounding(policy: dict[str, Any], channel: dict[str, float]) -> None:
+    assert not is_bounded_by_rounding(Config.model_validate({"policy": policy, "weight_channel": channel}))
+
+
+def test_differences_are_the_largest_and_the_mean() -> None:
+    assert differences(row(-1, -2, -3), row(-1.5, -2, -2)) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Models whose weights no engine can be given are known from their configuration, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace_services.trainer.network.policy_model import NOT_REFITTED, check_refit, refit_problem
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+ROUTED = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def model(folder: Path, family: str, **special: Any) -> Config:
+    """A configuration with a model that has nothing but its config.json."""
+    AutoConfig.for_model(family, **SIZES, **special).save_pretrained(folder)
+    return Config.model_validate({"policy": {"model_name": str(folder)}})
+
+
+@pytest.mark.parametrize(
+    ("family", "special", "said"),
+    [
+        ("phi", {}, "it has a bias of its head (lm_head.bias)"),
+        ("gpt_oss", {"num_local_experts": 4}, "it has attention sinks (model.layers.0.self_attn.sinks)"),
+        ("glm4_moe", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
+        ("deepseek_v3", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
+    ],
+)
+def test_a_model_that_can_not_be_refitted_is_refused_by_its_configuration(
+    tmp_path: Path, family: str, special: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ServiceError) as refused:
+        check_refit(model(tmp_path, family, **special))
+    assert str(refused.value).startswith(f"policy.model_name '{tmp_path}': {said}, which vLLM doesn't reload")
+    assert str(refused.value).endswith("use a model without")
+
+
+@pytest.mark.parametrize(
+    ("family", "special"),
+    [
+        ("qwen2", {}),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("gemma2", {"head_dim": 8}),
+    ],
+)
+def test_other_models_are_not(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
+    check_refit(model(tmp_path, family, **special))
+
+
+@pytest.mark.parametrize(("end", "what"), NOT_REFITTED.items())
+def test_each_such_tensor_is_named_with_what_it_is(end: str, what: str) -> None:
+    name = end if end[0] != "." else f"model.layers.3{end}"
+    assert f"it has {what} ({name})" in str(refit_problem(["model.norm.weight", name]))
+    assert refit_problem([f"{name}.weight", "model.layers.0.mlp.bias"]) is None
+
+
+def test_what_is_no_language_model_is_refused_there_too(tmp_path: Path) -> None:
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    with pytest.raises(ServiceError, match=r"can't load a causal language model \(Unrecognized configuration class"):
+        check_refit(Config.model_validate({"policy": {"model_name": str(tmp_path)}}))
