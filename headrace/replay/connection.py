@@ -96,8 +96,9 @@ _BY_CODE = {
 _RETRIES = 10
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
-# The errors of Redis 7.0, and of later versions, for a command inside a function that the caller has no right to.
-_DENIED_INSIDE = re.compile(r"ACL failure in script|The user executing the script can't")
+# The errors of Redis 7.0, and of later versions, for a command inside a function that the caller has no right to. The first don't name it.
+_UNNAMED = "The user executing the script can't"
+_DENIED_INSIDE = re.compile(rf"ACL failure in script|{_UNNAMED}")
 
 
 _REPLICA = "the server has become a replica of another"
@@ -323,6 +324,7 @@ class BufferConnection:
         self.redis = redis
         self.key = f"hr:{{{run_id}}}"
         self._user: str | None = redis.connection_pool.connection_kwargs.get("username")
+        self._answered = False
 
     def fcall(self, function: str, *payloads: bytes, **arguments: Any) -> tuple[Any, ...]:
         """Return the command that calls a function with its named arguments, and with the bytes that belong to them."""
@@ -335,12 +337,14 @@ class BufferConnection:
     async def command(self, *command: Any) -> Any:
         try:
             with keeping_cancellation():
-                return await self.redis.execute_command(*command)
+                reply = await self.redis.execute_command(*command)
         except ResponseError as error:
             await self._report(error, [command])
-            raise self._refused(error, command) from error
+            raise self.refused(error, command) from error
         except (RedisError, OSError) as error:
-            raise unavailable(error, self._user) from error
+            raise self._failed(error) from error
+        self._answered = True
+        return reply
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Send commands together. Returns their replies in order. The first refusal is raised after all have run."""
@@ -351,13 +355,14 @@ class BufferConnection:
             with keeping_cancellation():
                 replies = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            raise unavailable(error, self._user) from error
+            raise self._failed(error) from error
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 await self._report(reply, commands)
-                raise self._refused(reply, command) from reply
+                raise self.refused(reply, command) from reply
             if isinstance(reply, Exception):
-                raise unavailable(reply, self._user) from reply
+                raise self._failed(reply) from reply
+        self._answered = True
         return replies
 
     async def _report(self, error: ResponseError, commands: Sequence[Sequence[Any]]) -> None:
@@ -369,7 +374,14 @@ class BufferConnection:
             with contextlib.suppress(RedisError, OSError), keeping_cancellation():
                 await self.redis.execute_command(*report)
 
-    def _refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
+    def _failed(self, error: Exception) -> ReplayError:
+        """Return the error for a call that got no reply. A server that has answered before and now refuses the login or the certificate is
+        waited for, like any other outage: what it refuses can be put right there."""
+        failed = unavailable(error, self._user)
+        return ReplayUnavailable(str(failed)) if self._answered and isinstance(failed, ReplayDenied) else failed
+
+    def refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
+        """Return the error for a call that the server refuses."""
         if isinstance(error, OutOfMemoryError):
             return ReplayFull(
                 "the Redis server is at its maxmemory and accepts no more data; raise maxmemory (at least 1.25 x replay.max_bytes), free "
@@ -378,9 +390,10 @@ class BufferConnection:
         if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
             return refusal(str(error))
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
+        named = " (`ACL LOG` on the server names the command)" if _UNNAMED in str(error) else ""
         return ReplayDenied(
             f"user {self._user or 'default'!r} of the Redis server may not run {what} ({error}); connect as the user of the right role, "
-            "or load the ACL that `headrace acl` of this version prints"
+            f"or load the ACL that `headrace acl` of this version prints{named}"
         )
 
 
@@ -391,38 +404,45 @@ class WakeupSubscription:
     def __init__(self, connection: BufferConnection) -> None:
         self._connection = connection
         self._events: dict[str, asyncio.Event] = {}
-        self._readers: list[asyncio.Task[None]] = []
+        self._readers: dict[str, asyncio.Task[None]] = {}
 
     async def wait(self, channel: str, timeout_s: float) -> None:
-        """Return at a wake-up on `channel` since the last wait, or after `timeout_s` or a second, whichever is less."""
-        event = self._events.get(channel)
-        if event is None:
-            event = self._events[channel] = asyncio.Event()
-            self._readers.append(asyncio.create_task(self._read(channel, event)))
+        """Return at a wake-up on `channel` since the last wait, or after `timeout_s` or a second, whichever is less. Raises `ReplayError`
+        if the server refuses the subscription."""
+        event = self._events.setdefault(channel, asyncio.Event())
+        if channel not in self._readers:
+            reader = self._readers[channel] = asyncio.create_task(self._read(channel, event))
+            reader.add_done_callback(lambda _: event.set())
         with contextlib.suppress(TimeoutError):
             # not wait_for, which before Python 3.12 loses a cancellation that arrives with the wake-up
             async with asyncio.timeout(min(timeout_s, _POLL_S)):
                 await event.wait()
         event.clear()
+        if self._readers[channel].done():
+            self._readers.pop(channel).result()  # the next wait subscribes again
 
     async def aclose(self) -> None:
-        for reader in self._readers:
+        for reader in self._readers.values():
             reader.cancel()
-        for reader in self._readers:
-            with contextlib.suppress(asyncio.CancelledError):
+        for reader in self._readers.values():
+            with contextlib.suppress(asyncio.CancelledError, ReplayError):  # a refusal matters to who waits
                 await reader
 
     async def _read(self, channel: str, event: asyncio.Event) -> None:
         """Read wake-ups from the channel. While the server is away, waits fall back to polling, and their callers get the error."""
+        command = ("SUBSCRIBE", f"{self._connection.key}:wake:{channel}")
         while True:
             async with self._connection.redis.pubsub() as pubsub:
-                with contextlib.suppress(*Unreachable):
-                    with keeping_cancellation():
-                        await pubsub.subscribe(f"{self._connection.key}:wake:{channel}")
-                    event.set()  # events before the subscription was active were missed
-                    while True:
+                try:
+                    with contextlib.suppress(*Unreachable):
                         with keeping_cancellation():
-                            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
-                        if message is not None:
-                            event.set()
+                            await pubsub.subscribe(command[1])
+                        event.set()  # events before the subscription was active were missed
+                        while True:
+                            with keeping_cancellation():
+                                message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                            if message is not None:
+                                event.set()
+                except ResponseError as error:
+                    raise self._connection.refused(error, command) from error
             await asyncio.sleep(_POLL_S)

@@ -208,7 +208,7 @@ class _Buffer:
         """Load the functions and open the run on a server that came back without them. Return why that can't be done now, or None.
 
         What ends the service at its start is waited for here: a server that is a replica during a failover becomes a primary again, and a
-        person may change its settings or load the functions. If the login itself is refused, the next look ends the service.
+        person may change its settings, load the functions, or correct its users.
         """
         try:
             await self._load()

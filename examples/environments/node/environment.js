@@ -51,21 +51,38 @@ async function score(trajectories, timeMs, freed) {
   return results;
 }
 
+/** The result of one trajectory, whatever the reward throws or returns: it never rejects, since the others of the call would fail with it. */
 async function scoreOne(trajectory, began) {
-  let result;
   try {
-    result = await reward(trajectory);
-    if (typeof result === 'number') {
-      result = { status: 'STATUS_SCORED', reward: result };
+    const given = await reward(trajectory);
+    const result = typeof given === 'number' ? { status: 'STATUS_SCORED', reward: given } : given;
+    if (!result?.status) {
+      throw new TypeError('the reward is neither a number nor a Result with a status');
     }
     // NaN and Infinity are no rewards, and a failure is never a zero
     if (result.status === 'STATUS_SCORED' && !Number.isFinite(result.reward)) {
       throw new Error(`the reward is ${result.reward}, not a finite number`);
     }
+    return sent({ ...who(began), ...result });
   } catch (error) {
-    result = { status: 'STATUS_FAILED', message: String(error) };
+    return sent({ ...who(began), status: 'STATUS_FAILED', message: told(error) });
   }
-  return { ...who(began), ...result };
+}
+
+/** A result as the hub will read it. What can't be sent throws here, and not for the whole call; half a surrogate pair becomes U+FFFD. */
+function sent(result) {
+  const { responseSerialize, responseDeserialize } = v1.EnvironmentService.service.Score;
+  return responseDeserialize(responseSerialize({ results: [result] })).results[0];
+}
+
+/** What was thrown, and where. Anything can be thrown, also what has no text. */
+function told(error) {
+  try {
+    const place = /\n\s+at (.*)/.exec(error?.stack);
+    return place ? `${error} (${place[1]})` : String(error);
+  } catch {
+    return `it threw a value without text (${typeof error})`;
+  }
 }
 
 function who(began) {

@@ -317,8 +317,28 @@ async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: Embe
             *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
         )
     async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
-        with pytest.raises(ReplayDenied, match=r"'stale' .* may not run FCALL hr_\w+_deregister .* load the ACL"):
+        with pytest.raises(
+            ReplayDenied,
+            match=r"'stale' .* may not run FCALL hr_\w+_deregister .*('hmget' command.* load the ACL|load the ACL.*`ACL LOG`)",
+        ):
             await ReplayClient(redis, RUN).deregister("r")
+
+
+async def test_a_user_that_may_not_subscribe_is_told_so_by_its_wait(opened: EmbeddedServer) -> None:
+    async with connected(opened, "admin") as admin, connected(opened, "rollout") as replica:
+        rights = ("ACL", "SETUSER", f"{RUN}-rollout")
+
+        async def waits(times: int) -> None:
+            for _ in range(times):  # the first may return, as wake-ups before the subscription may have been missed
+                await replica.wait_work(30.0)
+
+        await admin.redis.execute_command(*rights, "-subscribe")
+        try:
+            with pytest.raises(ReplayDenied, match=f"'{RUN}-rollout' .* may not run SUBSCRIBE .* load the ACL"):
+                await waits(3)
+        finally:
+            await admin.redis.execute_command(*rights, "+subscribe")
+        await waits(2)
 
 
 def test_every_function_belongs_to_a_role() -> None:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from typer.testing import CliRunner
 
 from headrace import credentials
 from headrace.cli.app import app
 from headrace.config import Config
 from headrace.credentials import REDIS_ROLES
+from headrace.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library
@@ -108,26 +110,53 @@ async def test_law_6_a_server_that_came_back_with_too_little_memory_is_waited_fo
         await goes_on(buffer)
 
 
+@pytest.fixture
+async def guarded(server: EmbeddedServer) -> AsyncIterator[tuple[Redis, str]]:
+    """The server's administrator, and the address with which the services of the run log in. They may not load functions."""
+    passwords = {role: f"secret-of-{role}" for role in REDIS_ROLES}
+    async with open_redis(server.url) as admin:
+        await library.load(admin)
+        for line in acl.users(RUN, passwords)[1:]:
+            await admin.execute_command("ACL", "SETUSER", *line.split()[1:])
+        yield admin, server.url.replace("redis://", f"redis://{RUN}-up:{passwords['up']}@")
+
+
 async def test_law_6_an_administrator_is_waited_for_who_must_load_the_functions(
-    tmp_path: Path, redis_binary: str | None, limits: Limits
+    guarded: tuple[Redis, str], limits: Limits
 ) -> None:
     """On a shared server the service may not load them."""
-    passwords = {role: f"secret-of-{role}" for role in REDIS_ROLES}
-    server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), binary=redis_binary)
-    await server.start()
-    try:
-        async with open_redis(server.url) as admin:
-            await library.load(admin)
-            for line in acl.users(RUN, passwords)[1:]:
-                await admin.execute_command("ACL", "SETUSER", *line.split()[1:])
-            url = server.url.replace("redis://", f"redis://{RUN}-up:{passwords['up']}@")
-            async with watched(url, limits) as (buffer, _):
-                await admin.function_flush()
-                await eventually(says(buffer, "headrace functions", "FUNCTION LOAD"))
-                await library.load(admin)
-                await goes_on(buffer)
-    finally:
-        await server.stop()
+    admin, url = guarded
+    async with watched(url, limits) as (buffer, _):
+        await admin.function_flush()
+        await eventually(says(buffer, "headrace functions", "FUNCTION LOAD"))
+        await library.load(admin)
+        await goes_on(buffer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (["resetpass", ">another"], ["resetpass", ">secret-of-up"]),
+        (["off"], ["on"]),
+    ],
+    ids=["another password", "switched off"],
+)
+async def test_law_6_a_login_that_is_refused_for_a_while_is_waited_for(
+    guarded: tuple[Redis, str], limits: Limits, wrong: list[str], right: list[str]
+) -> None:
+    admin, url = guarded
+    user = f"{RUN}-up"
+    async with watched(url, limits) as (buffer, other):
+        await other.state()
+        await admin.execute_command("ACL", "SETUSER", user, *wrong)
+        await admin.execute_command("CLIENT", "KILL", "USER", user)
+        await eventually(says(buffer, f"refuses the login of user '{user}'", "headrace acl"))
+        with pytest.raises(ReplayUnavailable):  # of the connection that is closed
+            await other.state()
+        with pytest.raises(ReplayUnavailable, match="refuses the login"):
+            await other.state()
+        await admin.execute_command("ACL", "SETUSER", user, *right)
+        await goes_on(buffer)
 
 
 async def test_law_6_a_service_that_another_replaced_says_so_once_however_long_the_server_is_away(

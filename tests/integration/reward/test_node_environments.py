@@ -56,6 +56,17 @@ async def attached(node: Path, hub: Hub, *arguments: str, **pipes: int) -> Async
         yield process
 
 
+def with_reward(node: Path, name: str, first: str) -> Path:
+    """A copy whose reward begins with this line."""
+    folder = node.parent / name
+    shutil.copytree(node, folder, symlinks=True)
+    source = (folder / "environment.js").read_text()
+    marked = "async function reward(trajectory) {"
+    assert marked in source
+    (folder / "environment.js").write_text(source.replace(marked, f"{marked}\n  {first}"))
+    return folder
+
+
 def exact(completion: str, answer: object = "132") -> Sample:
     return Sample(completion, {} if answer is None else {"answer": answer}, environment="exact")
 
@@ -104,13 +115,7 @@ async def test_a_hub_that_was_restarted_is_found_again(node: Path) -> None:
 
 
 async def test_what_is_not_done_in_time_is_timed_out_and_takes_its_room_until_it_is(node: Path) -> None:
-    slow = node.parent / "slow"
-    shutil.copytree(node, slow, symlinks=True)
-    source = (slow / "environment.js").read_text()
-    marked = "async function reward(trajectory) {"
-    assert marked in source
-    wait = "if (trajectory.completion === 'hang') await new Promise(() => {});"
-    (slow / "environment.js").write_text(source.replace(marked, f"{marked}\n  {wait}"))
+    slow = with_reward(node, "slow", "if (trajectory.completion === 'hang') await new Promise(() => {});")
     async with (
         start_hub({"exact": {"attached": True, "timeout_s": 4.0}}) as hub,
         attached(slow, hub, "--capacity", "2"),
@@ -121,6 +126,53 @@ async def test_what_is_not_done_in_time_is_timed_out_and_takes_its_room_until_it
         assert of((await hub.score([exact("hang")]))[0]) == ("TIMED_OUT", None)
         (full,) = await hub.score([exact("132")])
         assert (full.status, full.message) == ("NOT_STARTED", "every attached process is at capacity")
+
+
+SPEECHLESS = "it threw a value without text (object)"
+NO_REWARD = "the reward is neither a number nor a Result with a status"
+# what the code of a reward does, and what its message says
+THROWN = {
+    "throw new TypeError('too long')": "TypeError: too long (",
+    "throw 'words'": "words",
+    "throw null": "null",
+    "throw undefined": "undefined",
+    "throw Symbol('s')": "Symbol(s)",
+    "throw Object.create(null)": SPEECHLESS,
+    "throw { toString() { throw 1; } }": SPEECHLESS,
+    "throw Object.defineProperty(new Error('x'), 'stack', { get() { throw 1; } })": SPEECHLESS,
+    "throw new Proxy({}, { get() { throw 1; } })": SPEECHLESS,
+    "throw '\\ud800'": "\ufffd",
+    "return Promise.reject()": "undefined",
+    "return { then() { throw 4; } }": "4",
+    "return null": NO_REWARD,
+    "return undefined": NO_REWARD,
+    "return '1'": NO_REWARD,
+    "return {}": NO_REWARD,
+    "return 1n": NO_REWARD,
+    "return NaN": "the reward is NaN, not a finite number",
+    "return { status: 'STATUS_SCORED' }": "the reward is undefined, not a finite number",
+    "return { get status() { throw 5; } }": "5",
+    "return { status: 'STATUS_SCORED', reward: 1, components: 5 }": "components: object expected",
+    "return { status: 'STATUS_INVALID', message: Object.create(null) }": "Cannot convert object to primitive value",
+}
+
+
+async def test_whatever_it_throws_or_returns_fails_its_own_sample_and_gives_its_room_back(node: Path) -> None:
+    code = "if (/^(throw|return) /.test(trajectory.completion)) return new Function(trajectory.completion)();"
+    done = with_reward(node, "done", code)
+    samples = [exact(code) for code in THROWN]
+    async with start_hub(ATTACHED) as hub, attached(done, hub, "--capacity", str(len(samples) + 1)) as process:
+        await hub.attached("exact", len(samples) + 1)
+        for _ in range(2):
+            *scores, fine = await hub.score([*samples, exact("132")])
+            assert of(fine) == ("SCORED", 1)
+            for code, score in zip(THROWN, scores, strict=True):
+                assert (score.status, score.reward) == ("FAILED", None), code
+                assert THROWN[code] in score.message, code
+        (half,) = await hub.score([exact("return { status: 'STATUS_SCORED', reward: 1, build: '\\ud800' }")])
+        assert half.reward == 1
+        assert half.build.startswith("\ufffd")
+        assert process.returncode is None
 
 
 async def test_a_name_that_the_run_doesn_t_have_ends_it_with_the_reason(node: Path) -> None:
