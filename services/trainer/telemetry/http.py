@@ -21,7 +21,7 @@ from headrace.journal import JOURNAL, size
 from headrace.samples import SampleFiles
 from headrace.service import Ready, create_app, problems
 from headrace_services.trainer.distributed import Progress
-from headrace_services.trainer.telemetry.plots import read_shown, render_page
+from headrace_services.trainer.telemetry.plots import on_drawing_thread, read_shown, render_page
 from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 
 REFRESH_S = 10
@@ -55,7 +55,7 @@ def build_app(config: Config, ready: Ready, progress: Progress, failures: Callab
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
     async def main_page() -> HTMLResponse:
-        return HTMLResponse(await asyncio.to_thread(curves, size(journal), failures()))
+        return HTMLResponse(await on_drawing_thread(curves, size(journal), failures()))
 
     files = SampleFiles(config.log_folder, config.logger.keep_step_data)
 

@@ -22,7 +22,14 @@ from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, draw_disagreement, read_shown, write_page
+from headrace_services.trainer.telemetry.plots import (
+    CURVES,
+    draw_curve,
+    draw_disagreement,
+    on_drawing_thread,
+    read_shown,
+    write_page,
+)
 from headrace_services.trainer.telemetry.samples import (
     choose,
     failure_record,
@@ -92,7 +99,7 @@ class Telemetry:
         lines = await self._draw()
         path = self._config.run_folder / "curve.png"
         with _writing(path):
-            await asyncio.to_thread(draw_curve, lines, path, self._title)
+            await on_drawing_thread(draw_curve, lines, path, self._title)
 
     async def aclose(self, *, finished: bool) -> None:
         """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
@@ -139,7 +146,7 @@ class Telemetry:
         self._disagreement.count(bool(found))
         if self._disagreement.is_reported:
             assert batch is not None
-            await asyncio.to_thread(self._report_alarm, step, batch, found)
+            await on_drawing_thread(self._report_alarm, step, batch, found)
         self._equal.count(alarm.has_equal_rewards(metrics, self._config))
         if self._equal.is_reported:
             log.warning("%s", alarm.equal_rewards_message(step, self._equal.length, metrics["reward"]))
@@ -183,7 +190,7 @@ class Telemetry:
             return shown.outline
 
         began = time.monotonic()
-        lines = await asyncio.to_thread(draw)
+        lines = await on_drawing_thread(draw)
         now = time.monotonic()
         self._draw_after = now + DRAWING_PAUSES * (now - began)
         return lines

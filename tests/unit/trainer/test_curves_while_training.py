@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
+from matplotlib.figure import Figure
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.journal import JOURNAL, Journal
+from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry import telemetry as module
+from headrace_services.trainer.telemetry.http import build_app
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 
 
@@ -87,3 +92,26 @@ async def test_a_page_that_can_not_be_written_is_an_error_that_names_it(run: Run
     await run.drawn()
     with pytest.raises(ServiceError, match=rf"can't write the curves to {run.page} .*; free space there"):
         run.step()
+
+
+async def test_every_picture_is_drawn_on_one_thread(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread's pictures have used stays with that thread: the trainer would grow with the number of threads."""
+    drew: list[int] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *args: object, **kwargs: object) -> None:
+        drew.append(threading.get_ident())
+        save(figure, *args, **kwargs)  # type: ignore[arg-type]
+
+    async def ready() -> str | None:
+        return None
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    app = build_app(run.config, ready, Progress())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://trainer") as client:
+        run.step()
+        for page in await asyncio.gather(*(client.get("/") for _ in range(4))):
+            assert page.status_code == 200
+        await run.telemetry.draw_end()
+    assert len(drew) >= 4
+    assert len({*drew}) == 1
