@@ -107,9 +107,7 @@ async def test_a_family_is_exact_or_refused(
 
 
 @pytest.mark.nightly  # an engine for each
-@pytest.mark.parametrize(
-    ("family", "wrong"), [("qwen2", None), ("gemma3_text", None), ("gemma2", None), ("gemma2", "sdpa")]
-)
+@pytest.mark.parametrize(("family", "wrong"), [("gemma3_text", None), ("gemma2", None), ("gemma2", "sdpa")])
 async def test_an_engine_in_bfloat16_differs_by_no_more_than_rounding_explains(
     redis_url: str, run_id: str, limits: Limits, tiny_model: Path, tmp_path: Path, family: str, wrong: str | None
 ) -> None:
@@ -125,9 +123,11 @@ async def test_an_engine_in_bfloat16_differs_by_no_more_than_rounding_explains(
     replay = ReplayClient(open_redis(redis_url), run_id)
     await replay.open_run(limits)
     await replay.rewind(0, TIMELINE)
-    sender = WeightSender(Config.model_validate(settings(tmp_path, precision="bfloat16")), replay)
+    sent = settings(tmp_path, precision="bfloat16")
+    sent["weight_channel"]["timeout_s"] = 120.0  # bfloat16 is slow on many a CPU
+    sender = WeightSender(Config.model_validate(sent), replay)
     try:
-        replica = await engines.get("faulty")  # without a fault
+        replica = await engines.get("bfloat16")
         await replica.join(run_id, "a")
         allowed = tolerance(chosen, differences(logprobs, rounded))
         report = await sender.refit(0, TIMELINE, LearnerSource(learner), probe, logprobs, tolerance=allowed)
