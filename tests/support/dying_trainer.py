@@ -184,13 +184,11 @@ class DyingSender(WeightSender):
     version = -1
     period = 1
 
-    async def refit(
-        self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any, *, adapter: Any = None
-    ) -> Any:
+    async def refit(self, version: int, timeline: str, source: Any, *probe: Any, **others: Any) -> Any:
         if version == self.version:
             await checkpoint_committed(self._replay, version, self.period)
             source = DyingSource(source)
-        return await super().refit(version, timeline, source, probe_ids, probe_logprobs, adapter=adapter)
+        return await super().refit(version, timeline, source, *probe, **others)
 
 
 def changed(kind: type[T], **attributes: object) -> type[T]:

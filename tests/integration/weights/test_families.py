@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids
+from headrace.weights.probe import choose_token_ids, differences, tolerance
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from tests.integration.trainer.learner_cases import config
@@ -100,6 +100,38 @@ async def test_a_family_is_exact_or_refused(
             done = await replica.generate(prompt, 32)
             expected = learner.probe(np.array(prompt + done["ids"], np.int32))[len(prompt) - 1 :]
             assert np.abs(expected - np.array(done["logprobs"])).max() < TOLERANCE
+    finally:
+        await engines.stop()
+        await sender.aclose()
+        await replay.aclose()
+
+
+@pytest.mark.nightly  # an engine for each
+@pytest.mark.parametrize(("family", "wrong"), [("gemma3_text", None), ("gemma2", None), ("gemma2", "sdpa")])
+async def test_an_engine_in_bfloat16_differs_by_no_more_than_rounding_explains(
+    redis_url: str, run_id: str, limits: Limits, tiny_model: Path, tmp_path: Path, family: str, wrong: str | None
+) -> None:
+    made(family, FAMILIES.get(family, ({}, None))[0], AutoTokenizer.from_pretrained(tiny_model), tmp_path)
+    chosen = config(tmp_path, policy={"precision": "bfloat16"})
+    learner = Learner(chosen)
+    if wrong:
+        learner.policy.model.set_attn_implementation(wrong)  # which ignores soft caps
+    probe = choose_token_ids(learner.vocab_size, 96)
+    logprobs, rounded = learner.probe(probe), learner.rounded_probe(probe)
+    assert rounded is not None
+    engines = Engines(redis_url, tmp_path, tmp_path)
+    replay = ReplayClient(open_redis(redis_url), run_id)
+    await replay.open_run(limits)
+    await replay.rewind(0, TIMELINE)
+    sent = settings(tmp_path, precision="bfloat16")
+    sent["weight_channel"]["timeout_s"] = 120.0  # bfloat16 is slow on many a CPU
+    sender = WeightSender(Config.model_validate(sent), replay)
+    try:
+        replica = await engines.get("bfloat16")
+        await replica.join(run_id, "a")
+        allowed = tolerance(chosen, differences(logprobs, rounded))
+        report = await sender.refit(0, TIMELINE, LearnerSource(learner), probe, logprobs, tolerance=allowed)
+        assert report.verified == (() if wrong else ("a",)), report.refused
     finally:
         await engines.stop()
         await sender.aclose()

@@ -137,8 +137,8 @@ def settings(model: Path, *, recompute: bool = True, precision: str = "float32",
 
 
 class Engines:
-    """The replicas of this module by name; each is started when a test first asks for it. `faulty` computes in bfloat16, the others in
-    float32; `parallel` has two workers; `adapter` has a policy of its own; `async` schedules asynchronously, as on a GPU."""
+    """The replicas of this module by name; each is started when a test first asks for it. `faulty` and `bfloat16` compute in bfloat16, the
+    others in float32; `parallel` has two workers; `adapter` has a policy of its own; `async` schedules asynchronously, as on a GPU."""
 
     def __init__(self, redis_url: str, tied: Path, untied: Path) -> None:
         self._redis_url = redis_url
@@ -151,7 +151,7 @@ class Engines:
             config = settings(
                 self.models["untied" if untied else "tied"],
                 recompute=not untied,
-                precision="bfloat16" if name == "faulty" else "float32",
+                precision="bfloat16" if name in ("faulty", "bfloat16") else "float32",
                 workers=2 if name == "parallel" else 1,
             )
             config["policy"] |= policy or {}

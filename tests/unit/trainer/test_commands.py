@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "step": (reservation("a", "b"), [1.0, 0.5], [[0, 2], [1, 3]]),
     "gather_batch": (),
     "probe": ([1, 2, 3],),
+    "rounded_probe": ([1, 2, 3],),
     "weights": (True,),
     "save": ("runs/a",),
     "saved": (),
