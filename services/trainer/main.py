@@ -28,7 +28,7 @@ from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
-from headrace_services.trainer.data import ModelTokens, Prompts
+from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.distributed import Ranks, join_ranks
 from headrace_services.trainer.network.policy_model import load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
@@ -59,8 +59,7 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
 
 
 def _prompts(config: Config) -> Prompts:
-    tokenizer = load_tokenizer(config)
-    prompts = Prompts(config, tokenizer, ModelTokens.load(config, tokenizer))
+    prompts = Prompts(config, load_tokenizer(config))
     prompts.counts.check(config)
     return prompts
 

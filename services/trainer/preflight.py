@@ -11,7 +11,7 @@ from headrace.config import Config
 from headrace.config.keys import Keys
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
-from headrace_services.trainer.data import ModelTokens, Prompts, digest_of, load_problems
+from headrace_services.trainer.data import Prompts, digest_of, load_problems
 from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
 from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
@@ -83,7 +83,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
             f"the prompts are not counted, because the package {error.name!r} is missing: pip install 'headrace[trainer]'"
         ]
     tokenizer = load_tokenizer(config)
-    prompts = Prompts(config, tokenizer, ModelTokens.load(config, tokenizer))
+    prompts = Prompts(config, tokenizer)
     counts = prompts.counts
     counts.check(config)
     _check_unchanged(config, lambda: counts.digest)

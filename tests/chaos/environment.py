@@ -15,6 +15,7 @@ import itertools
 import secrets
 import sys
 import zlib
+from collections.abc import Awaitable
 from pathlib import Path
 
 import grpc
@@ -37,8 +38,8 @@ CALLS = 5
 
 @dataclasses.dataclass
 class Conduct:
-    """What the environment is told, through a file: seconds that a score takes, and whether it is "well", "slow", "overloaded" or gives
-    "bad_answers"."""
+    """What the environment is told, through a file: seconds that a score takes, and whether it is "well", "slow", "overloaded", gives
+    "bad_answers" or "raises" what its carrier could take for something of its own."""
 
     file: Path
     pace: float = 0.5
@@ -56,17 +57,33 @@ class Conduct:
         return float(pace), mood
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+# Exceptions that asyncio, a generator or the interpreter treats specially, and one that can't be shown.
+ODD = (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit, TimeoutError, Unspeakable)
+
+
 class Paced(headrace.Environment):
     name = "paced"
     build = "chaos-1"
-    concurrency = 256
+    concurrency = 64  # no more than the run keeps busy: slots that aren't given back are missed
     episodes = 256
 
     def __init__(self, conduct: Conduct) -> None:
         self._conduct = conduct
         self._seen: set[str] = set()
+        self._odd = itertools.cycle(ODD)
 
-    async def score(self, sample: headrace.Sample) -> float:
+    def score(self, sample: headrace.Sample) -> Awaitable[float]:
+        """In a thread, and from there in the event loop: it can raise in either."""
+        if self._conduct.heard()[1] == "raises":
+            raise next(self._odd)
+        return self._score(sample)
+
+    async def _score(self, sample: headrace.Sample) -> float:
         pace, mood = self._conduct.heard()
         await asyncio.sleep(SLOW_S if mood == "slow" else pace)
         problem = sample.extra_env_info["mood"]
@@ -91,8 +108,11 @@ class Paced(headrace.Environment):
         for turn in range(1, CALLS + 1):
             answer = await e.chat(messages)
             messages += [answer, {"role": "user", "content": f"{turn}-{mark}"}]
-            if mood == "bad_answers" and is_first and turn == 1 + e.index % CALLS:
-                raise RuntimeError("everything is wrong today")
+            if is_first and turn == 1 + e.index % CALLS:
+                if mood == "bad_answers":
+                    raise RuntimeError("everything is wrong today")
+                if mood == "raises":
+                    raise next(self._odd)
         await asyncio.sleep(pace)
         return 0.5 if problem == "flat" else _reward(e.messages[-1]["content"], answer["content"])
 

@@ -146,13 +146,13 @@ class Restarted:
 class Evidence:
     """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
 
-    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server;
-    `server_killed`: of those that killed it. `failures`: of the failed ones the reason, by place in the order. `struck_alone`: of a group,
-    how often it was alone with a replica that was struck or cut off. `misconduct`: kinds of the faults that hit the environment.
-    `held_out`: prompts of a validation. `killed`: names of what was killed by faults or by the deadly prompt, once for each time. Under
-    `headrace up`: `restarted`, and `said` is what it printed (else None). `episodes`: every trajectory is one. `open`: those that each
-    runner had open in the end, if it said so. `kept`: keys of payloads and scores that no group names. `bytes_held`: by the run's count,
-    and by those of its groups.
+    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server, or the newest
+    checkpoint from the trainer; `server_killed`: of those that killed the server. `failures`: of the failed ones the reason, by place in
+    the order. `struck_alone`: of a group, how often it was alone with a replica that was struck or cut off. `misconduct`: kinds of the
+    faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was killed by faults or by the deadly
+    prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None). `episodes`: every trajectory is
+    one. `open`: those that each runner had open in the end, if it said so. `kept`: keys of payloads and scores that no group names.
+    `bytes_held`: by the run's count, and by those of its groups.
     """
 
     prompts_per_step: int
@@ -211,7 +211,7 @@ def read(folder: Path) -> Evidence:
         lost_writes=tuple(
             struck["time"]
             for struck in story["struck"]
-            if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "failover"
+            if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] in ("failover", "damaged")
         ),
         server_killed=tuple(
             struck["time"]

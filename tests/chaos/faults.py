@@ -7,9 +7,13 @@ import dataclasses
 import errno
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+
+import yaml
 
 from tests.chaos.clocks import Clocks
 from tests.chaos.environment import Conduct
@@ -17,7 +21,7 @@ from tests.chaos.plan import Fault
 from tests.chaos.processes import Process, Supervised, Victim, until
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
 from tests.chaos.watch import Glance, Member
-from tests.support.network import Network
+from tests.support.network import SUBNET, Network
 from tests.support.processes import descendants, gone
 
 ENGINE = "EngineCore"  # in its command line
@@ -36,6 +40,20 @@ _STEPS = 2
 _FLEET_DEADLINE_S = 600.0
 _CLOCK_S = 600
 _DATE_S = 2.0  # a service's pages show the time of a second ago
+# It ends with its standard input.
+_THIEF = """
+import socket, sys
+try:
+    listener = socket.socket()
+    listener.bind(("", int(sys.argv[1])))
+    listener.listen()
+    print("took", flush=True)
+except OSError:
+    print("could not take", flush=True)
+sys.stdin.read()
+"""
+_PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_NO_PROXY_THERE = f"http://{SUBNET}.1:9"
 # What is cut off the server's file, with all that came after: in words, and the name and value that were written last (no value: the number
 # of the newest checkpoint, so that the server forgets a step that the checkpoint holds).
 _LOST = {
@@ -153,6 +171,8 @@ class Faults:
         self._processes = processes
         self._addresses = addresses
         self._checkpoints = checkpoints
+        self._run = checkpoints.parent
+        self._thief: subprocess.Popen[str] | None = None
         self._conduct = conduct
         self._clocks = clocks
         self._view = view
@@ -174,6 +194,9 @@ class Faults:
             await self._view.steps(3)
         elif fault.kind == "clock":  # what the fault before has left is over
             await self._view.steps(1)
+        elif fault.kind == "damaged":  # there is one before it
+            async with asyncio.timeout(_STEPS_DEADLINE_S):
+                await until(lambda: len(published(self._checkpoints)) >= 2, every_s=0.2)
         elif fault.kind == "noise":  # the last healthy one is never quarantined
             async with asyncio.timeout(_FLEET_DEADLINE_S):
                 while len(await self._view.healthy()) < 2:
@@ -183,6 +206,13 @@ class Faults:
     def strike(self, fault: Fault, victim: str) -> str:
         """`victim`: the process that is meant, "server" for the server in charge. Returns what was done, in words."""
         match fault.kind:
+            case "proxy":
+                self._set_proxy(victim)
+                return f"{self._end_all(fault, victim) if victim == 'up' else self._kill(fault, victim)}; then with a proxy"
+            case "damaged":
+                return f"{self._kill(fault, victim)}, and {damage(self._checkpoints)}"
+            case "thief":
+                return f"{self._kill(fault, victim)}, and {self._steal(victim)}"
             case "kill" | "terminate" if victim == "up":
                 return self._end_all(fault, victim)
             case "kill" | "failover" | "torn_tail" | "torn_step" | "torn_refilled" | "torn_validation" | "torn_close":
@@ -196,7 +226,7 @@ class Faults:
                 return (
                     "its log-probabilities are wrong, until it is quarantined and two more steps are taken without it"
                 )
-            case "slow" | "overloaded" | "bad_answers":
+            case "slow" | "overloaded" | "bad_answers" | "raises":
                 self._conduct.tell(mood=fault.kind)
                 return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
             case "no_memory":
@@ -248,15 +278,27 @@ class Faults:
             await self._watch_noise(victim)
         else:
             await asyncio.sleep(fault.seconds)
+        if self._thief is not None:
+            self._thief.communicate()
+            self._thief = None
         match fault.kind:
-            case "kill" | "terminate" if victim == "up":
+            case "kill" | "terminate" | "proxy" if victim == "up":
                 async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
                     await until(lambda: all(gone(pid, within_s=0) for pid in self._left))
                 self._restart(victim)
-            case "kill" if isinstance(service := self._processes.get(victim), Supervised):
+            case "kill" | "damaged" | "thief" if isinstance(service := self._processes.get(victim), Supervised):
                 async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
                     await until(lambda: service.pid not in (None, self._killed))
-            case "kill" | "kill_engine" | "torn_tail" | "torn_refilled" | "torn_validation" | "torn_close":
+            case (
+                "kill"
+                | "damaged"
+                | "proxy"
+                | "kill_engine"
+                | "torn_tail"
+                | "torn_refilled"
+                | "torn_validation"
+                | "torn_close"
+            ):
                 self._restart(victim)
                 if victim == "server":
                     await asyncio.wait_for(self._servers.came_back(), _FILE_DEADLINE_S)
@@ -264,7 +306,7 @@ class Faults:
                 self._restart(victim)
                 async with asyncio.timeout(_RESTORE_DEADLINE_S):
                     await until(lambda: self._view.now().incarnation != self._incarnation)
-            case "slow" | "overloaded" | "bad_answers":
+            case "slow" | "overloaded" | "bad_answers" | "raises":
                 self._conduct.tell(mood="well")
             case "no_memory":
                 limit_memory(self._servers, full=False)
@@ -319,12 +361,29 @@ class Faults:
         assert supervisor.pid is not None
         self._left = tuple(descendants(supervisor.pid))
         supervisor.may_start.clear()
-        if fault.kind == "kill":
-            supervisor.kill()
-        else:
+        if fault.kind == "terminate":
             supervisor.terminate()
-        what = "SIGKILL" if fault.kind == "kill" else "SIGTERM"
+        else:
+            supervisor.kill()
+        what = "SIGTERM" if fault.kind == "terminate" else "SIGKILL"
         return f"{what}, started again when the {len(self._left)} processes that it has started are gone"
+
+    def _set_proxy(self, victim: str) -> None:
+        """From its next start on, nothing listens where its shell says that a proxy is. Only the user's environment is to be reached
+        without one."""
+        process = self._processes[victim]
+        assert isinstance(process, Process)
+        process.environ |= dict.fromkeys(_PROXY_VARIABLES, _NO_PROXY_THERE) | {
+            "no_proxy": self._addresses["environment"]
+        }
+
+    def _steal(self, victim: str) -> str:
+        """Another program of the machine listens on the port that `headrace up` chose for the hub, if it can have it."""
+        port = yaml.safe_load((self._run / "config.yaml").read_text())["reward"]["port"]
+        argv = [*self._network.enter("up"), sys.executable, "-c", _THIEF, str(port)]
+        self._thief = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._thief.stdout is not None
+        return f"somebody {self._thief.stdout.readline().strip()} its port {port}"
 
     async def _watch_clock(self, fault: Fault, victim: str) -> None:
         await asyncio.sleep(_DATE_S)
@@ -374,6 +433,19 @@ class Faults:
     async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):
             await until(lambda: process.pid is None)
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """The checkpoints that a trainer may continue from, oldest first."""
+    return sorted(checkpoints.glob("step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+
+def damage(checkpoints: Path) -> str:
+    """Cut the weights of the newest checkpoint off in the middle."""
+    newest = published(checkpoints)[-1]
+    weights = newest / "policy" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    return f"the weights of {newest.name} cut off in the middle"
 
 
 def noise(folder: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ Phase = Literal[
 Kind = Literal[
     "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_step", "torn_refilled",
     "torn_validation", "torn_close", "failover", "no_memory", "clock", "slow", "overloaded", "bad_answers", "rival",
-    "terminate", "noise",
+    "terminate", "noise", "raises", "proxy", "damaged", "thief",
 ]  # fmt: skip
 # Under `up`, `headrace up` runs all services but the environment, on one machine.
 Topology = Literal["embedded", "external", "up"]
@@ -28,16 +28,16 @@ SERVICES: tuple[Target, ...] = ("server", "replay", "reward", "environment", "ro
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
     "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock"),
-    "replay": ("kill", "stop", "cut", "clock"),
-    "reward": ("kill", "stop", "cut", "clock"),
-    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
-    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise"),
-    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock"),
-    "agents": ("kill", "stop", "cut", "half_open", "clock"),
-    "up": ("kill", "stop", "terminate", "clock"),
+    "replay": ("kill", "stop", "cut", "clock", "proxy"),
+    "reward": ("kill", "stop", "cut", "clock", "proxy", "thief"),
+    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut"),
+    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise", "proxy"),
+    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock", "proxy", "damaged"),
+    "agents": ("kill", "stop", "cut", "half_open", "clock", "proxy"),
+    "up": ("kill", "stop", "terminate", "clock", "proxy"),
 }
 # What can be done to a service that somebody else runs, on a machine that it shares with the others.
-_SUPERVISED: tuple[Kind, ...] = ("kill", "stop", "torn_tail")
+_SUPERVISED: tuple[Kind, ...] = ("kill", "stop", "torn_tail", "damaged", "thief")
 # Of the server's file in a long run, one each, the first two one after the other: `refilled` comes after a restore.
 _TORN: tuple[tuple[tuple[Kind, Phase], ...], ...] = (
     (("torn_step", "committed"), ("torn_refilled", "refilled")),
@@ -164,7 +164,7 @@ def make_plan(
 
 
 def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> float:
-    if kind in ("kill", "kill_engine", "failover", "terminate") or kind.startswith("torn"):
+    if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief") or kind.startswith("torn"):
         return round(rng.uniform(0.0, 2.0), 2)
     if target == "environment":
         return round(lease_s * rng.uniform(2.0, 4.0), 2)
@@ -185,6 +185,8 @@ def _applies(kind: Kind, target: Target, topology: Topology, clocks: bool, episo
         return False
     if topology == "up" and target not in ("environment", "up"):
         return kind in _SUPERVISED
+    if kind == "thief":  # elsewhere nobody chose its ports but the configuration
+        return False
     return (kind != "failover" or topology == "external") and (kind != "clock" or clocks)
 
 

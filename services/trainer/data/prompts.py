@@ -36,14 +36,14 @@ class Prompts:
 
     In an evaluation, `left_out` has id, problem and reason of each prompt that is too long (`data.overlong_prompts: leave_out`).
 
-    The constructor loads the data sets, which blocks. It raises `ConfigError` for a prompt that is too long, unless such prompts are left
-    out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
+    The constructor loads the data sets, which blocks. It raises what `ModelTokens.load` raises, and `ConfigError` for a prompt that is too
+    long, unless such prompts are left out. Several threads may use it: a lock protects the tokenizer, which is not thread-safe.
     """
 
     def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
-        """`tokens`, by default only what the tokenizer and the configuration tell, are those of the run's model."""
+        """`tokens` are those of the run's model. By default its files are read."""
         self._config = config
-        self._builder = GroupBuilder(config, tokenizer, tokens)
+        self._builder = GroupBuilder(config, tokenizer, tokens or ModelTokens.load(config, tokenizer))
         data = config.data
         dropped: Counter[str] = Counter()
         train: list[Problem] = []
@@ -109,12 +109,11 @@ class Prompts:
             yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; and for
-        messages that the chat template refuses."""
+        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; for
+        messages that the chat template refuses, and for tokens that the model does not know."""
         # a template refuses sequences of roles, so one problem for each is enough; encoding all of them takes too long
-        for problem in {
-            tuple(message["role"] for message in problem.messages): problem for problem in problems
-        }.values():
+        by_roles = {tuple(message["role"] for message in problem.messages): problem for problem in problems}
+        for problem in problems if self._builder.knows_more_than_the_model else by_roles.values():
             self._builder.encode(problem)
         found = [(problem, self._builder.too_long(problem)) for problem in problems]
         fitting = [problem for problem, reason in found if reason is None]
@@ -158,7 +157,7 @@ class GroupBuilder:
     `data.max_input_seq_length` or leaves no room in `policy.max_total_sequence_length`, or has a token that the model does not know.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens | None = None) -> None:
+    def __init__(self, config: Config, tokenizer: Any, tokens: ModelTokens) -> None:
         if not tokenizer.chat_template:
             key, name = config.tokenizer
             raise ConfigError(
@@ -166,7 +165,7 @@ class GroupBuilder:
             )
         self._config = config
         self._tokenizer = tokenizer
-        self._tokens = tokens or ModelTokens.of(config, tokenizer)
+        self._tokens = tokens
         generation = config.policy.generation
         self._sampling = Sampling(
             temperature=generation.temperature,
@@ -247,6 +246,11 @@ class GroupBuilder:
             **self._config.policy.tokenizer.chat_template_kwargs,
         )
         return ids
+
+    @functools.cached_property
+    def knows_more_than_the_model(self) -> bool:
+        """Whether the tokenizer has tokens that the model's embedding lacks, so that any prompt may have one."""
+        return max(self._tokenizer.get_vocab().values()) >= self._tokens.vocabulary
 
     @property
     def generation_is_prompted(self) -> bool:

@@ -28,7 +28,13 @@ from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
 from headrace_services.trainer.network.backbone import Write, choose_device, description
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
-from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
+from headrace_services.trainer.network.policy_model import (
+    LogitsWarper,
+    PolicyModel,
+    check_vocabulary,
+    load_teacher,
+    load_tokenizer,
+)
 from headrace_services.trainer.network.value_model import ValueModel
 
 
@@ -80,6 +86,8 @@ class Learner:
         self.value_optimizer: ModelOptimizer | None = None
         if "values" in passes:
             self.value = ValueModel(config, checkpoint / "value" if checkpoint else None)
+            if "value.model_name" in config.models:  # else it is the policy's
+                check_vocabulary(config, "value.model_name", self.value.vocab_size, self.policy.vocab_size)
             self.value_optimizer = ModelOptimizer(
                 self.value.root, value.optimizer, value.scheduler, value.max_grad_norm, "value"
             )

@@ -306,17 +306,22 @@ def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel
     name = config.models[TEACHER_KEY]
     teacher = PolicyModel(config, trainable=False, other=(TEACHER_KEY, name))
     policy = config.policy.tokenizer.name or config.policy.model_name
-    remedy = "choose a teacher of the policy's family"
-    if teacher.vocab_size < vocabulary:
-        raise ServiceError(
-            f"{TEACHER_KEY} {name!r} has a vocabulary of {teacher.vocab_size}, and the policy {config.policy.model_name!r} one of "
-            f"{vocabulary}, so the teacher can't read all that the policy may write; {remedy}"
-        )
+    check_vocabulary(config, TEACHER_KEY, teacher.vocab_size, vocabulary)
     if difference := _difference(tokenizer_of(TEACHER_KEY, name).get_vocab(), tokenizer.get_vocab()):
         raise ServiceError(
-            f"the tokenizers of {TEACHER_KEY} {name!r} and of the policy, {policy!r}, differ: {difference}; {remedy}"
+            f"the tokenizers of {TEACHER_KEY} {name!r} and of the policy, {policy!r}, differ: {difference}; "
+            "choose a teacher of the policy's family"
         )
     return teacher
+
+
+def check_vocabulary(config: Config, key: str, theirs: int, ours: int) -> None:
+    """Raise `ServiceError` if the model of `key`, with `theirs` token ids, can't read all that the policy may write, with `ours`."""
+    if theirs < ours:
+        raise ServiceError(
+            f"{key} {config.models[key]!r} has a vocabulary of {theirs}, and the policy {config.policy.model_name!r} one of {ours}, so it "
+            "can't read all that the policy may write; choose a model of the policy's family"
+        )
 
 
 def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str | None:

@@ -74,6 +74,10 @@ class ValueModel:
             self.root, model, config, self.device, precision, in_float32=[self.root.head]
         )
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.root.model.config.get_text_config().vocab_size)
+
     def forward(self, packed: PackedRows) -> Tensor:
         """Return values [N] float32, one before each policy token of `packed`, on this device."""
         values: Tensor = self.placed(packed)

@@ -365,7 +365,10 @@ async def test_nothing_that_a_program_leaves_reaches_the_next(processes: int) ->
 # Ways to have more than `memory_mb`. Each prints 1 if it had four times as much.
 FILL = "import os\nfor _ in range(4):\n    for _ in range(256): os.write(f, bytes(1 << 20))\nprint(1)"
 GREEDY = {
-    "a file in memory": "import os\nfor n in range(20): os.write(os.memfd_create(str(n)), bytes(60 << 20))\nprint(1)",
+    "a file in memory": (
+        "import os\nx = bytes(1 << 20)\nfor n in range(20):\n    f = os.memfd_create(str(n))\n"
+        "    for _ in range(60): os.write(f, x)\nprint(1)"
+    ),
     "a file": "import os\nf = os.open('x', os.O_CREAT | os.O_WRONLY)\n" + FILL,
     "System V": LIBC + "assert all(c.shmget(n, 256 << 20, 0o1600) >= 0 for n in range(1, 5)); print(1)",
     "shared memory, unmapped but for a page": (
@@ -383,7 +386,7 @@ GREEDY = {
 @pytest.mark.parametrize("processes", [1, 8])
 async def test_the_memory_of_a_program_is_that_of_all_its_processes_and_files(processes: int) -> None:
     had = {"inputs": [""], "outputs": ["1"]}
-    async with start_hub({"code": ENV | {"processes": processes, "wall_s": 20.0}}, workers=1) as hub:
+    async with start_hub({"code": ENV | {"processes": processes, "cpu_s": 10, "wall_s": 20.0}}, workers=1) as hub:
         scores = await hub.score([sample(program, had) for program in GREEDY.values()])
     for name, score in zip(GREEDY, scores, strict=True):
         assert (score.status, score.reward) == ("SCORED", 0), (name, score)

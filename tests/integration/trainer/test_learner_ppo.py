@@ -58,6 +58,16 @@ def test_a_value_is_the_head_on_what_came_before_the_token(tiny_model: Path) -> 
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
+def test_a_value_model_of_a_smaller_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32)
+    model.resize_token_embeddings(19)
+    model.save_pretrained(tmp_path / "value")
+    with pytest.raises(
+        ServiceError, match=r"value.model_name '.*' has a vocabulary of 19, and the policy '.*' one of 20"
+    ):
+        Learner(ppo(tiny_model, value={"model_name": str(tmp_path / "value")}))
+
+
 def test_a_value_does_not_see_its_token(tiny_model: Path) -> None:
     value = ValueModel(config(tiny_model))
     torch.nn.init.normal_(value.root.head.weight, generator=torch.Generator().manual_seed(0))

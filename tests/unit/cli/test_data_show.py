@@ -12,16 +12,19 @@ from headrace.config import load
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.demo_models import tiny
 from tests.support.command import refused, said
+from tests.support.model_tokens import TINY
 
 
 def run(tmp_path: Path, *lines: dict[str, Any], **data: Any) -> Path:
-    """The YAML of a run that trains on these lines, with the tokenizer of the demo."""
-    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    """The YAML of a run that trains on these lines, with the tokenizer of the demo and of its model the configuration alone."""
+    model = tmp_path / "model"
+    tiny.make_tokenizer().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": TINY.vocabulary}))
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = {
         "data": {"train": {"data_path": "sums.jsonl"}, "default": {"env_name": "math"}, **data},
         "env": {"math": {}},
-        "policy": {"tokenizer": {"name": str(tmp_path / "tokenizer")}, "generation": {"max_new_tokens": 6}},
+        "policy": {"model_name": str(model), "generation": {"max_new_tokens": 6}},
     }
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
@@ -34,7 +37,7 @@ SUMS = [{"input": f"{i}+1", "output": str(i + 1), "level": i} for i in range(20)
 def test_the_first_prompts_of_the_runs_own_order(tmp_path: Path) -> None:
     path = run(tmp_path, *SUMS)
     shown = said("data", "show", path, "-n", "2")
-    first, second = Prompts(load(path), tiny.make_tokenizer()).train(range(2))
+    first, second = Prompts(load(path), tiny.make_tokenizer(), TINY).train(range(2))
     at = [first.dataset_index, second.dataset_index]
     assert shown.count("── ") == 2
     for order, (group, index) in enumerate(zip((first, second), at, strict=True)):
@@ -44,6 +47,12 @@ def test_the_first_prompts_of_the_runs_own_order(tmp_path: Path) -> None:
     assert at != [0, 1], "it is shuffled"
     assert "prompts: 20 to train on" in shown
     assert "<user>0+1<asst>" in said("data", "show", path, "data.shuffle=false", "-n", "1")
+
+
+def test_a_prompt_that_the_model_does_not_know_is_refused_as_in_a_run(tmp_path: Path) -> None:
+    path = run(tmp_path, *SUMS)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 6}')
+    assert "the embedding of policy.model_name has 6 rows" in refused("data", "show", path)
 
 
 def test_token_by_token(tmp_path: Path) -> None:
@@ -81,7 +90,8 @@ def test_a_tokens_text_does_nothing_to_the_terminal(tmp_path: Path, flags: list[
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_tokens(["\x1b[2J"])
     tokenizer.chat_template = "{{ messages[0].content }}\x1b[2J"
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": len(tokenizer)}))
     shown = said("data", "show", path, *flags)
     assert r"\x1b[2J" in shown
     assert "\x1b" not in shown

@@ -12,6 +12,7 @@ from headrace.config.policy import COLDEST, HOTTEST
 from headrace_services.rollout.generate import sampling_params
 from headrace_services.trainer.data import GroupBuilder, Problem
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 PROBLEM = Problem(7, ({"role": "user", "content": "47+85"},), {"answer": "132"}, "math", "arithmetic")
 
@@ -36,7 +37,7 @@ def config(**generation: Any) -> Config:
     ],
 )
 def test_every_accepted_extreme_is_a_request_that_the_engine_takes(generation: dict[str, Any]) -> None:
-    made = GroupBuilder(config(**generation), tiny.make_tokenizer())
+    made = GroupBuilder(config(**generation), tiny.make_tokenizer(), TINY)
     for group in (made.train_group(PROBLEM, 0, 0), made.validation_group(PROBLEM, 1, 0)):
         params = sampling_params(group.sampling, 0)
         assert params.temperature == group.sampling.temperature

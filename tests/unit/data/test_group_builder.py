@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ServiceError
 from headrace.trajectory import Group
 from headrace_services.trainer.data import GroupBuilder, ModelTokens, Problem
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 PROBLEM = Problem(7, ({"role": "user", "content": "47+85"},), {"answer": "132"}, "math", "arithmetic")
 
 
 def builder(tokenizer: Any = None, **sections: Any) -> GroupBuilder:
     config = Config.model_validate({"policy": {"generation": {"max_new_tokens": 6}}, **sections})
-    return GroupBuilder(config, tokenizer or tiny.make_tokenizer())
+    return GroupBuilder(config, tokenizer or tiny.make_tokenizer(), TINY)
 
 
 def test_a_group_asks_in_the_models_own_words() -> None:
@@ -63,27 +64,7 @@ def test_both_lanes_filter_as_configured(keys: dict[str, Any], train: Any, valid
     assert [Group.decode(g.encode()).sampling for g in found] == [g.sampling for g in found]
 
 
-def test_stops_join_the_tokenizers_end_and_the_configured() -> None:
-    generation = {"max_new_tokens": 6, "stop_token_ids": [9, 1], "stop_strings": ["="]}
-    sampling = builder(policy={"generation": generation}).train_group(PROBLEM, 0, 0).sampling
-    assert sampling.stop_token_ids == (1, 9)
-    assert sampling.stop_strings == ("=",)
-
-
-def test_a_run_in_which_nothing_ends_an_answer_is_refused() -> None:
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match=r"names an end token.*set policy.generation.stop_token_ids or stop_strings"):
-        builder(tokenizer)
-    for ends in ({"stop_token_ids": [9]}, {"stop_strings": ["="]}):
-        sampling = builder(tokenizer, policy={"generation": ends}).train_group(PROBLEM, 0, 0).sampling
-        assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == (
-            ends.get("stop_token_ids", []),
-            ends.get("stop_strings", []),
-        )
-
-
-def model(folder: Path, *, ends: object = 1, vocabulary: int = 20) -> dict[str, str]:
+def model(folder: Path, *, ends: object = 1, vocabulary: int = 20) -> dict[str, Any]:
     """The `policy` of a model of which there are these files alone."""
     (folder / "config.json").write_text(
         json.dumps({"model_type": "qwen2", "vocab_size": vocabulary, "eos_token_id": 3})
@@ -93,15 +74,44 @@ def model(folder: Path, *, ends: object = 1, vocabulary: int = 20) -> dict[str, 
     return {"model_name": str(folder)}
 
 
-@pytest.mark.parametrize(("ends", "found"), [([1, 6], (1, 6, 9)), (7, (1, 7, 9)), (None, (1, 3, 9))])
+@pytest.mark.parametrize(
+    ("ends", "found"), [([1, 6], (1, 6, 9)), (7, (1, 7, 9)), (0, (1, 0, 9)), ([], (1, 9)), (None, (1, 3, 9))]
+)
 def test_the_end_tokens_are_those_at_which_an_engine_stops_too(
     tmp_path: Path, ends: object, found: tuple[int, ...]
 ) -> None:
-    tokenizer, generation = tiny.make_tokenizer(), {"stop_token_ids": [9]}
+    tokenizer, generation = tiny.make_tokenizer(), {"stop_token_ids": [9, 1], "stop_strings": ["="]}
     config = Config.model_validate({"policy": {**model(tmp_path, ends=ends), "generation": generation}})
     tokens = ModelTokens.load(config, tokenizer)
     assert tokens.ends == found
-    assert GroupBuilder(config, tokenizer, tokens).train_group(PROBLEM, 0, 0).sampling.stop_token_ids == found
+    sampling = GroupBuilder(config, tokenizer, tokens).train_group(PROBLEM, 0, 0).sampling
+    assert (sampling.stop_token_ids, sampling.stop_strings) == (found, ("=",))
+
+
+def test_a_run_in_which_nothing_ends_an_answer_is_refused(tmp_path: Path) -> None:
+    tokenizer, policy = tiny.make_tokenizer(), model(tmp_path, ends=[])
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"names an end token.*set policy.generation.stop_token_ids or stop_strings"):
+        ModelTokens.load(Config.model_validate({"policy": policy}), tokenizer)
+    for generation, found in (({"stop_token_ids": [9]}, (9,)), ({"stop_strings": ["="]}, ())):
+        config = Config.model_validate({"policy": {**policy, "generation": generation}})
+        assert ModelTokens.load(config, tokenizer).ends == found
+
+
+@pytest.mark.parametrize("ends", [-1, 20, [1, 20], "</s>", ["</s>"], [None], 1.5])
+def test_an_end_token_that_the_model_does_not_know_is_refused(tmp_path: Path, ends: object) -> None:
+    """vLLM refuses every request that has such a token."""
+    config = Config.model_validate({"policy": model(tmp_path, ends=ends)})
+    with pytest.raises(ConfigError, match=r"the run's end tokens .* no token of policy.model_name .*generation_config"):
+        ModelTokens.load(config, tiny.make_tokenizer())
+
+
+@pytest.mark.parametrize("text", [b"", b'{"eos_token_id": [1, 6', b"[]", b"\xff"])
+def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path, text: bytes) -> None:
+    config = Config.model_validate({"policy": model(tmp_path)})
+    (tmp_path / "generation_config.json").write_bytes(text)
+    with pytest.raises(ServiceError, match=r"policy.model_name .*generation_config.json can't be read"):
+        ModelTokens.load(config, tiny.make_tokenizer())
 
 
 def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -114,9 +124,6 @@ def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path:
         ConfigError, match=rf"arithmetic problem 7 has token {max(ids)} \('.'\).* embedding .* has {max(ids)} rows"
     ):
         GroupBuilder(config, tokenizer, ModelTokens.load(config, tokenizer)).encode(PROBLEM)
-    beyond = Config.model_validate({"policy": {**model(tmp_path), "generation": {"stop_token_ids": [99]}}})
-    with pytest.raises(ConfigError, match="end tokens has token 99"):
-        ModelTokens.load(beyond, tokenizer)
 
 
 def test_a_template_that_does_not_mark_where_the_answer_begins_is_known() -> None:

@@ -13,8 +13,9 @@ from headrace import prompt_counts
 from headrace.config import Config
 from headrace.errors import ConfigError, ServiceError
 from headrace.prompt_counts import PromptRecord
-from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.data import ModelTokens, Prompts
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 
 def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> Prompts:
@@ -28,7 +29,7 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
             "policy": {"generation": {"max_new_tokens": 6}},
         }
     )
-    return Prompts(config, tiny.make_tokenizer())
+    return Prompts(config, tiny.make_tokenizer(), TINY)
 
 
 def test_a_prompt_that_is_too_long_ends_the_run_by_its_name_before_it_begins(tmp_path: Path) -> None:
@@ -51,7 +52,22 @@ def test_messages_that_the_chat_template_refuses_end_the_run_before_it_begins(tm
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('No system role') if messages[0].role == 'system' }}1"
     with pytest.raises(ConfigError, match=r"refuses the prompt of chats problem 1, with messages of system, user: No"):
-        Prompts(settings, tokenizer)
+        Prompts(settings, tokenizer, TINY)
+
+
+def test_a_token_that_the_model_does_not_know_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    """In whatever prompt it is."""
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"input": text, "output": "1"}) + "\n" for text in ("1+1", "1=1", "1+2")))
+    settings = Config.model_validate(
+        {"data": {"train": {"data_path": str(path), "env_name": "math"}}, "env": {"math": {}}}
+    )
+    tokenizer = tiny.make_tokenizer()
+    equals = tokenizer.convert_tokens_to_ids("=")
+    with pytest.raises(ConfigError, match=rf"sums problem 1 has token {equals} \('='\)"):
+        Prompts(settings, tokenizer, ModelTokens(TINY.ends, equals))
+    path.write_text(path.read_text().replace("1=1", "1+3"))
+    assert Prompts(settings, tokenizer, ModelTokens(TINY.ends, equals)).total == 3
 
 
 def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace_services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 
 def evenly(counts: list[int], each: int, seed: int, shuffle: bool, epochs: int) -> RoundRobinOrder:
@@ -103,7 +104,7 @@ def config(tmp_path: Path, *sizes: int, prompts: int = 4, **data: Any) -> Config
 
 
 def test_every_batch_is_drawn_evenly_and_a_small_set_comes_round_again(tmp_path: Path) -> None:
-    made = Prompts(config(tmp_path, 3, 10), tiny.make_tokenizer())
+    made = Prompts(config(tmp_path, 3, 10), tiny.make_tokenizer(), TINY)
     assert made.total == 20
     groups = made.train(range(made.total))
     assert len({group.id for group in groups}) == made.total
@@ -114,9 +115,9 @@ def test_every_batch_is_drawn_evenly_and_a_small_set_comes_round_again(tmp_path:
 def test_law_5_a_trainer_that_starts_again_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
     """Whether it goes on, rewinds or refills: groups are made by their places alone."""
     settings = config(tmp_path, 3, 10, num_prompts_per_dataloader=1)
-    before = Prompts(settings, tiny.make_tokenizer()).train(range(20))
+    before = Prompts(settings, tiny.make_tokenizer(), TINY).train(range(20))
     for places in (range(7, 20), [3], [18, 2, 11]):
-        again = Prompts(settings, tiny.make_tokenizer()).train(places)
+        again = Prompts(settings, tiny.make_tokenizer(), TINY).train(places)
         assert [group.encode() for group in again] == [before[place].encode() for place in places]
 
 
@@ -124,7 +125,7 @@ def test_a_set_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
     settings = config(tmp_path, 2, 2)
     (tmp_path / "set1.jsonl").write_text((tmp_path / "set0.jsonl").read_text())
     with pytest.raises(ConfigError, match=r"data\.train\[1\] has no problem left"):
-        Prompts(settings, tiny.make_tokenizer())
+        Prompts(settings, tiny.make_tokenizer(), TINY)
 
 
 @pytest.mark.parametrize(

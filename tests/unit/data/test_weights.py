@@ -15,6 +15,7 @@ from headrace.config import Config
 from headrace.config.data import DataConfig
 from headrace_services.trainer.data import Prompts, RoundRobinOrder, spread
 from headrace_services.trainer.demo_models import tiny
+from tests.support.model_tokens import TINY
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -113,7 +114,7 @@ def config(tmp_path: Path, *sets: tuple[int, float | None]) -> Config:
 
 
 def test_prompts_come_by_weight_and_a_set_that_is_used_up_starts_again(tmp_path: Path) -> None:
-    made = Prompts(config(tmp_path, (2, 3), (4, None)), tiny.make_tokenizer())
+    made = Prompts(config(tmp_path, (2, 3), (4, None)), tiny.make_tokenizer(), TINY)
     groups = made.train(range(made.total))
     assert made.total == 16
     assert len({group.id for group in groups}) == 16
@@ -124,8 +125,8 @@ def test_prompts_come_by_weight_and_a_set_that_is_used_up_starts_again(tmp_path:
 
 def test_law_5_a_trainer_that_starts_again_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
     settings = config(tmp_path, (3, 0.7), (10, 0.3))
-    prompts = Prompts(settings, tiny.make_tokenizer())
+    prompts = Prompts(settings, tiny.make_tokenizer(), TINY)
     before = prompts.train(range(prompts.total))
     for places in (range(7, 20), [3], [18, 2, 11]):
-        again = Prompts(settings, tiny.make_tokenizer()).train(places)
+        again = Prompts(settings, tiny.make_tokenizer(), TINY).train(places)
         assert [group.encode() for group in again] == [before[place].encode() for place in places]

@@ -23,10 +23,10 @@ async def buffer(url: str, run: str | None, patience_s: float) -> Any:
 def complaint(tmp_path: Path, **sections: Any) -> str:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
     make_tokenizer().save_pretrained(model)
     run = {"id": "r", "dir": str(tmp_path)}
-    data = {"train": {"dataset_name": "arithmetic", "env_name": "math", "size": 10}}
+    data = {"train": {"dataset_name": "arithmetic", "env_name": "math", "size": 100}}
     given = {
         "run": run,
         "trainer": {"port": 0},
