@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.light_replica import LightReplica
@@ -59,7 +59,7 @@ class SmallReplica(LightReplica):
 
     def _trajectory(self, lease: Lease, index: int) -> Trajectory:
         trajectory = super()._trajectory(lease, index)
-        return dataclasses.replace(trajectory, logprobs=trajectory.logprobs - np.float32(self._off))
+        return msgspec.structs.replace(trajectory, logprobs=trajectory.logprobs - np.float32(self._off))
 
 
 async def installed(replica: SmallReplica, version: int) -> None:
