@@ -135,6 +135,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.end_to_end
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.agents
+	$(PY) -m benchmarks.long_run
 
 clean:
 	rm -rf $(VENV) $(DEMO_MODEL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,10 +1,11 @@
-"""CPU seconds of processes: a busy machine stretches the time on the clock far more than these."""
+"""What processes use. CPU seconds: a busy machine stretches the time on the clock far more than these."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from headrace.journal import read_journal
 _NAMES = {
     "EngineCore": "engine",
     "end_to_end_environment": "environment",
+    "light_replica": "replica",
     "valkey-server": "buffer",
     "scoring_worker": "hub",
     " replay ": "scorer",
@@ -32,12 +34,16 @@ def seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def of_run() -> dict[str, float]:
-    """Of all processes below this one, by what they do in a run."""
+def memory_mb(process: psutil.Process) -> float:
+    return float(process.memory_info().rss) / 1e6
+
+
+def of_run(use: Callable[[psutil.Process], float] = seconds) -> dict[str, float]:
+    """What all processes below this one use, by what they do in a run."""
     spent = defaultdict[str, float](float)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            spent[_name(process)] += seconds(process)
+            spent[_name(process)] += use(process)
     return spent
 
 

@@ -1,0 +1,49 @@
+"""The benchmark of long runs, at toy size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import rich
+
+from benchmarks.cpu_times import PROCESSES
+from benchmarks.long_run import QUARTERS, Look, disk_mb, measure, table
+
+pytestmark = pytest.mark.slow
+
+
+def test_each_quarter_says_what_every_process_and_file_takes(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = measure(tmp_path, tiny_model, QUARTERS)
+    assert [look.steps for look in looks] == sorted({look.steps for look in looks})
+    assert len(looks) == QUARTERS
+    for look in looks:
+        assert look.step_s > 0
+        # without vLLM's engine, and `up`
+        assert {*look.memory_mb} == {*PROCESSES} - {"engine", "up"}
+        assert min(look.memory_mb.values()) > 1
+        assert {"metrics.jsonl", "replay", "logs"} <= {*look.disk_mb}
+    rich.print(table(looks))
+    assert "MB of memory, trainer" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"ended with \d+ after 0 steps:\n[\s\S]*no_such_model"):
+        measure(tmp_path, tmp_path / "no_such_model", QUARTERS)
+
+
+def test_disk_is_of_all_files_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "a").write_bytes(bytes(2_000_000))
+    (tmp_path / "deep" / "b").write_bytes(bytes(1_000_000))
+    (tmp_path / "c").write_bytes(bytes(500_000))
+    assert disk_mb(tmp_path) == {"c": 0.5, "deep": 3.0}
+
+
+def test_what_was_there_at_some_looks_only_leaves_the_others_empty() -> None:
+    looks = [Look(1, 0.5, {"trainer": 100.0}, {}), Look(2, 0.25, {"trainer": 100.0}, {"logs": 1.0})]
+    columns = {column.header: list(column.cells) for column in table(looks).columns}
+    assert columns["step 1"] == ["0.500", "100.0", ""]
+    assert columns["step 2"] == ["0.250", "100.0", "1.0"]
