@@ -71,7 +71,8 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def plain_logprobs(folder: Path, one: Trajectory, temperature: float) -> torch.Tensor:
     """Every completion token's log-probability from a forward of the whole trajectory alone, with all its logits."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # the default implementation ignores soft caps of attention
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.from_numpy(token_ids(one))
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0] / temperature
