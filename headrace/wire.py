@@ -130,7 +130,7 @@ def score_from_wire(result: pb.Result) -> Score:
     status: Any = _STATUS_NAMES.get(result.status, "FAILED")
     try:
         if status == "SCORED" and not result.HasField("reward"):
-            raise CodecError("the environment answered SCORED without a reward, not a finite number")
+            raise CodecError("the environment answered SCORED without a reward")
         for name, value in (("environment", result.environment), ("build", result.build)):
             if len(value.encode()) > BUILD_BYTES:
                 raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
