@@ -1,4 +1,4 @@
-"""Memory, disk and seconds per step of a long run, by quarter: whether anything grows that should not.
+"""Memory, disk and CPU seconds per step of a long run, by quarter: whether anything grows that should not.
 
     python -m benchmarks.long_run [--steps 10000] [--model models/tiny]
 
@@ -7,7 +7,7 @@ The real trainer, replay service with its embedded server, hub and an environmen
 steps of which the newest two stay. The page of curves is drawn while the run goes on.
 
 Memory is resident, in MB, as it stands at the end of a quarter. Disk is in MB then. The journal and the lineage hold every step, and grow
-with them; the buffer's append-only file grows until it is rewritten.
+with them; the buffer's append-only file grows until it is rewritten. A busy machine stretches seconds, but hardly CPU seconds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ STOP_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a run used at the end of a quarter. Seconds per step are those of the quarter."""
+    """What a run used at the end of a quarter. Seconds per step are those of the quarter; `cpu_ms` are milliseconds, by process."""
 
     steps: int
     step_s: float
+    cpu_ms: dict[str, float]
     memory_mb: dict[str, float]
     disk_mb: dict[str, float]
 
@@ -83,7 +84,7 @@ def measure(folder: Path, model: Path, steps: int) -> list[Look]:
     with contextlib.ExitStack() as stack:
         processes = {name: _started(stack, folder / f"{name}.log", words) for name, words in commands.items()}
         done = offset = 0
-        began = time.time()  # of the quarter; of the first, when its first step ended
+        began, spent = time.time(), of_run()  # of the quarter; of the first, when its first step ended
         while len(looks) < QUARTERS:
             time.sleep(LOOK_S)
             for name, process in processes.items():
@@ -92,15 +93,22 @@ def measure(folder: Path, model: Path, steps: int) -> list[Look]:
                     raise SystemExit(f"{name} ended with {process.returncode} after {done} steps:\n{said}")
             news = read_bytes(run_folder / JOURNAL, offset)
             offset += len(news)
-            if not done:
-                began = time.time()
+            if not done and _steps(news):
+                began, spent = time.time(), of_run()
             first = max(1, looks[-1].steps if looks else 0)
-            done += news.count(b'"kind": "train"')
+            done += _steps(news)
             if done >= (len(looks) + 1) * steps // QUARTERS and done > first:
-                now = time.time()
-                looks.append(Look(done, (now - began) / (done - first), dict(of_run(memory_mb)), disk_mb(run_folder)))
-                began = now
+                now, total = time.time(), of_run()
+                cpu_ms = {name: 1e3 * (total[name] - spent[name]) / (done - first) for name in total}
+                looks.append(
+                    Look(done, (now - began) / (done - first), cpu_ms, dict(of_run(memory_mb)), disk_mb(run_folder))
+                )
+                began, spent = now, total
     return looks
+
+
+def _steps(journal: bytes) -> int:
+    return journal.count(b'"kind": "train"')
 
 
 def configuration(folder: Path, model: Path, steps: int, environment_port: int) -> dict[str, Any]:
@@ -173,12 +181,12 @@ def table(looks: list[Look]) -> Table:
     for look in looks:
         made.add_column(f"step {look.steps:,}", justify="right")
     made.add_row("s a step, of the quarter", *(f"{look.step_s:.3f}" for look in looks), end_section=True)
-    memory, disk = ([getattr(look, field) for look in looks] for field in ("memory_mb", "disk_mb"))
-    for what, used in (("memory", memory), ("disk", disk)):
+    for what, field in (("CPU ms a step", "cpu_ms"), ("MB of memory", "memory_mb"), ("MB of disk", "disk_mb")):
+        used = [getattr(look, field) for look in looks]
         names = list(dict.fromkeys(name for each in used for name in each))
         for name in names:
             cells = (f"{each[name]:,.1f}" if name in each else "" for each in used)
-            made.add_row(f"MB of {what}, {name}", *cells, end_section=name == names[-1])
+            made.add_row(f"{what}, {name}", *cells, end_section=name == names[-1])
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,8 @@ from headrace.printable import printable
 from headrace.repeats import Repeats
 
 SHOWN_STEPS = 10
+# Of which a run's metrics are kept in memory; the journal has all steps.
+KEPT_STEPS = 1000
 # A step's metric: prompts that failed since the previous step.
 FAILED = "failed_prompts"
 # The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
@@ -78,12 +81,15 @@ class RunSummary:
         return self.counts.get("evaluated", 0) + self.counts.get("failed", 0)
 
     def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped."""
+        """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped. Of a long run, the
+        first entry and the newest `KEPT_STEPS` stay."""
         self.last_entry = entry
         series = self.train if kind == "train" else self.validation
         for later in [known for known in series if known > step]:
             del series[later]
         series[step] = metrics
+        if len(series) > KEPT_STEPS + 1:
+            del series[next(itertools.islice(series, 1, None))]
 
 
 class Display:

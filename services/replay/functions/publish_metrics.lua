@@ -5,8 +5,8 @@
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _register, _run
 
--- the approximate number of entries that the stream keeps
-local KEPT = 100000
+-- the number of newest entries that the stream keeps. A live view needs no more: the journal in the run's folder has all of them.
+local KEPT = 1000
 
 register('publish_metrics', {
   kind = one_of({'train', 'validation'}), step = natural, timeline = text,
@@ -14,6 +14,6 @@ register('publish_metrics', {
   require_bytes(1, args)
   require_timeline(run, call.timeline)
   if told_before(run, 'published_' .. call.kind, call.step) then return 1 end
-  redis.call('XADD', run.key .. ':metrics', 'MAXLEN', '~', KEPT, '*', 'kind', call.kind, 'step', call.step, 'metrics', args[2])
+  redis.call('XADD', run.key .. ':metrics', 'MAXLEN', KEPT, '*', 'kind', call.kind, 'step', call.step, 'metrics', args[2])
   return 1
 end, true)

@@ -142,6 +142,14 @@ async def test_metrics_and_events_are_followed(replay: ReplayClient) -> None:
     assert await replay.events(events[-1][0], 0.01) == []
 
 
+async def test_the_server_keeps_the_metrics_of_as_many_steps_as_one_call_reads(replay: ReplayClient) -> None:
+    timeline = (await replay.state()).timeline
+    for step in range(1003):
+        await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
+    assert [step for _, _, step, _ in await replay.metrics()] == list(range(3, 1003))
+    assert await replay.metrics("0", 2000) == await replay.metrics()
+
+
 async def test_what_an_earlier_build_left_waiting_in_one_line_is_taken_by_environment(
     replay: ReplayClient, limits: Limits
 ) -> None:

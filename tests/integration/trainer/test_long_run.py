@@ -22,8 +22,9 @@ def test_each_quarter_says_what_every_process_and_file_takes(
     for look in looks:
         assert look.step_s > 0
         # without vLLM's engine, and `up`
-        assert {*look.memory_mb} == {*PROCESSES} - {"engine", "up"}
+        assert {*look.memory_mb} == {*look.cpu_ms} == {*PROCESSES} - {"engine", "up"}
         assert min(look.memory_mb.values()) > 1
+        assert look.cpu_ms["trainer"] > 0
         assert {"metrics.jsonl", "replay", "logs"} <= {*look.disk_mb}
     rich.print(table(looks))
     assert "MB of memory, trainer" in capsys.readouterr().out
@@ -43,7 +44,10 @@ def test_disk_is_of_all_files_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_was_there_at_some_looks_only_leaves_the_others_empty() -> None:
-    looks = [Look(1, 0.5, {"trainer": 100.0}, {}), Look(2, 0.25, {"trainer": 100.0}, {"logs": 1.0})]
+    looks = [
+        Look(1, 0.5, {"trainer": 3.0}, {"trainer": 100.0}, {}),
+        Look(2, 0.25, {"trainer": 2.0}, {"trainer": 100.0}, {"logs": 1.0}),
+    ]
     columns = {column.header: list(column.cells) for column in table(looks).columns}
-    assert columns["step 1"] == ["0.500", "100.0", ""]
-    assert columns["step 2"] == ["0.250", "100.0", "1.0"]
+    assert columns["step 1"] == ["0.500", "3.0", "100.0", ""]
+    assert columns["step 2"] == ["0.250", "2.0", "100.0", "1.0"]

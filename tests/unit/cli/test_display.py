@@ -8,7 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import UPDATING, Display, RunSummary, ServiceLine, Wait, closing_table, draw, failures, waited
+from headrace.cli.display import (
+    KEPT_STEPS,
+    UPDATING,
+    Display,
+    RunSummary,
+    ServiceLine,
+    Wait,
+    closing_table,
+    draw,
+    failures,
+    waited,
+)
 from headrace.cli.status import failures as failed_lines
 from headrace.cli.status import progress, waits_for
 from headrace.cli.up import continues, why_it_ended
@@ -52,6 +63,16 @@ def test_the_live_display_shows_services_steps_and_groups() -> None:
     ):
         assert expected in text
     assert "failed" not in text
+
+
+def test_of_a_long_run_the_first_step_and_the_newest_are_kept() -> None:
+    long = RunSummary(run_id="long", max_steps=9000)
+    for step in range(KEPT_STEPS + 500):
+        long.add(f"1-{step}", "train", step, {"reward": step / 1e4})
+    assert len(long.train) == KEPT_STEPS + 1
+    assert list(long.train)[:2] == [0, 500]
+    assert "0.150 (step 1499)" in shown(closing_table(long, 1.0))
+    assert "0.000 (step 0)" in shown(closing_table(long, 1.0))
 
 
 def test_the_live_display_says_why_the_buffer_cant_be_read() -> None:
