@@ -20,6 +20,7 @@ from rich.live import Live
 
 from headrace import exposure, prompt_counts
 from headrace.addresses import reached, with_port
+from headrace.checkpoints import set_aside
 from headrace.cli import device_plan, environment_processes, page, runs
 from headrace.cli.display import (
     UPDATING,
@@ -168,6 +169,7 @@ class Pipeline:
         self._joined = 0  # replicas alive that were started elsewhere
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
+        self._set_aside = {*set_aside(config.checkpoint_folder)}  # as far as they were said
         self._environments: list[dict[str, Any]] = []  # the hub's last report
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
@@ -378,6 +380,7 @@ class Pipeline:
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
+        self._say_set_aside()
         # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
         now = time.monotonic()
         after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
@@ -435,6 +438,13 @@ class Pipeline:
             self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
             for line in record.counts.lines(self.config) if record else ():
+                self.display.print(line)
+
+    def _say_set_aside(self) -> None:
+        """Print which damaged checkpoints the trainer has set aside since this start."""
+        for line in set_aside(self.config.checkpoint_folder):
+            if line not in self._set_aside:
+                self._set_aside.add(line)
                 self.display.print(line)
 
     def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from headrace import history
-from headrace.checkpoints import published
+from headrace.checkpoints import published, set_aside
 from headrace.cli import device_plan, runs
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration
@@ -75,6 +75,7 @@ def status(
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
+        *(("set aside", line) for line in set_aside(loaded.checkpoint_folder)),
         *device_plan.recorded(loaded.run_folder),
     ]
     show(sys.stdout, state, replicas, runners, meters, loaded.replay.bias_warning, lines)
@@ -95,6 +96,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *progress(newest, config.log_folder),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
+        *(("set aside", line) for line in set_aside(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
         ("continue", runs.resume_hint(config)),

@@ -341,6 +341,11 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def place_on_host() -> tuple[int, int]:
+    """Return this rank's place among the ranks of its host, and their number."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace import prompt_counts
+from headrace.checkpoints import set_aside
 from headrace.config import Config
-from headrace.errors import CodecError, ServiceError, WrongStep, WrongTimeline
+from headrace.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.http_access import HttpAccess
 from headrace.journal import JOURNAL, Journal, retried
 from headrace.lineage import FOLDER
@@ -69,17 +70,22 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
     began, stop = time.monotonic(), stop_on_signals()
     readiness, gauges = Readiness(), Gauges()
     finished = False
+
+    def problems() -> str:
+        damaged = set_aside(config.checkpoint_folder)
+        return "\n".join([*damaged, *([readiness.failures] if readiness.failures else [])])
+
     try:
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
-            app = build_app(config, readiness, ranks.progress, lambda: readiness.failures)
+            app = build_app(config, readiness, ranks.progress, problems)
             await stack.enter_async_context(serve_http(app, sock, access))
             scheme = "http" if access.certificate is None else "https"
             log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
-            telemetry = Telemetry(config, journal, lambda: readiness.failures)
+            telemetry = Telemetry(config, journal, problems)
 
             # find an unusable model and unusable prompts before anything heavy is loaded
             await asyncio.to_thread(check_refit, config)
@@ -107,7 +113,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             lead = LeadRank(config, ranks, read)
             checkpoints = dependencies.checkpoints(config)
             stack.callback(checkpoints.lock().release)
-            newest = checkpoints.newest()
+            newest = await events.run_in_executor(torch_thread, checkpoints.newest, lambda path: lead.damage(str(path)))
             folder = None if newest is None else str(checkpoints.path(newest))
             if newest is not None:
                 check_prompts(checkpoints.state(newest), checkpoints.path(newest), prompts.counts.digest)
@@ -154,6 +160,14 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             telemetry.start()
             try:
                 finished = await Loop(config, context, resumed).run()
+            except (WrongTimeline, WrongStep):  # the curves are another trainer's now
+                raise
+            except Exception:
+                try:
+                    await telemetry.draw_end()
+                except HeadraceError as error:  # what ended the run matters more
+                    log.warning("%s", error)
+                raise
             finally:
                 await telemetry.aclose(finished=finished)
         await asyncio.to_thread(dismiss, ranks)

@@ -12,7 +12,8 @@ late, the chain beside the checkpoints decides which of them are the run's (`hea
     step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
     step_12/failures.bitmap  `order` of every group that failed
-    step_12/state.json    `CheckpointState`; the last file to be written
+    step_12/state.json    `CheckpointState`
+    step_12/SHA256SUMS    the digests of all files above; the last to be written
     step_12/metrics-{timeline}.json  metrics that the trainer on that timeline added later (`add_metrics`)
 
 As long as the buffer keeps its data, it has the ledger's information too. If it loses writes (an empty volume, a power cut, a failover), or
@@ -37,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from pyroaring import BitMap
 
 from headrace import checkpoints as folders
-from headrace.checkpoints import STATE, FolderLock, Start, cannot_write_checkpoint
+from headrace.checkpoints import DAMAGE, STATE, FolderLock, Start, cannot_write_checkpoint
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import Restartable, ServiceError
 from headrace.files import fsync
@@ -162,6 +163,7 @@ class Checkpoints:
     def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
         self._folder = folder
         self._settings = settings
+        self._damaged: dict[int, str] = {}  # what `newest` found
 
     def lock(self) -> FolderLock:
         """Take the folder's lock for as long as this process lives. If another process holds it, or the file system has no locks, warn and
@@ -199,9 +201,9 @@ class Checkpoints:
             folders.append_start(self._folder, Start(timeline, version))
             self._remove_remains(timeline)
             # the state of a damaged one may not say which timeline it is of
-            damaged = [each for each in self.published() if each > version and _damage(self._folder, each) is not None]
+            damaged = [each for each in self.published() if each > version and self._problem(each) is not None]
             for off in (*folders.abandoned(self._folder), *damaged):
-                self._set_aside(off, timeline)
+                self._set_aside(off, timeline, self._problem(off))
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Path]:
@@ -215,11 +217,17 @@ class Checkpoints:
         """Return the versions that a trainer may continue from, oldest first."""
         return folders.published(self._folder)
 
-    def newest(self) -> int | None:
+    def newest(self, changed: Callable[[Path], str | None] | None = None) -> int | None:
         """Return the newest version that a trainer can continue from. Newer ones are damaged; each is named in a warning, and `start` sets
-        it aside. Raises `ServiceError` if all are damaged."""
-        version, damaged = folders.usable(self._folder, _damage)
-        for newer, problem in damaged.items():
+        it aside. Without `changed`, which is as `checkpoints.changed`, only beginnings of files are read. Raises `ServiceError` if all are
+        damaged."""
+
+        def damage(folder: Path, version: int) -> str | None:
+            problem = _damage(folder, version)
+            return changed(folders.path_of(folder, version)) if problem is None and changed is not None else problem
+
+        version, self._damaged = folders.usable(self._folder, damage)
+        for newer, problem in self._damaged.items():
             log.warning("%s is damaged, and the checkpoint before it is used: %s", self.path(newer), problem)
         return version
 
@@ -281,6 +289,7 @@ class Checkpoints:
             for name, content in (files or {}).items():
                 (unfinished / name).write_bytes(content)
             (unfinished / STATE).write_text(state.model_dump_json(indent=2))
+            folders.write_sums(unfinished)
             _fsync_all(unfinished)
             self.require_newest(state.timeline)
             self._make_way(state.version, state.timeline)
@@ -320,19 +329,32 @@ class Checkpoints:
             ) from error
 
     def _retain(self, timeline: str, keep: Collection[int] = ()) -> None:
-        """Remove the `superseded` checkpoints. The newest always stays.
+        """Remove the `superseded` checkpoints. The newest always stays. An older one whose metrics can't be read is set aside.
 
         A trainer may freeze anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished folder
         that it made while it was the newest. A successor removes that folder as it starts, and then nothing can be moved into it any more.
         """
         with self._while_newest(timeline):
-            metrics = {version: self.state(version).metrics for version in self.published()}
+            metrics = self._metrics(timeline)
             for version in set(superseded(metrics, self._settings)) - set(keep):
                 removed = self.unfinished(version, timeline)
                 removed.mkdir()
                 self.require_newest(timeline)
                 self.path(version).rename(removed / "checkpoint")  # no reader must find half of it under its name
                 shutil.rmtree(removed)
+
+    def _metrics(self, timeline: str) -> dict[int, dict[str, float]]:
+        """Return the metrics of every published checkpoint."""
+        versions, metrics = self.published(), {}
+        for version in versions:
+            try:
+                metrics[version] = self.state(version).metrics
+            except ServiceError as error:
+                self.require_newest(timeline)  # else its successor may have removed it
+                if version == versions[-1]:
+                    raise
+                self._set_aside(version, timeline, str(error))
+        return metrics
 
     def require_newest(self, timeline: str) -> None:
         """Raise `ServiceError` unless the newest start in the chain is this timeline's."""
@@ -352,28 +374,34 @@ class Checkpoints:
     def _make_way(self, version: int, timeline: str) -> None:
         """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it is on the chain."""
         if version in folders.abandoned(self._folder):
-            self._set_aside(version, timeline)
+            self._set_aside(version, timeline, self._problem(version))
         if self.path(version).exists():
             raise ServiceError(
                 f"checkpoint {self.path(version)} exists already; remove it, or set checkpointing.checkpoint_dir to a "
                 "folder that only this run uses"
             )
 
-    def _set_aside(self, version: int, timeline: str) -> None:
-        """Give the checkpoint a name that no trainer chooses. It goes there by way of an unfinished folder, for `_retain`'s reason."""
+    def _problem(self, version: int) -> str | None:
+        return self._damaged.get(version) or _damage(self._folder, version)
+
+    def _set_aside(self, version: int, timeline: str, problem: str | None) -> None:
+        """Give the checkpoint, abandoned or with a `problem`, a name that no trainer chooses. It goes there by way of an unfinished folder,
+        for `_retain`'s reason."""
         with self._while_newest(timeline):
-            problem = _damage(self._folder, version)
             kind, of = ("abandoned", self.state(version).timeline) if problem is None else ("damaged", timeline)
             aside = self._folder / f"{kind}-step_{version}-{of}"
             leaving = self._folder / folders.leaving_name(version, timeline)
             leaving.mkdir()
             self.require_newest(timeline)
             self.path(version).rename(leaving / "checkpoint")
+            if problem is not None:
+                (leaving / "checkpoint" / DAMAGE).write_text(problem)
             (leaving / "checkpoint").rename(aside)
             leaving.rmdir()
         why = f"is damaged ({problem})"
         if problem is None:
             why = f"was published by a trainer (timeline {of}) after another had taken over"
+        self._damaged.pop(version, None)
         log.warning("checkpoint %d %s: set aside as %s", version, why, aside)
 
     @contextlib.contextmanager

@@ -21,13 +21,14 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.checkpoints import changed
 from headrace.config import Config
 from headrace.errors import CodecError, HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.weights.probe import rollout_dtype
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
@@ -108,6 +109,14 @@ class TrainerRank:
     @command
     def load(self, checkpoint: str | None) -> None:
         self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None, self.ranks)
+
+    @command
+    def damage(self, checkpoint: str) -> str | None:
+        """Return what is wrong with a checkpoint, as `checkpoints.changed`: on every rank the same, also if only one finds it. The ranks of
+        a host share the files, and each host reads all of them, because what one reads another may not."""
+        problem = changed(Path(checkpoint), *place_on_host())
+        found = self.ranks.all_gather(problem or "", str)
+        return next((each for each in found if each), None)
 
     @command
     def step(
@@ -270,8 +279,8 @@ def follow(rank: TrainerRank) -> None:
             return
         if name not in _COMMANDS:
             raise ServiceError(f"rank 0 sent the unknown command {name!r}; start all ranks from one build")
-        # loading takes as long as it takes: a model may have to be downloaded
-        with contextlib.nullcontext() if name == "load" else rank.ranks.progress.working():
+        # loading takes as long as it takes: a model may have to be downloaded, and files have any size
+        with contextlib.nullcontext() if name in ("load", "damage") else rank.ranks.progress.working():
             _obey(rank, name, arguments)
 
 

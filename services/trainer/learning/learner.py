@@ -169,12 +169,15 @@ class Learner:
         return write
 
     def try_saving(self, folder: Path) -> None:
-        """Write to `folder` what a checkpoint has beside weights and moments, and check that there is room for the weights. No collective.
+        """Write to `folder` what a checkpoint has beside weights and moments, and check that there is room for these. No collective.
 
         Raises `ServiceError` now, instead of at the first checkpoint, if `snapshot` would not be able to write it.
         """
         models = {"policy": self.policy.model} | ({} if self.value is None else {"value": self.value.root.model})
-        needed = sum(4 * parameter.numel() for model in models.values() for parameter in model.parameters())
+        parameters = [parameter for model in models.values() for parameter in model.parameters()]
+        weights = sum(4 * parameter.numel() for parameter in parameters)
+        saved = self.config.checkpointing.save_optimizer
+        moments = 2 * sum(4 * parameter.numel() for parameter in parameters if saved and parameter.requires_grad)
         try:
             for name, model in models.items():
                 description(model)(folder / name)
@@ -188,10 +191,9 @@ class Learner:
                 f"no checkpoint could be saved: transformers refuses the configuration or tokenizer of policy.model_name "
                 f"{self.config.policy.model_name!r} ({type(error).__name__}: {said}); correct its files"
             ) from error
-        if free < needed:
-            raise cannot_write_checkpoint(
-                folder.parent, OSError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB are free")
-            )
+        if free < weights + moments:
+            takes = f"its weights take {weights >> 20} MiB" + (f" and its moments {moments >> 20}" if moments else "")
+            raise cannot_write_checkpoint(folder.parent, OSError(f"{takes}, and {free >> 20} MiB are free"))
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:

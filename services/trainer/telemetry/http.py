@@ -39,7 +39,7 @@ LABELLED = {
 
 
 def build_app(config: Config, ready: Ready, progress: Progress, failures: Callable[[], str] = str) -> FastAPI:
-    """Make the trainer's application. `failures` returns the page's text about prompts that failed."""
+    """Make the trainer's application. `failures` returns the page's text about what failed."""
 
     def stuck() -> str | None:
         silent, limit = progress.silent_s, config.trainer.collective_timeout_s

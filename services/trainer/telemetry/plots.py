@@ -125,7 +125,7 @@ STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); margin: 24px; }
 h1 { font-size: 20px; margin: 0 0 2px } a { color: inherit } p { margin: 0 0 16px; color: var(--faint) }
 .alarm { color: #ffffff; background: #b3261e; padding: 8px 12px; border-radius: 6px; display: inline-block }
-.failures { color: var(--text); border-left: 3px solid #b3261e; padding: 2px 10px; overflow-wrap: anywhere }
+.failures { color: var(--text); border-left: 3px solid #b3261e; padding: 2px 10px; overflow-wrap: anywhere; white-space: pre-line }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 14px }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px }
 h2 { font-size: 14px; margin: 0 } .note { color: var(--faint); font-size: 12px; font-weight: 400 }
@@ -215,7 +215,7 @@ def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | N
     """Return the page of curves: one HTML file without scripts or network access. It takes about a second for long runs, because matplotlib
     draws each chart.
 
-    `failures` describes why prompts failed. With `refresh_s` it is the trainer's page: the browser
+    `failures` describes prompts that failed and damaged checkpoints, a line each. With `refresh_s` it is the trainer's page: the browser
     reloads it at that interval, and it links to the samples.
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
@@ -229,7 +229,8 @@ def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | N
         f'<p class="alarm">{html.escape(said)}</p>'
         for said in (alarms(train[-1].step, train[-1].metrics) if train else ())
     )
-    failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
+    said = html.escape(printable(failures, keep="\n"))
+    failed = f'<p class="failures">{said}</p>' if failures else ""
     main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
     return html_page(title, f"{links}<p>{summary(shown.outline, lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
 

@@ -51,7 +51,7 @@ DRAWING_PAUSES = 50
 class Telemetry:
     """Starts, feeds and ends all of them on rank 0. Raises `ServiceError` for a tracker whose library is missing.
 
-    `failures` returns the page's text about prompts that failed.
+    `failures` returns the page's text about what failed.
     """
 
     def __init__(

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network import backbone
+from tests.integration.trainer import resuming_ranks
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.trainer.learner_saves import PPOConfig, train_and_save
-from tests.support.forks import fork
+from tests.support.forks import fork, fork_ranks
 
 
 def assert_same_weights(a: Learner, b: Learner) -> None:
@@ -137,13 +138,18 @@ def test_what_transformers_will_not_save_is_found_at_the_start(
         learner.try_saving(tmp_path)
 
 
-def test_a_disk_without_room_for_the_weights_is_found_at_the_start(
+def test_a_disk_without_room_for_weights_and_moments_is_found_at_the_start(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The model has 2 MiB of weights and 4 MiB of moments."""
     learner = Learner(config(tiny_model))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    with pytest.raises(ServiceError, match=r"can't write a checkpoint .*its weights take 2 MiB, and 1 MiB are free"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    with pytest.raises(
+        ServiceError, match=r"can't write a checkpoint .*weights take 2 MiB and its moments 4, and 5 MiB are free"
+    ):
         learner.try_saving(tmp_path)
+    settings = config(tiny_model, checkpointing={"save_optimizer": False})
+    Learner(settings).try_saving(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +247,31 @@ def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model
     (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(ServiceError, match="an older build pickled its training state"):
         Learner(config(tiny_model), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
+def test_two_ranks_resume_from_the_checkpoint_before_one_that_a_single_rank_finds_damaged(
+    tiny_model: Path, tmp_path: Path, place: int
+) -> None:
+    """Each reads every second file, the largest first, and one bit has changed in the file at `place`."""
+    trainer = {"num_processes": 2, "device": "cpu"}
+    learner, checkpoints = Learner(config(tiny_model)), Checkpoints(tmp_path, CheckpointingConfig())
+    checkpoints.start("t", 0)
+    for version in (1, 2):
+        train_step(learner, random_batch(5, version))
+        learner.snapshot()(checkpoints.begin(version, "t"))
+        checkpoints.publish(CheckpointState(version=version, timeline="t", cursor=0, run_id="r"), {version - 1: ["g"]})
+    file = sorted(checkpoints.path(2).rglob("*.*"), key=lambda path: path.stat().st_size)[-1 - place]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    log = tmp_path / "log"
+    settings = config(tiny_model, trainer=trainer).model_dump_json()
+    with fork_ranks(2, resuming_ranks.run, settings, tmp_path, log=log) as ranks:
+        assert [rank.wait(240) for rank in ranks] == [0, 0], log.read_text()
+    assert f"{file} is not what was written" in log.read_text()
+    assert [(tmp_path / f"loaded_by_{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
 @pytest.mark.slow

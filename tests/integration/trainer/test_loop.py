@@ -87,9 +87,12 @@ async def test_law_1_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run("after_reserve:3") == -signal.SIGKILL, trainer.said()
         weights = trainer.checkpoints().path(3) / "policy" / "model.safetensors"
-        os.truncate(weights, 1000)
+        data = bytearray(weights.read_bytes())
+        data[-100] ^= 1
+        weights.write_bytes(data)
         assert await trainer.run() == 0, trainer.said()
     assert f"is damaged, and the checkpoint before it is used: {weights} " in trainer.said()
+    assert "checkpoint 3 is damaged" in (trainer.config.run_folder / "curves.html").read_text()
     assert [path.name.rpartition("-")[0] for path in weights.parents[2].glob("damaged-*")] == ["damaged-step_3"]
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
@@ -180,6 +183,7 @@ async def test_three_batches_in_a_row_that_break_a_law_end_the_run(
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run("broken_batches:3") == 1
     assert "error: 3 batches in a row could not be trained on" in trainer.said()
+    assert "3 steps" in (trainer.config.run_folder / "curves.html").read_text(), "at every end"
     assert (await replay.stats())["requeues"]["invariant"] == 2
 
 
@@ -252,6 +256,7 @@ async def test_dynamic_sampling_that_finds_nothing_ends_the_run_with_the_key_to_
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay, equal_every=1)):
         assert await trainer.run() == 1
     assert "raise grpo.dynamic_sampling_max_gen_batches 2, or use prompts" in trainer.said()
+    assert (trainer.config.run_folder / "curves.html").exists(), "at every end"
 
 
 async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reason(

@@ -1,6 +1,8 @@
 import io
 import itertools
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from headrace.checkpoints import SUMS, changed, set_aside
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import Restartable, ServiceError
-from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, CheckpointState, Ledger, superseded
+from headrace_services.trainer.control.checkpoint import (
+    ENDED,
+    TRAINED,
+    Checkpoints,
+    CheckpointState,
+    Ledger,
+    superseded,
+)
 
 
 def state(version: int, **metrics: float) -> CheckpointState:
@@ -35,10 +45,12 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 @pytest.fixture
 def publish(checkpoints: Checkpoints) -> Publish:
-    def publish(version: int, **metrics: float) -> Path:
+    def publish(version: int, write: Callable[[Path], None] | None = None, **metrics: float) -> Path:
         folder = checkpoints.begin(version, "t1")
         (folder / "policy").mkdir()
         (folder / "policy" / "weights").write_text(str(version))
+        if write is not None:
+            write(folder)
         return checkpoints.publish(
             state(version, **metrics), {version - 1: ["a", "b"]}, files={"ended": bytes([version])}
         )
@@ -121,7 +133,9 @@ def real(folder: Path) -> None:
         for name, content in WHOLE.items():
             (folder / model / name).write_bytes(content)
     weights(folder / "training" / "rank_0_of_1.safetensors")
+    (folder / "policy" / "vocab.txt").write_text("a b c d e f")
     (folder / TRAINED).write_bytes(Ledger(range(50)).encode())
+    (folder / ENDED).write_bytes(bytes(20))
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
@@ -169,8 +183,110 @@ def test_a_damaged_newest_checkpoint_is_set_aside_with_words_and_the_one_before_
     assert checkpoints.published() == [4]
     (aside,) = checkpoints.path(4).parent.glob("*step_6*")
     assert aside.name == "damaged-step_6-t2"
-    assert files_of(aside) == held
+    assert files_of(aside).items() > held.items()
     assert f"set aside as {aside}" in caplog.text
+    (line,) = set_aside(aside.parent)
+    assert line.startswith(f"checkpoint 6 is damaged ({damaged}")
+    assert line.endswith(str(aside))
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 4
+    path.write_bytes(data)
+
+
+def with_other_shapes(path: Path) -> None:
+    save_file({"a": np.zeros((4, 6), dtype=np.float32)}, path)
+
+
+def all_in_one(folder: Path) -> str | None:
+    """What two ranks of a host find together."""
+    return changed(folder, 0, 2) or changed(folder, 1, 2)
+
+
+@pytest.mark.parametrize("find", [changed, all_in_one])
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("policy/model.safetensors", flipped),
+        ("policy/model.safetensors", with_other_shapes),
+        ("policy/vocab.txt", flipped),
+        ("policy/vocab.txt", Path.unlink),
+        ("training/rank_0_of_1.safetensors", flipped),
+        ("state.json", flipped),
+        ("ledger.json", flipped),
+        (TRAINED, flipped),
+        (ENDED, flipped),
+        (ENDED, cut),
+        (SUMS, flipped),
+        (SUMS, cut),
+        (SUMS, emptied),
+    ],
+)
+def test_whatever_file_of_the_newest_has_changed_it_is_set_aside_and_the_one_before_is_used(
+    checkpoints: Checkpoints,
+    publish: Publish,
+    find: Callable[[Path], str | None],
+    file: str,
+    harm: Callable[[Path], None],
+) -> None:
+    for version in (2, 4):
+        publish(version, write=real)
+    assert checkpoints.newest(find) == 4
+    harm(checkpoints.path(4) / file)
+    assert checkpoints.newest(find) == 2
+    checkpoints.start("t2", 2)
+    assert [path.name for path in checkpoints.path(2).parent.glob("*step_4*")] == ["damaged-step_4-t2"]
+    (line,) = set_aside(checkpoints.path(2).parent)
+    assert str(checkpoints.path(4)) in line
+
+
+def test_a_checkpoint_of_a_build_before_the_digests_is_used(checkpoints: Checkpoints, publish: Publish) -> None:
+    publish(2, write=real)
+    (checkpoints.path(2) / SUMS).unlink()
+    flipped(checkpoints.path(2) / "policy" / "model.safetensors")
+    assert checkpoints.newest(changed) == 2
+
+
+def test_metrics_that_are_added_later_change_no_digest(checkpoints: Checkpoints, publish: Publish) -> None:
+    publish(2, write=real)
+    checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
+    assert checkpoints.newest(changed) == 2
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="of coreutils")
+def test_sha256sum_checks_a_checkpoint(checkpoints: Checkpoints, publish: Publish) -> None:
+    folder = publish(2, write=real)
+    check = ["sha256sum", "--check", "--strict", "--quiet", SUMS]
+    assert subprocess.run(check, cwd=folder, check=False).returncode == 0
+    flipped(folder / "policy" / "vocab.txt")
+    assert subprocess.run(check, cwd=folder, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("file", ["state.json", "metrics-t1.json"])
+def test_retention_sets_an_older_checkpoint_aside_whose_metrics_cant_be_read(
+    checkpoints: Checkpoints, publish: Publish, file: str
+) -> None:
+    publish(2)
+    checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.9})
+    publish(4, accuracy=0.5)
+    emptied(checkpoints.path(2) / file)
+    publish(6, accuracy=0.1)
+    publish(8, accuracy=0.2)
+    assert checkpoints.published() == [4, 8]
+    (line,) = set_aside(checkpoints.path(4).parent)
+    assert file in line
+
+
+def test_retention_ends_the_run_if_what_was_just_published_cant_be_read(
+    checkpoints: Checkpoints, publish: Publish
+) -> None:
+    publish(2)
+    emptied(checkpoints.path(2) / "state.json")
+    with pytest.raises(ServiceError, match=r"step_2/state\.json can't be read"):
+        checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
+    assert checkpoints.published() == [2]
 
 
 def test_a_missing_file_of_weights_is_damage(checkpoints: Checkpoints, publish: Publish) -> None:
