@@ -118,6 +118,7 @@ def configuration(folder: Path, model: Path, steps: int, environment_port: int) 
             "num_prompts_per_step": PROMPTS,
             "num_generations_per_prompt": GENERATIONS,
             "max_num_steps": 2 * steps,  # it is stopped, so that its last look is at a trainer that still runs
+            "max_num_epochs": 2 * steps,
             "use_leave_one_out_baseline": False,
             "val_period": 0,
             "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True},
@@ -131,7 +132,7 @@ def configuration(folder: Path, model: Path, steps: int, environment_port: int) 
             "generation": {"max_new_tokens": 4},
         },
         "data": {
-            "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * steps, "seed": 1},
+            "train": {"dataset_name": "arithmetic", "size": 1000, "seed": 1},
             "default": {"env_name": "digits"},
         },
         "env": {"digits": {"target": f"127.0.0.1:{environment_port}"}},

@@ -8,7 +8,10 @@ import pytest
 import rich
 
 from benchmarks.cpu_times import PROCESSES
-from benchmarks.long_run import QUARTERS, Look, disk_mb, measure, table
+from benchmarks.long_run import PROMPTS, QUARTERS, Look, configuration, disk_mb, measure, table
+from headrace.config import Config
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.network.policy_model import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +31,11 @@ def test_each_quarter_says_what_every_process_and_file_takes(
         assert {"metrics.jsonl", "replay", "logs"} <= {*look.disk_mb}
     rich.print(table(looks))
     assert "MB of memory, trainer" in capsys.readouterr().out
+
+
+def test_the_prompts_last_for_all_steps(tmp_path: Path, tiny_model: Path) -> None:
+    config = Config.model_validate(configuration(tmp_path, tiny_model, 10_000, 1))
+    assert Prompts(config, load_tokenizer(config)).counts.orders >= PROMPTS * config.max_num_steps
 
 
 def test_a_process_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> None:
