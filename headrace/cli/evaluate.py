@@ -280,12 +280,12 @@ def ask(config: Config, found: NamedModel) -> None:
     console = Console()
     plan = device_plan.of(config)
 
-    with runs.locked(config), settled(config) as (config, saved):
+    with runs.locked(config), settled(config) as (config, saved, reserved):
         device_plan.record(plan, device_plan.threads_of(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:
             with open_display(console) as display:
-                asyncio.run(Pipeline(config, saved, plan, display).run())
+                asyncio.run(Pipeline(config, saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(console, "stopped before all prompts were evaluated; there are no results")
             raise typer.Exit(128 + interrupted.signum) from None

@@ -23,6 +23,7 @@ from headrace import devices, threads
 from headrace.config import Config
 from headrace.config.policy import ENGINE_DIMS
 from headrace.errors import Restartable, ServiceError
+from headrace.files import folder_for_sockets
 from headrace.service import importing
 from headrace.weights import nccl
 from headrace.weights.probe import rollout_dtype
@@ -51,7 +52,7 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist.
     Inside the context, vLLM's `EngineDeadError` becomes `Restartable`, with the first error of the engine's processes.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-engine-", dir=folder_for_sockets()) as folder:
         report = Path(folder) / "errors"
         prepare_environment(config, report)
         engine = _start(config, overrides or {}, report)
@@ -89,6 +90,7 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(report.parent)  # where the engine's processes meet
 
 
 def _hook_into_children() -> None:
