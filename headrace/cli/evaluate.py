@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.addresses import LOOPBACK
-from headrace.cli import device_plan, runs, weights
+from headrace.cli import device_plan, runs, shell, weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
 from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
 from headrace.cli.weights import NamedModel
@@ -87,6 +87,7 @@ def evaluate(
 
     Every service starts as for a run, with its own folder under the run's `evals/`, and stops at the end or on Ctrl-C.
     """
+    shell.check()
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--json {output}: the folder {output.absolute().parent} does not exist")

@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,9 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     """
     with tempfile.TemporaryDirectory(prefix="headrace-engine-", dir=folder_for_sockets()) as folder:
         report = Path(folder) / "errors"
+        given = sorted(name for name in os.environ if name.startswith("VLLM_"))
         prepare_environment(config, report)
-        engine = _start(config, overrides or {}, report)
+        engine = _start(config, overrides or {}, report, given)
         if config.policy.lora_cfg.adapter_alone:
             _use_adapter(engine)
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -171,7 +172,7 @@ def _use_adapter(engine: Any) -> None:
     engine.generate = lambda *arguments, **named: generate(*arguments, **{**named, "lora_request": adapter})
 
 
-def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:
+def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Sequence[str]) -> AsyncLLM:
     if devices.engine_is_for_cuda(devices.installed_versions()):
         devices.installed().check_driver()
     try:
@@ -221,7 +222,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
                 "the engine's process died during its start without an error; it was probably killed, perhaps because memory ran out. "
                 f"vLLM reported: {error}"
             ) from error
-        raise ServiceError(explain(config, reason or _message(error), on_cpu=on_cpu)) from error
+        raise ServiceError(explain(config, reason or _message(error), given, on_cpu=on_cpu)) from error
 
 
 async def described(engine: AsyncLLM) -> str:
@@ -265,8 +266,9 @@ def device_problem(device: str, *, on_cpu: bool) -> str | None:
     return None
 
 
-def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
-    """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy."""
+def explain(config: Config, reason: str, given: Sequence[str] = (), *, on_cpu: bool) -> str:
+    """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy. `given` are the variables of vLLM
+    that the user's shell sets."""
     reason = " ".join(reason.split())
     said = f"vLLM reported: {reason[:400]}"
     low = reason.lower()
@@ -291,7 +293,10 @@ def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
             f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} exceeds the model's context; "
             f"lower it. {said}"
         )
+    if "lscpu" in low:
+        return f"vLLM's CPU build calls the program lscpu; install util-linux, or add its folder to PATH. {said}"
+    shell = f", unset what you don't need of {', '.join(given)}" if given else ""
     return (
         f"the engine can't start with policy.model_name {config.policy.model_name}; give a causal language model that vLLM "
-        f"supports, and see the log above. {said}"
+        f"supports{shell}, and see the log above. {said}"
     )
