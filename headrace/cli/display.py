@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -84,6 +88,20 @@ class RunSummary:
         for later in [known for known in series if known > step]:
             del series[later]
         series[step] = metrics
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`headrace up … | head`). The run then stops as after any signal."""
+
+    def on_broken_pipe(self) -> None:
+        """Report that nothing can be printed any more, and raise SIGPIPE: `Pipeline` stops; elsewhere it is ignored."""
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            try:
+                typer.echo("nobody reads standard output any more; stopping", err=True)
+            except BrokenPipeError:  # its reader was the same
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        signal.raise_signal(signal.SIGPIPE)
 
 
 class Display:

@@ -19,6 +19,7 @@ from rich.table import Table
 from headrace.addresses import LOOPBACK
 from headrace.cli import device_plan, runs, shell, weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
+from headrace.cli.display import RunConsole
 from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
@@ -278,7 +279,7 @@ def _absolute(model: str) -> str:
 
 def ask(config: Config, found: NamedModel) -> None:
     """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
-    console = Console()
+    console = RunConsole()
     plan = device_plan.of(config)
 
     with runs.locked(config), settled(config) as (config, saved, reserved):

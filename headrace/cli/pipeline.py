@@ -212,7 +212,7 @@ class Pipeline:
                 saving = "saving a checkpoint, then " if self.config.checkpointing.enabled else ""
                 self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
 
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             asyncio.get_running_loop().add_signal_handler(signum, on, signum)
 
     async def _work(self) -> None:

@@ -8,13 +8,13 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from headrace import checkpoints
 from headrace.cli import common, device_plan, page, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import (
+    RunConsole,
     RunSummary,
     closing_table,
     failures,
@@ -45,7 +45,7 @@ def up(
     check(loaded)
     plan = device_plan.of(loaded)
     threads = device_plan.threads_of(loaded, plan)
-    console = Console()
+    console = RunConsole()
 
     def say(line: str) -> None:
         common.say(console, line, keep="\n")

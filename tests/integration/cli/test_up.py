@@ -82,14 +82,14 @@ def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
     started: list[Up] = []
     redis_port = free_port()
 
-    def start(steps: int, *overrides: str, gpus: str = "", **services: str) -> Up:
+    def start(steps: int, *overrides: str, gpus: str = "", stdout: int | None = None, **services: str) -> Up:
         config = tmp_path / "run.yaml"
         config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, steps=steps, redis_port=redis_port))
         number = len(started)
         environ = os.environ if real else instead_of(tmp_path / f"services-{number}", **services)
         if gpus:
             environ = nvml.environ(tmp_path, gpus, environ)
-        started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ))
+        started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ, stdout=stdout))
         return started[-1]
 
     yield start
@@ -196,6 +196,19 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
     assert ("and so were its checkpoints" in last) != elsewhere
     assert "Traceback" not in run.said()
     assert not folder.exists()
+
+
+def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path) -> None:
+    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer", stdout=subprocess.PIPE)
+    assert run.process.stdout is not None
+    while b"step 1:" not in (line := run.process.stdout.readline()):
+        assert line, run.said()
+    left = run.started()
+    run.process.stdout.close()
+    assert run.ends() == 128 + signal.SIGPIPE
+    assert all(gone(pid) for pid in left)
+    assert run.said() == "nobody reads standard output any more; stopping\n"
+    assert '"state":"stopped"' in (folder / "run.json").read_text()
 
 
 def chosen_ports(folder: Path) -> list[int]:
