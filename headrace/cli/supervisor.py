@@ -283,8 +283,6 @@ class Supervisor:
                 child.log_start = log.tell()
             child.take_ending()  # of an earlier run
             own = self.environ if child.environ is None else child.environ
-            for sock in child.reserved:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # one that was killed may have left it open
             process = subprocess.Popen(  # noqa: ASYNC220
                 child.argv,
                 pass_fds=[sock.fileno() for sock in child.reserved],
@@ -309,6 +307,8 @@ class Supervisor:
         finally:
             bounding.cancel()
         await self._end_group(child.name, process.pid)
+        for sock in child.reserved:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # a process that was killed may have left it on
         child.pid = None
         return code
 
