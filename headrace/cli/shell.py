@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -40,20 +41,25 @@ def _of_python() -> Iterator[str]:
 
 def _of_interfaces(environ: Mapping[str, str]) -> Iterator[str]:
     known = [name for _, name in socket.if_nameindex()]
-    for variable, is_prefix in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
-        value = environ.get(variable, "")
-        if value and not value.startswith("^") and not _names_one(value, known, is_prefix=is_prefix):
+    for variable, is_known in (("GLOO_SOCKET_IFNAME", _gloo_knows), ("NCCL_SOCKET_IFNAME", _nccl_knows)):
+        value = environ.get(variable)
+        if value and not is_known(value, known):
             yield (
                 f"{variable}={value} names no network interface of this machine; unset {variable}, or set it to one of "
                 f"{', '.join(known)}"
             )
 
 
-def _names_one(value: str, known: Sequence[str], *, is_prefix: bool) -> bool:
-    """Whether a list of interfaces names one of the `known`. NCCL takes a name without `=` as the beginning of names."""
-    if not is_prefix or value.startswith("="):
-        return any(name in known for name in value.removeprefix("=").split(","))
-    return any(each.startswith(name) for each in known for name in value.split(","))
+def _gloo_knows(value: str, known: Sequence[str]) -> bool:
+    return all(name in known for name in value.split(","))
+
+
+def _nccl_knows(value: str, known: Sequence[str]) -> bool:
+    """NCCL takes names as the beginnings of names, unless `=` is before them, and all others after `^`."""
+    if value.startswith("^"):
+        return True
+    names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
+    return any(each == name if value.startswith("=") else each.startswith(name) for each in known for name in names)
 
 
 def _of_libraries(environ: Mapping[str, str]) -> Iterator[str]:
@@ -69,11 +75,10 @@ def _unwritable(folder: Path) -> OSError | None:
     """Return why there can be no new file in `folder`, which is made if it doesn't exist; None if there can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
     except OSError as error:
         return error
-    os.close(handle)
-    return None
 
 
 def _of_limits() -> Iterator[str]:

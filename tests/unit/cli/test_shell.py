@@ -49,6 +49,10 @@ def test_a_cache_that_cannot_be_written_is_refused(name: str, tmp_path: Path) ->
 def test_names_that_libraries_find_are_left_alone() -> None:
     shell.check({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "GRPC_POLL_STRATEGY": "epoll1,poll"})
     shell.check({"NCCL_SOCKET_IFNAME": "l,ib"})
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=lo,ib9 "):
+        shell.check({"GLOO_SOCKET_IFNAME": "lo,ib9"})
+    with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME==l "):
+        shell.check({"NCCL_SOCKET_IFNAME": "=l"})
     shell.check({"NCCL_SOCKET_IFNAME": "^docker0"})
 
 
