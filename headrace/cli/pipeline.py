@@ -13,6 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from headrace.cli.display import (
     UPDATING,
     Display,
     LiveDisplay,
+    RunConsole,
     RunSummary,
     ServiceLine,
     Wait,
@@ -212,8 +214,12 @@ class Pipeline:
                 saving = "saving a checkpoint, then " if self.config.checkpointing.enabled else ""
                 self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
 
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-            asyncio.get_running_loop().add_signal_handler(signum, on, signum)
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, on, signum)
+        if isinstance(self.display.console, RunConsole):
+            # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
+            self.display.console.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))
 
     async def _work(self) -> None:
         try:

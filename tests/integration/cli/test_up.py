@@ -198,10 +198,11 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
     assert not folder.exists()
 
 
-def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path) -> None:
+@pytest.mark.parametrize("last", ["run test in", "step 1:"])
+def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path, last: str) -> None:
     run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer", stdout=subprocess.PIPE)
     assert run.process.stdout is not None
-    while b"step 1:" not in (line := run.process.stdout.readline()):
+    while last.encode() not in (line := run.process.stdout.readline()):
         assert line, run.said()
     left = run.started()
     run.process.stdout.close()
