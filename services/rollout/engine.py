@@ -198,11 +198,11 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
         # torch is imported by now and has read the variable, and a forked process inherits what it read
         import torch._dynamo
 
-        torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
+        torch._dynamo.config.disable = True
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu, device_memory=memory)
         arguments |= weight_receiver.engine_arguments(config) | dict(overrides)

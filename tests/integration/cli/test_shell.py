@@ -111,7 +111,6 @@ SHELLS: dict[str, dict[str, str]] = {
     "night": {
         "GRPC_TRACE": "all",
         "PYTHONDEVMODE": "1",
-        "PYTHONTRACEMALLOC": "1",
         "TMPDIR": "/proc/nothing",
         "FORCE_COLOR": "1",
     },
@@ -176,7 +175,11 @@ def test_a_run_is_the_same_in_a_hostile_shell(
             env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
             preexec_fn=shell.before,
         )
-        assert run.wait(timeout=600) == 0, said.read_text(errors="replace")
+        try:
+            assert run.wait(timeout=600) == 0, said.read_text(errors="replace")
+        finally:
+            run.terminate()
+            run.wait()
     assert "restarting" not in said.read_text(errors="replace")
     folder = tmp_path / "runs" / "test"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
