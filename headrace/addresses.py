@@ -58,6 +58,15 @@ def through_proxy(target: str, variables: Sequence[str]) -> str:
     return f"; through the proxy {proxy} ({name}; NO_PROXY={host} goes without)"
 
 
+def url_through_proxy(url: str) -> str:
+    """Return what `through_proxy` does, for a request to `url`; empty if its scheme is not HTTP's."""
+    parts = urlsplit(url)
+    port = {"http": 80, "https": 443}.get(parts.scheme)
+    if port is None or parts.hostname is None:
+        return ""
+    return through_proxy(with_port(parts.hostname, parts.port or port), HTTP_PROXIES[parts.scheme])
+
+
 def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which programs reach this machine without a proxy, whatever `environ` names; empty if it names none."""
     named = {name.lower() for name, value in environ.items() if value}

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.errors import ServiceError
+
+# a folder and a socket of vLLM (`headrace-engine-xxxxxxxx/` and a UUID) follow
+_LONGEST_FOLDER_OF_SOCKETS = 40
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:
@@ -48,6 +52,24 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def is_gone(path: Path) -> bool:
+    """Whether `path` doesn't exist. While its file server answers with an error (ESTALE, EIO), nobody knows, and it is not gone."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def folder_for_sockets() -> Path:
+    """Return the folder for temporary folders of Unix sockets: TMPDIR, unless the path of a socket in it could be longer than the kernel
+    allows (107 bytes)."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(os.fsencode(usual)) <= _LONGEST_FOLDER_OF_SOCKETS else Path("/tmp")
 
 
 def cut_torn_line(path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.addresses import url_through_proxy
 from headrace.backoff import pause_after
 from headrace.errors import ServiceError
 from headrace.model_files import problem_of_model
@@ -110,7 +111,7 @@ def _is_cached(kind: _Kind, name: str) -> bool:
 
 
 def _check_hub(kind: _Kind, key: str, name: str) -> None:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
@@ -132,8 +133,8 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         said = str(error.__cause__ or error).strip().splitlines()
         reason = said[0] if said else type(error).__name__
         raise ServiceError(
-            f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub ({reason}); "
-            f"{kind.remedy}"
+            f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub "
+            f"({reason}{url_through_proxy(constants.ENDPOINT)}); {kind.remedy}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from headrace.addresses import target_is_local, with_port
 from headrace.credentials import Credentials
 from headrace.errors import CodecError, ConfigError, ServiceError
-from headrace.service import bind, most_connections
+from headrace.service import admitting, bind, most_connections
 from headrace.tls import CertificateFiles, Reloading
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
@@ -152,11 +152,12 @@ def listen(server: grpc.aio.Server, host: str, port: int, key: str, certificate:
     bind(host, port, key).close()  # gRPC would also log a busy port
     address = with_port(host, port)
     try:
-        bound: int = (
-            server.add_insecure_port(address)
-            if certificate is None
-            else server.add_secure_port(address, _server_credentials(certificate))
-        )
+        with admitting(port):
+            bound: int = (
+                server.add_insecure_port(address)
+                if certificate is None
+                else server.add_secure_port(address, _server_credentials(certificate))
+            )
     except RuntimeError as error:
         raise ServiceError(f"{key}: can't listen on {address}; free the port or set {key} to another") from error
     return bound

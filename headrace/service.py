@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 # The variable that names the file for a service's `Ending`. It doesn't begin with HEADRACE_, which would make it a configuration key.
 ENDING = "_HEADRACE_ENDING"
+# The variable that lists the descriptors of the sockets which reserve a service's ports.
+RESERVED = "_HEADRACE_RESERVED"
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -200,27 +202,65 @@ async def body_of(request: Request, most: int) -> bytes | None:
 
 def bind(host: str, port: int, key: str) -> socket.socket:
     """Return a listening TCP socket; port 0 chooses a free one. Raises `ServiceError` naming the configuration key of a busy port."""
-    sock = reserve(host, port, key)
-    sock.listen(128)
+    with admitting(port), _socket_for(host, port, key) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
     return sock
 
 
-def reserve(host: str, port: int, key: str) -> socket.socket:
-    """Return a bound socket that doesn't listen; port 0 chooses a free one. While it is open the kernel gives the port to nobody who asks
-    for a free one, and a server that sets SO_REUSEADDR, as ours do, can listen there (Linux). Raises as `bind` does."""
+def reserve(host: str, key: str) -> socket.socket:
+    """Return a socket that is bound to a free port and doesn't listen. While it is open nobody can listen there (Linux), not even with
+    SO_REUSEADDR, but a process that inherits the socket (`inherited`), while it is `admitting` that. Raises as `bind` does."""
+    with _socket_for(host, 0, key) as sock:
+        sock.bind((host, 0))
+    return sock
+
+
+@contextlib.contextmanager
+def _socket_for(host: str, port: int, key: str) -> Iterator[socket.socket]:
+    """Yield a TCP socket. An error of the context closes it, and names the key."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it the second part of an answer waits 40 ms for the reader's delayed
     # acknowledgement of the first
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        yield sock
     except OSError as error:
         sock.close()
         raise ServiceError(
             f"{key}: can't listen on {host}:{port} ({error.strerror}); free the port or set {key} to another"
         ) from error
-    return sock
+
+
+def inherited(reserved: Iterable[socket.socket]) -> dict[str, str]:
+    """Return the variables for a process that inherits the sockets which reserve its ports."""
+    return {RESERVED: " ".join(str(sock.fileno()) for sock in reserved)}
+
+
+def reservations() -> list[int]:
+    """Return the descriptors of the sockets that reserve ports for this process."""
+    return [int(descriptor) for descriptor in os.environ.get(RESERVED, "").split()]
+
+
+def admit(listeners: bool, port: int | None = None) -> None:
+    """Set whether another socket can listen on `port`, or on any, if it is reserved for this process. Does nothing to other ports."""
+    for descriptor in reservations():
+        # a process that this one started knows the descriptors, and doesn't have them
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            if port in (None, sock.getsockname()[1]):
+                # the kernel compares the options of both sockets when the second one is bound
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listeners)
+
+
+@contextlib.contextmanager
+def admitting(port: int) -> Iterator[None]:
+    """Let another socket listen on `port` while the context is open, if it is reserved for this process."""
+    admit(True, port)
+    try:
+        yield
+    finally:
+        admit(False, port)
 
 
 def most_connections() -> int:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from headrace.cli.commands import COMMANDS
 from headrace.cli.common import print_error
+from headrace.cli.shell import open_standard_streams
 from headrace.errors import HeadraceError
 from headrace.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
@@ -70,6 +71,7 @@ def headrace() -> None:
 
 def main() -> None:
     """Run the command line. Exits with 1 for an error that the user must fix, and with 70 and a traceback for an unexpected one."""
+    open_standard_streams()
     try:
         app()
     except HeadraceError as error:

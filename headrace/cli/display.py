@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -90,6 +94,31 @@ class RunSummary:
         series[step] = metrics
         if len(series) > KEPT_STEPS + 1:
             del series[next(itertools.islice(series, 1, None))]
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`headrace up … | head`). The run then stops."""
+
+    _is_read = True
+    _stop: Callable[[], object] | None = None
+
+    def stop_when_unread(self, stop: Callable[[], object]) -> None:
+        """Call `stop` once nobody reads what is printed: now, if nobody does."""
+        self._stop = stop
+        if not self._is_read:
+            stop()
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more, and stop. There is no handler of SIGPIPE: any peer that closes its connection would raise it too."""
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            try:
+                typer.echo("nobody reads standard output any more; stopping", err=True)
+            except BrokenPipeError:  # its reader was the same
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        self._is_read = False
+        if self._stop is not None:
+            self._stop()
 
 
 class Display:

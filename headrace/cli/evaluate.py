@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.addresses import LOOPBACK
-from headrace.cli import device_plan, runs, weights
+from headrace.cli import device_plan, runs, shell, weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
+from headrace.cli.display import RunConsole
 from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
@@ -87,6 +88,7 @@ def evaluate(
 
     Every service starts as for a run, with its own folder under the run's `evals/`, and stops at the end or on Ctrl-C.
     """
+    shell.check()
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--json {output}: the folder {output.absolute().parent} does not exist")
@@ -277,15 +279,15 @@ def _absolute(model: str) -> str:
 
 def ask(config: Config, found: NamedModel) -> None:
     """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
-    console = Console()
+    console = RunConsole()
     plan = device_plan.of(config)
 
-    with runs.locked(config), settled(config) as (config, saved):
+    with runs.locked(config), settled(config) as (config, saved, reserved):
         device_plan.record(plan, device_plan.threads_of(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:
             with open_display(console) as display:
-                asyncio.run(Pipeline(config, saved, plan, display).run())
+                asyncio.run(Pipeline(config, saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(console, "stopped before all prompts were evaluated; there are no results")
             raise typer.Exit(128 + interrupted.signum) from None

@@ -8,10 +8,12 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from headrace.cli.display import (
     UPDATING,
     Display,
     LiveDisplay,
+    RunConsole,
     RunSummary,
     ServiceLine,
     Wait,
@@ -35,6 +38,7 @@ from headrace.config import Config
 from headrace.credentials import buffer_url, credentials_of
 from headrace.devices import DevicePlan
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.files import is_gone
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.tls import client_context
 
@@ -52,6 +56,9 @@ LONGEST_PROBE_GAP_S = 10.0
 # In place of a status: the service accepted the connection, but did not answer.
 NO_ANSWER = 504
 
+# The sockets that reserve the ports that were chosen, by configuration key.
+Reserved = Mapping[str, socket.socket]
+
 
 def check(config: Config) -> None:
     """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
@@ -61,12 +68,12 @@ def check(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def settled(config: Config) -> Iterator[tuple[Config, Path]]:
+def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
     """Settle and save what the services need before they start: credentials, configuration, and ports, which stay reserved while the
-    context is open. Yields the saved configuration and its path. Raises `ConfigError`, `ServiceError`."""
-    with runs.settled_ports(config) as ready:
+    context is open. Yields the saved configuration, its path, and what reserves the ports. Raises `ConfigError`, `ServiceError`."""
+    with runs.settled_ports(config) as (ready, reserved):
         runs.make_credentials(ready)
-        yield ready, runs.save(ready)
+        yield ready, runs.save(ready), reserved
 
 
 @contextlib.contextmanager
@@ -111,9 +118,9 @@ class Children:
         return iter((self.replay, self.reward, *others, self.trainer))
 
     @classmethod
-    def of(cls, config: Config, saved: Path, plan: DevicePlan | None) -> Children:
-        """Return the services of a run whose resolved configuration was saved as `saved`. Each gets the devices that `plan` gives it, and
-        its number of threads."""
+    def of(cls, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved) -> Children:
+        """Return the services of a run whose resolved configuration was saved as `saved`. Each gets the devices that `plan` gives it, its
+        number of threads, and its ports of those `reserved`."""
 
         def child(name: str, service: str, ends_run: bool = False) -> Child:
             launcher = [sys.executable, "-m"]
@@ -140,17 +147,23 @@ class Children:
                 variables |= device_plan.device_variables(plan, config, each.name)
             own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
             each.environ = {**own, **variables}
+        for key, sock in reserved.items():
+            section, _, name = key.removesuffix(".port").partition(".")
+            owner = children.environments[name] if section == "env" else getattr(children, section)
+            owner.reserved = [*owner.reserved, sock]
         return children
 
 
 class Pipeline:
     """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended the run. Either way no process is left."""
 
-    def __init__(self, config: Config, saved: Path, plan: DevicePlan | None, display: Display) -> None:
+    def __init__(
+        self, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved, display: Display
+    ) -> None:
         self.config = config
         self.display = display
         self._saved = saved
-        self.children = Children.of(config, saved, plan)
+        self.children = Children.of(config, saved, plan, reserved)
         self._device_is_shared = plan is not None and plan.is_shared
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
         credentials = credentials_of(config)
@@ -203,8 +216,12 @@ class Pipeline:
                 saving = "saving a checkpoint, then " if self.config.checkpointing.enabled else ""
                 self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
 
+        loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(signum, on, signum)
+            loop.add_signal_handler(signum, on, signum)
+        if isinstance(self.display.console, RunConsole):
+            # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
+            self.display.console.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))
 
     async def _work(self) -> None:
         try:
@@ -236,7 +253,7 @@ class Pipeline:
                     await self._poll(client)  # the trainer's last metrics
         # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
         except BaseExceptionGroup as failures:
-            if not self._saved.exists():
+            if is_gone(self._saved):
                 raise self._without_folder() from None  # whatever failed, failed for that
             ours, others = failures.split(HeadraceError)
             if ours is None or others is not None:
@@ -246,7 +263,7 @@ class Pipeline:
     async def _watch_folder(self) -> None:
         """Raise `ServiceError` once the run's folder is gone."""
         while True:
-            if not self._saved.exists():
+            if is_gone(self._saved):
                 raise self._without_folder()
             await asyncio.sleep(LOOK_S)
 
@@ -257,7 +274,7 @@ class Pipeline:
             + ("its buffer was in it" if held is None else "the buffer's server keeps what it holds")
             + (
                 f", and the checkpoints in {checkpoints} are kept"
-                if checkpoints.exists()
+                if not is_gone(checkpoints)
                 else ", and so were its checkpoints"
             )
             + ". Move the folder back, and the run continues; or start a new one with another run.id"
@@ -434,7 +451,11 @@ class Pipeline:
 
     def _say_prompts(self) -> None:
         """Print the numbers of prompts, once the trainer has counted them."""
-        if (written := _written(self._prompts)) != self._prompts_before:
+        try:
+            written = _written(self._prompts)
+        except OSError:  # its file server is away; the next poll looks again
+            return
+        if written != self._prompts_before:
             self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
             for line in record.counts.lines(self.config) if record else ():
@@ -477,7 +498,7 @@ class Pipeline:
 
     async def _stop(self) -> None:
         # without the run's folder, what the trainer would wait for never comes
-        save_s = SAVE_DEADLINE_S if self._saved.exists() else WITHOUT_FOLDER_S
+        save_s = WITHOUT_FOLDER_S if is_gone(self._saved) else SAVE_DEADLINE_S
         await asyncio.gather(
             self.supervisor.stop([self.children.trainer], save_s),
             self.supervisor.stop([*self.children.rollouts, *self.children.agents]),

@@ -9,6 +9,7 @@ import grpc
 
 from headrace import rpc
 from headrace.addresses import GRPC_PROXIES, target_is_local, through_proxy
+from headrace.cli import shell
 from headrace.cli.common import load_entry_point
 from headrace.config import Config
 from headrace.config.loading import Loaded
@@ -23,7 +24,8 @@ _PING_S = 2.0
 
 def look(loaded: Loaded) -> list[str]:
     """Return warnings about what the configuration names. Raises `ConfigError` with one line per problem, each with its place in its
-    file, and `MissingPackage` if the trainer's packages are not installed."""
+    file, or for a shell in which no run can work, and `MissingPackage` if the trainer's packages are not installed."""
+    shell.check()
     named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
     warnings = list(config.warnings)

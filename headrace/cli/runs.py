@@ -7,6 +7,7 @@ import datetime
 import fcntl
 import os
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,9 +314,10 @@ def busy_ports(config: Config) -> list[str]:
 
 
 @contextlib.contextmanager
-def settled_ports(config: Config) -> Iterator[Config]:
+def settled_ports(config: Config) -> Iterator[tuple[Config, dict[str, socket.socket]]]:
     """Check that the configured ports are free, and choose free ones for the others that services need to know of each other. They stay
-    reserved while the context is open, so that no other process gets one before its service listens, or while it is restarted.
+    reserved while the context is open, so that no other process gets one before its service listens, or while it is restarted. Also yields
+    the sockets that reserve them, by key: only a process that inherits one can listen on its port.
 
     Raises `ServiceError` naming the key of a busy port and the process that uses it, `ConfigError` if several replicas would share a
     port.
@@ -331,6 +333,7 @@ def settled_ports(config: Config) -> Iterator[Config]:
                 f"{key} {port} with agents.runners {config.agents.runners}: each runner needs its own port; set {key} to 0"
             )
     chosen, settled = _chosen(config), dict[str, dict[str, int]]()
+    reserved: dict[str, socket.socket] = {}
     with contextlib.ExitStack() as checked, contextlib.ExitStack() as held:
         for key, listener in _LISTENERS.items():
             place = listener(config)
@@ -338,11 +341,10 @@ def settled_ports(config: Config) -> Iterator[Config]:
                 continue
             host, port = place
             try:
-                sock = (
-                    held.enter_context(reserve(host, 0, key))
-                    if key in chosen
-                    else checked.enter_context(bind(host, port, key))
-                )
+                if key in chosen:
+                    sock = reserved[key] = held.enter_context(reserve(host, key))
+                else:
+                    sock = checked.enter_context(bind(host, port, key))
             except ServiceError as error:
                 raise ServiceError(f"{error}{_holder(port)}") from error
             section, _, name = key.partition(".")
@@ -351,18 +353,18 @@ def settled_ports(config: Config) -> Iterator[Config]:
         environments = dict(config.env)
         for name, env in config.env.items():
             if env.is_started:
+                key = f"env.{name}.port"
                 try:
-                    sock = (
-                        held.enter_context(reserve(LOOPBACK, 0, f"env.{name}.port"))
-                        if env.port == 0 and env.command is None  # a user's program may not set SO_REUSEADDR
-                        else checked.enter_context(bind(LOOPBACK, env.port, f"env.{name}.port"))
-                    )
+                    if env.port == 0 and env.command is None:  # a user's program doesn't know what it inherits
+                        sock = reserved[key] = held.enter_context(reserve(LOOPBACK, key))
+                    else:
+                        sock = checked.enter_context(bind(LOOPBACK, env.port, key))
                 except ServiceError as error:
                     raise ServiceError(f"{error}{_holder(env.port)}") from error
                 environments[name] = env.model_copy(update={"port": int(sock.getsockname()[1])})
         sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
         checked.close()
-        yield config.model_copy(update={**sections, "env": environments})
+        yield config.model_copy(update={**sections, "env": environments}), reserved
 
 
 def _holder(port: int) -> str:

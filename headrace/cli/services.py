@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from headrace import exposure, history
-from headrace.cli import common
+from headrace.cli import common, shell
 from headrace.cli.common import ConfigOption, Overrides
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ReplayUnavailable, Restartable
@@ -59,6 +59,7 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
 
 
 def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
+    shell.check()
     config = load(file, overrides or ())
     if config.run.id is None:
         raise ConfigError("run.id is not set; give run.id=NAME (`headrace up` makes one automatically)")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from headrace.service import (
     EXIT_USER_ERROR,
     Ending,
     die_with_parent,
+    inherited,
 )
 
 LOG_TAIL_LINES = 15
@@ -131,6 +133,7 @@ class Child:
     ending: Ending | None = None  # of the last process
     answered: bool = False  # the current process, at least once
     silent_s: float = 0.0  # since its last answer
+    reserved: Sequence[socket.socket] = ()  # for its ports
     log_start: int = 0  # where in the log the current process began
 
     def source_changed(self) -> bool:
@@ -282,10 +285,15 @@ class Supervisor:
             own = self.environ if child.environ is None else child.environ
             process = subprocess.Popen(  # noqa: ASYNC220
                 child.argv,
+                pass_fds=[sock.fileno() for sock in child.reserved],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
-                env={**own, **({} if child.ending_file is None else {ENDING: str(child.ending_file)})},
+                env={
+                    **own,
+                    **inherited(child.reserved),
+                    **({} if child.ending_file is None else {ENDING: str(child.ending_file)}),
+                },
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -299,16 +307,21 @@ class Supervisor:
         finally:
             bounding.cancel()
         await self._end_group(child.name, process.pid)
+        for sock in child.reserved:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # a process that was killed may have left it on
         child.pid = None
         return code
 
     async def _bound_log(self, child: Child) -> None:
+        failing = False
         while True:
             try:
                 await asyncio.to_thread(child.keep_log_small, self.log_bytes)
+                failing = False
             except OSError as error:
-                self.report(f"{child.log} can't be kept small ({error.strerror}); it continues to grow")
-                return
+                if not failing:
+                    self.report(f"{child.log} can't be kept small now ({error.strerror}); it continues to grow")
+                failing = True
             await asyncio.sleep(_LOOK_AT_LOGS_S)
 
     async def _end_group(self, name: str, group: int) -> None:

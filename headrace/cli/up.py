@@ -8,13 +8,13 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from headrace import checkpoints
 from headrace.cli import common, device_plan, page, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import (
+    RunConsole,
     RunSummary,
     closing_table,
     failures,
@@ -45,12 +45,12 @@ def up(
     check(loaded)
     plan = device_plan.of(loaded)
     threads = device_plan.threads_of(loaded, plan)
-    console = Console()
+    console = RunConsole()
 
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved):
+    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved, reserved):
         device_plan.record(plan, threads, loaded.run_folder)
         for warning in warnings:
             say(f"warning: {warning}")
@@ -70,7 +70,7 @@ def up(
         started = time.monotonic()
         try:
             with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:
-                run = asyncio.run(Pipeline(loaded, saved, plan, display).run())
+                run = asyncio.run(Pipeline(loaded, saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` continues this run from {_resumes_from(loaded)}")
             raise typer.Exit(128 + interrupted.signum) from None

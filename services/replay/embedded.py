@@ -21,6 +21,7 @@ from headrace.config import Config
 from headrace.credentials import REDIS_ROLES, credentials_of, login, write
 from headrace.errors import ServiceError
 from headrace.replay.connection import keeping_cancellation
+from headrace.service import admit, reservations
 from headrace_services.replay import acl
 
 _log = logging.getLogger("headrace.replay")
@@ -29,10 +30,13 @@ _STOP_S, _REPAIR_S = 10.0, 600.0
 # gRPC threads, whose libraries may crash there.
 _LAUNCHER = """
 import os, sys
-from headrace.service import die_with_parent
+from headrace.service import admit, die_with_parent, reservations
 die_with_parent()
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
+    for descriptor in reservations():
+        os.set_inheritable(descriptor, False)
+    admit(True, int(sys.argv[2]))
+    os.execv(sys.argv[3], sys.argv[3:])
 """
 _UNREADABLE = "Bad file format reading the append only file"
 
@@ -105,7 +109,8 @@ class EmbeddedServer:
     async def _launch(self) -> None:
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and must run in this thread
-                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self._command()],
+                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), str(self.port), *self._command()],
+                pass_fds=reservations(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -115,6 +120,8 @@ class EmbeddedServer:
         except BaseException:
             await self.stop()
             raise
+        finally:
+            admit(False, self.port)
 
     async def ended(self) -> int:
         """Wait for the server process to end, and return its exit status."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace import rpc
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
+from headrace.files import folder_for_sockets
 from headrace.program_verifiers import LOAD_S
 from headrace.tls import trusting
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
@@ -45,7 +46,7 @@ class FunctionBackend:
     def __init__(self, name: str, env: EnvConfig, authorities: str | None) -> None:
         """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-", dir=folder_for_sockets()))  # 0700
         address = f"unix:{self._folder / 'program'}"
         told = trusting(authorities, self._folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)

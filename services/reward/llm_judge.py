@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from headrace.addresses import HTTP_PROXIES, is_loopback, through_proxy
+from headrace.addresses import is_loopback, url_through_proxy
 from headrace.config.data import EnvConfig, JudgeConfig
 from headrace.environment import Sample
 from headrace.errors import ConfigError
@@ -221,8 +221,7 @@ class LLMJudge(Hosted):
         try:
             response = await client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
-            proxy = through_proxy(urlsplit(url).netloc, HTTP_PROXIES[urlsplit(url).scheme])
-            raise _NotNow(f"can't be reached ({str(error) or type(error).__name__}{proxy})") from error
+            raise _NotNow(f"can't be reached ({str(error) or type(error).__name__}{url_through_proxy(url)})") from error
         except httpx.HTTPError as error:
             raise _NoVerdict(f"gave no answer ({str(error) or type(error).__name__})") from error
         async with contextlib.aclosing(response):

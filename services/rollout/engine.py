@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from headrace import devices, threads
 from headrace.config import Config
 from headrace.config.policy import ENGINE_DIMS
 from headrace.errors import Restartable, ServiceError
+from headrace.files import folder_for_sockets
 from headrace.service import importing
 from headrace.weights import nccl
 from headrace.weights.probe import rollout_dtype
@@ -51,10 +52,11 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist.
     Inside the context, vLLM's `EngineDeadError` becomes `Restartable`, with the first error of the engine's processes.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-engine-", dir=folder_for_sockets()) as folder:
         report = Path(folder) / "errors"
+        given = sorted(name for name in os.environ if name.startswith("VLLM_"))
         prepare_environment(config, report)
-        engine = _start(config, overrides or {}, report)
+        engine = _start(config, overrides or {}, report, given)
         if config.policy.lora_cfg.adapter_alone:
             _use_adapter(engine)
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -89,6 +91,7 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(report.parent)  # where the engine's processes meet
 
 
 def _hook_into_children() -> None:
@@ -169,7 +172,7 @@ def _use_adapter(engine: Any) -> None:
     engine.generate = lambda *arguments, **named: generate(*arguments, **{**named, "lora_request": adapter})
 
 
-def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:
+def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Sequence[str]) -> AsyncLLM:
     if devices.engine_is_for_cuda(devices.installed_versions()):
         devices.installed().check_driver()
     try:
@@ -195,11 +198,11 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
         # torch is imported by now and has read the variable, and a forked process inherits what it read
         import torch._dynamo
 
-        torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
+        torch._dynamo.config.disable = True
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu, device_memory=memory)
         arguments |= weight_receiver.engine_arguments(config) | dict(overrides)
@@ -219,7 +222,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
                 "the engine's process died during its start without an error; it was probably killed, perhaps because memory ran out. "
                 f"vLLM reported: {error}"
             ) from error
-        raise ServiceError(explain(config, reason or _message(error), on_cpu=on_cpu)) from error
+        raise ServiceError(explain(config, reason or _message(error), given, on_cpu=on_cpu)) from error
 
 
 async def described(engine: AsyncLLM) -> str:
@@ -263,8 +266,9 @@ def device_problem(device: str, *, on_cpu: bool) -> str | None:
     return None
 
 
-def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
-    """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy."""
+def explain(config: Config, reason: str, given: Sequence[str] = (), *, on_cpu: bool) -> str:
+    """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy. `given` are the variables of vLLM
+    that the user's shell sets."""
     reason = " ".join(reason.split())
     said = f"vLLM reported: {reason[:400]}"
     low = reason.lower()
@@ -289,7 +293,10 @@ def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
             f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} exceeds the model's context; "
             f"lower it. {said}"
         )
+    if "lscpu" in low:
+        return f"vLLM's CPU build calls the program lscpu; install util-linux, or add its folder to PATH. {said}"
+    shell = f", unset what you don't need of {', '.join(given)}" if given else ""
     return (
         f"the engine can't start with policy.model_name {config.policy.model_name}; give a causal language model that vLLM "
-        f"supports, and see the log above. {said}"
+        f"supports{shell}, and see the log above. {said}"
     )

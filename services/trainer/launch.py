@@ -13,10 +13,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+from headrace.service import admit
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks and return the exit code: 128 plus the signal's number if a signal ended a rank or this process."""
     ranks, *program = arguments
+    admit(True)  # torchrun doesn't hand the reserved port on to rank 0, which listens on it
     try:
         torchrun(["--standalone", "--nproc-per-node", ranks, *program])
     except ChildFailedError as error:

@@ -21,12 +21,18 @@ class Up:
         output: Path,
         environ: Mapping[str, str] = os.environ,
         cwd: Path | None = None,
+        stdout: int | None = None,
     ) -> None:
+        """`stdout` takes the place of the file, which then has standard error alone."""
         self._output = output
         with output.open("wb") as out:
             command = [sys.executable, "-m", "headrace.cli", "up", str(config), *arguments]
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, cwd=cwd, env={**environ, "OMP_NUM_THREADS": "1"}
+                command,
+                stdout=out if stdout is None else stdout,
+                stderr=out,
+                cwd=cwd,
+                env={**environ, "OMP_NUM_THREADS": "1"},
             )
 
     def said(self) -> str:

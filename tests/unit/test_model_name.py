@@ -120,6 +120,15 @@ def test_where_nothing_can_be_reached_the_hub_is_not_asked_again_and_again(tmp_p
     assert "Retry" not in done.stderr
 
 
+def test_the_error_of_a_hub_behind_a_proxy_names_the_proxy(tmp_path: Path) -> None:
+    proxy = f"127.0.0.1:{free_port()}"
+    said = complaint(
+        "models/tiny", tmp_path, HF_ENDPOINT="http://hub.invalid", http_proxy=f"http://me:canary@{proxy}", no_proxy=""
+    )
+    assert f"; through the proxy http://***@{proxy} (http_proxy; NO_PROXY=hub.invalid goes without)" in said
+    assert "canary" not in said
+
+
 def test_a_busy_hub_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "busy", 3)
     assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import program_verifiers
+from headrace.addresses import url_through_proxy
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
@@ -298,8 +299,9 @@ def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> An
         return datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         what = " ".join(str(error).split())
+        proxy = "" if Path(path).exists() else url_through_proxy(datasets.config.HF_ENDPOINT)
         raise ConfigError(
-            f"{key}: {path} (subset {subset or 'default'}, split {split}) can't be read ({what:.300}); check its name, {_AS_JSONL}"
+            f"{key}: {path} (subset {subset or 'default'}, split {split}) can't be read ({what:.300}{proxy}); check its name, {_AS_JSONL}"
         ) from error
 
 

@@ -66,7 +66,8 @@ class Telemetry:
         self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
         shown = config.logger.num_val_samples_to_print
         self._trackers = [
-            TrackerThread(name, opener, journal.path, self._samples, shown) for name, opener in enabled(config)
+            TrackerThread(name, opener, server, journal.path, self._samples, shown)
+            for name, opener, server in enabled(config)
         ]
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
         self._disagreement = alarm.Streak()

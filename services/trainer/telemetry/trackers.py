@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from headrace.addresses import url_through_proxy
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
@@ -78,19 +79,20 @@ class Tracker(Protocol):
 Opener = Callable[[str | None], Tracker]
 
 
-def enabled(config: Config) -> Iterator[tuple[str, Opener]]:
-    """Yield the enabled trackers, by name. Their libraries are imported only when they are opened. Raises `ServiceError` naming the extra
-    of a missing library."""
+def enabled(config: Config) -> Iterator[tuple[str, Opener, str]]:
+    """Yield name, opener and server (a URL; empty: none) of the enabled trackers. Their libraries are imported only when they are opened.
+    Raises `ServiceError` naming the extra of a missing library."""
     logger = config.logger
     if logger.tensorboard_enabled:
         _require("tensorboard", "tensorboard")
-        yield "tensorboard", lambda run_id: TensorBoard(config)
+        yield "tensorboard", lambda run_id: TensorBoard(config), ""
     if logger.wandb_enabled:
         _require("wandb", "wandb")
-        yield "wandb", lambda run_id: WeightsAndBiases(config, run_id)
+        server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+        yield "wandb", lambda run_id: WeightsAndBiases(config, run_id), server
     if logger.mlflow_enabled:
         _require("mlflow", "mlflow", "sqlalchemy", "alembic")
-        yield "mlflow", lambda run_id: MLflowRun(config, run_id)
+        yield "mlflow", lambda run_id: MLflowRun(config, run_id), _mlflow_server(config) or ""
 
 
 def _require(tracker: str, *modules: str) -> None:
@@ -220,7 +222,7 @@ class MLflowRun:
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         settings, folder = config.logger.mlflow, config.log_folder.absolute()
-        store = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        store = _mlflow_server(config)
         files = settings.artifact_location
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -267,6 +269,10 @@ class MLflowRun:
 
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
+
+
+def _mlflow_server(config: Config) -> str | None:
+    return config.logger.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
@@ -331,10 +337,14 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class TrackerThread:
-    """Sends tracker `name` the lines of `journal` that it lacks, `samples_shown` trajectories of each validation, and alarm pictures."""
+    """Sends tracker `name` the lines of `journal` that it lacks, `samples_shown` trajectories of each validation, and alarm pictures.
+    `server` is the URL that its library calls; empty for a tracker that writes files."""
 
-    def __init__(self, name: str, opener: Opener, journal: Path, samples: SampleFiles, samples_shown: int = 0) -> None:
+    def __init__(
+        self, name: str, opener: Opener, server: str, journal: Path, samples: SampleFiles, samples_shown: int = 0
+    ) -> None:
         self.name = name
+        self._server = server
         self.failures = 0
         self._open = opener
         self._journal = journal
@@ -431,9 +441,10 @@ class TrackerThread:
         self.failures += 1
         if not self._failing:
             log.error(
-                "%s can't be written to (%s: %s). Training continues; every metric is in %s, and %s gets the lines it "
+                "%s can't be written to (%s: %s%s). Training continues; every metric is in %s, and %s gets the lines it "
                 "misses once it works again",
-                self.name, type(error).__name__, " ".join(str(error).split())[:300], self._journal, self.name,
+                self.name, type(error).__name__, " ".join(str(error).split())[:300], url_through_proxy(self._server),
+                self._journal, self.name,
             )  # fmt: skip
         self._failing = True
         tracker, self._tracker = self._tracker, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
+from headrace.service import reserve
 from tests.support.processes import descendants, eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
@@ -48,6 +50,28 @@ if len(lives.read_text()) < 3:
     await supervisor.supervise(service)
     assert (tmp_path / "lives").read_text() == "xxx"
     assert (service.state, service.restarts) == ("finished", 2)
+
+
+async def test_a_reserved_port_is_nobody_elses_after_a_service_that_was_killed_while_it_opened_it(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    code = """
+import os, signal
+from headrace.service import admit, bind, reservations
+port = int(os.environ["THE_PORT"])
+with bind("127.0.0.1", port, "port"):
+    assert len(reservations()) == 1
+admit(True, port)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with reserve("127.0.0.1", "port") as reserved, socket.socket() as thief:
+        port = reserved.getsockname()[1]
+        service = child(tmp_path, code)
+        service.environ, service.reserved = {**os.environ, "THE_PORT": str(port)}, [reserved]
+        assert await supervisor.run(service) == -signal.SIGKILL
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", port))
 
 
 async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:

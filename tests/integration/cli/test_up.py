@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from headrace.config import load
 from tests.support import nvml
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port, free_ports
@@ -80,14 +82,14 @@ def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
     started: list[Up] = []
     redis_port = free_port()
 
-    def start(steps: int, *overrides: str, gpus: str = "", **services: str) -> Up:
+    def start(steps: int, *overrides: str, gpus: str = "", stdout: int | None = None, **services: str) -> Up:
         config = tmp_path / "run.yaml"
         config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, steps=steps, redis_port=redis_port))
         number = len(started)
         environ = os.environ if real else instead_of(tmp_path / f"services-{number}", **services)
         if gpus:
             environ = nvml.environ(tmp_path, gpus, environ)
-        started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ))
+        started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ, stdout=stdout))
         return started[-1]
 
     yield start
@@ -161,6 +163,9 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(
         victim, before = run.pid_of("headrace.cli", f" {service} "), run.said().count(f"\n{name}: ready")
         os.kill(victim, signal.SIGKILL)
         assert gone(victim)
+        for port in chosen_ports(folder):
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                listen_again(thief, port)
         run.wait_for(f"{name}: killed by signal 9; restarting it")
         eventually(partial(is_back, run, service, name, before), within_s=240)
         goes_on(run)
@@ -191,6 +196,32 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
     assert ("and so were its checkpoints" in last) != elsewhere
     assert "Traceback" not in run.said()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("last", ["run test in", "step 1:"])
+def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path, last: str) -> None:
+    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer", stdout=subprocess.PIPE)
+    assert run.process.stdout is not None
+    while last.encode() not in (line := run.process.stdout.readline()):
+        assert line, run.said()
+    left = run.started()
+    run.process.stdout.close()
+    assert run.ends() == 128 + signal.SIGPIPE
+    assert all(gone(pid) for pid in left)
+    assert run.said() == "nobody reads standard output any more; stopping\n"
+    assert '"state":"stopped"' in (folder / "run.json").read_text()
+
+
+def chosen_ports(folder: Path) -> list[int]:
+    config = load(folder / "config.yaml")
+    return [config.replay.port, config.reward.port, config.reward.http_port, config.trainer.port]
+
+
+def listen_again(sock: socket.socket, port: int) -> None:
+    """Listen on a port that somebody else has had, as a server does that is restarted."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", port))
+    sock.listen()
 
 
 def is_back(run: Up, service: str, name: str, before: int) -> bool:

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from headrace import rpc
-from headrace.addresses import GRPC_PROXIES, HTTP_PROXIES, LOOPBACK, through_proxy
+from headrace.addresses import GRPC_PROXIES, HTTP_PROXIES, LOOPBACK, through_proxy, url_through_proxy
 from headrace.cli.supervisor import child_environ
 from tests.support.processes import eventually
 
@@ -78,6 +78,8 @@ def test_the_error_names_the_proxy_and_the_way_round_it(asked: list[str], monkey
     assert said.startswith("; through the proxy http://***@127.0.0.1:")
     assert said.endswith("; NO_PROXY=gpu-1 goes without)")
     assert "secret" not in said
+    assert url_through_proxy("https://hub.example/v1").endswith("NO_PROXY=hub.example goes without)")
+    assert url_through_proxy("sqlite:///runs/mlflow.db") == url_through_proxy("http://[::1]:5000") == ""
     assert through_proxy("127.0.0.1:50051", GRPC_PROXIES) == through_proxy("localhost:1", HTTP_PROXIES["http"]) == ""
     monkeypatch.setenv("no_proxy", "gpu-1")
     assert through_proxy("gpu-1:50051", GRPC_PROXIES) == ""

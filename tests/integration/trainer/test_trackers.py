@@ -51,9 +51,9 @@ def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
 
 def follow(config: Config, journal: Journal) -> None:
     """One life of a trainer: its tracker gets what there is, and is closed."""
-    ((name, opener),) = enabled(config)
+    ((name, opener, server),) = enabled(config)
     shown = config.logger.num_val_samples_to_print
-    thread = TrackerThread(name, opener, journal.path, SampleFiles(config.log_folder, 5), shown)
+    thread = TrackerThread(name, opener, server, journal.path, SampleFiles(config.log_folder, 5), shown)
     live(thread)
     assert (thread.behind(), thread.failures) == (0, 0)
 
@@ -216,8 +216,8 @@ class Recorder:
         return
 
 
-def thread_of(journal: Journal, folder: Path, opener: Opener) -> TrackerThread:
-    return TrackerThread("recorder", opener, journal.path, SampleFiles(folder, 0))
+def thread_of(journal: Journal, folder: Path, opener: Opener, server: str = "") -> TrackerThread:
+    return TrackerThread("recorder", opener, server, journal.path, SampleFiles(folder, 0))
 
 
 def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
@@ -289,6 +289,25 @@ def test_a_tracker_that_stays_away_is_reported_and_its_lines_are_sent_at_the_nex
     written: list[TrackerEntry] = []
     live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
     assert [entry.step for entry in written] == [0]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_the_error_of_a_tracker_names_the_proxy_that_leads_to_its_server(
+    tmp_path: Path,
+    journal: Journal,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tracker: str,
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://me:canary@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://tracker.invalid")
+    ((_, _, server),) = enabled(config_of(tmp_path, tracker))
+    train(journal, 0, 0.0)
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True), server))
+    assert "; through the proxy http://***@127.0.0.1:9 (https_proxy; NO_PROXY=" in caplog.text
+    assert "canary" not in caplog.text
 
 
 def test_a_tracker_that_hangs_does_not_keep_a_finished_trainer(

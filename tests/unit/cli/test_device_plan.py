@@ -42,7 +42,7 @@ def config(ranks: int = 1, replicas: int = 1, slice_size: int = 1, **sections: A
 def seen(run: Config, inventory: Inventory, versions: dict[str, str] = CUDA) -> dict[str, str | None]:
     """CUDA_VISIBLE_DEVICES of each child."""
     plan = device_plan.planned(run, inventory, versions)
-    children = Children.of(run, Path("runs/test/config.yaml"), plan)
+    children = Children.of(run, Path("runs/test/config.yaml"), plan, {})
     return {child.name: (child.environ or {}).get("CUDA_VISIBLE_DEVICES") for child in children}
 
 
@@ -154,7 +154,10 @@ def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch
 
     def told(run: Config, inventory: Inventory) -> dict[str, dict[str, str]]:
         children = Children.of(
-            run, Path("runs/test/config.yaml"), device_plan.planned(run, inventory, CUDA if inventory.devices else CPU)
+            run,
+            Path("runs/test/config.yaml"),
+            device_plan.planned(run, inventory, CUDA if inventory.devices else CPU),
+            {},
         )
         found = {child.name: child.environ or {} for child in children}
         return {

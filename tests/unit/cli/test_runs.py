@@ -21,7 +21,7 @@ from headrace.config import Config, load
 from headrace.errors import ConfigError, ServiceError
 from headrace.history import RECORD, recorded
 from headrace.journal import JOURNAL, Journal
-from headrace.service import bind
+from headrace.service import bind, inherited
 from tests.support.past_run import Stopped, past_run
 from tests.support.ports import free_port
 
@@ -226,7 +226,7 @@ def test_ports_that_others_must_know_are_settled() -> None:
     config = Config.model_validate(
         {"replay": {**values, "redis_url": "redis://x"}, "reward": {**values, "http_port": 0}, "trainer": values}
     )
-    with runs.settled_ports(config) as settled:
+    with runs.settled_ports(config) as (settled, _):
         ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
     assert len(ports) == 4
     assert 0 not in ports
@@ -247,28 +247,41 @@ def test_a_variable_behind_a_fixed_key_may_not_change_either(tmp_path: Path, mon
     assert "canary" not in str(refused.value)
 
 
-async def test_a_port_that_was_chosen_is_its_services_alone(tmp_path: Path) -> None:
+def chosen_ports(config: Config) -> list[int]:
+    services = (config.replay.port, config.replay.redis_port, config.reward.port, config.reward.http_port)
+    return [*services, config.trainer.port, config.env["mine"].port]
+
+
+async def test_a_port_that_was_chosen_is_its_services_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate({"env": {"mine": {"target": "my_env.py:Mine"}}})
-    with runs.settled_ports(config) as settled:
-        services = (settled.replay, settled.trainer)
-        grpc_ports = (settled.reward.port, settled.env["mine"].port)
-        for port in (
-            settled.replay.redis_port,
-            settled.reward.http_port,
-            *grpc_ports,
-            *(each.port for each in services),
-        ):
-            # neither before the service listens nor while it is restarted
-            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-                thief.bind((LOOPBACK, port))
-        for service in services:
+
+    def steal() -> None:
+        """Neither before the service listens, nor while it does or is restarted."""
+        for port in chosen_ports(settled):
+            for reuse in (False, True):
+                with socket.socket() as thief:
+                    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                    with pytest.raises(OSError, match="in use"):
+                        thief.bind((LOOPBACK, port))
+
+    with runs.settled_ports(config) as (settled, reserved):
+        steal()
+        with pytest.raises(ServiceError, match="can't listen"):
+            bind(LOOPBACK, settled.replay.port, "port")
+        for name, value in inherited(reserved.values()).items():
+            monkeypatch.setenv(name, value)
+        for port in (settled.replay.port, settled.reward.http_port, settled.trainer.port):
             for _ in range(2):
-                bind(LOOPBACK, service.port, "port").close()
-        for port in grpc_ports:
+                with bind(LOOPBACK, port, "port"):
+                    steal()
+                steal()
+        for port in (settled.reward.port, settled.env["mine"].port):
             server = rpc.server()
             assert rpc.listen(server, LOOPBACK, port, "port") == port
             await server.start()
+            steal()
             await server.stop(None)
+            steal()
     with socket.socket() as other:
         other.bind((LOOPBACK, settled.replay.port))
 
@@ -279,7 +292,7 @@ def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) 
     own = "env: {mine: {target: 'my_env.py:Mine'}}"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nreplay: {{port: {port}}}\n{own}\n")
     config, _ = runs.prepare(file, [])
-    with runs.settled_ports(config) as first, runs.settled_ports(Config()) as second:
+    with runs.settled_ports(config) as (first, _), runs.settled_ports(Config()) as (second, _):
         pass
     assert first.replay.port == port
     chosen = [

@@ -209,6 +209,14 @@ def test_a_choice_of_plugins_keeps_the_one_that_watches_the_children(
     prepare_environment(config(), tmp_path / "report")
     assert environment.get("VLLM_PLUGINS") == after
     assert environment[child.REPORT] == str(tmp_path / "report")
+    assert environment["VLLM_RPC_BASE_PATH"] == str(tmp_path), "TMPDIR may be too long for a socket"
+
+
+def test_an_error_of_vllm_names_the_variables_that_the_shell_sets_for_it() -> None:
+    said = explain(config(), "ValueError: Unable to configure handler 'vllm'", ["VLLM_LOGGING_LEVEL"], on_cpu=True)
+    assert "unset what you don't need of VLLM_LOGGING_LEVEL" in said
+    assert "unset" not in explain(config(), "ValueError: no", on_cpu=True)
+    assert "util-linux" in explain(config(), "CalledProcessError: Command 'lscpu --json' returned 127", on_cpu=True)
 
 
 def test_an_installation_whose_engines_would_outlive_it_is_refused(

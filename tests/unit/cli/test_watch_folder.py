@@ -1,0 +1,52 @@
+"""The folder of a run, watched while the run is up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headrace import credentials
+from headrace.cli import pipeline as pipeline_module
+from headrace.cli.display import Display
+from headrace.cli.pipeline import Pipeline
+from headrace.config import Config
+from headrace.errors import ServiceError
+
+
+async def test_a_file_server_that_is_away_for_a_moment_ends_no_run_and_a_deleted_folder_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, saved = tmp_path / credentials.FILE, tmp_path / "config.yaml"
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
+    credentials.complete(file, credentials.names_of(config, redis=True))
+    saved.touch()
+    monkeypatch.setattr(pipeline_module, "LOOK_S", 0.0)
+    pipeline = Pipeline(config, saved, None, {}, Display(Console()))
+    looked: list[bool] = []
+    lstat, away = Path.lstat, True
+
+    def answer(path: Path) -> os.stat_result:
+        looked.append(away)
+        if away:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", answer)
+    watching = asyncio.create_task(pipeline._watch_folder())
+    try:
+        for expected in (True, False):
+            away = expected
+            while looked.count(expected) < 3:
+                await asyncio.sleep(0)
+                assert not watching.done()
+        saved.unlink()
+        with pytest.raises(ServiceError, match="was deleted or moved"):
+            await watching
+    finally:
+        watching.cancel()
+        pipeline.supervisor.close()
