@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -190,12 +190,14 @@ class Runner(msgspec.Struct, frozen=True):
 
 
 class RefitVerdict(msgspec.Struct, frozen=True):
-    """Whether a replica's log-probabilities of the probe verified its weights, and their largest and mean difference from the trainer's, in
-    nats."""
+    """Whether a replica's log-probabilities of the probe verified its weights, their largest and mean difference from the trainer's, in
+    nats, and the most that was allowed of each."""
 
     verified: bool
     difference: float
     mean: float
+    tolerance: float
+    mean_tolerance: float
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

@@ -19,7 +19,10 @@ from headrace.trajectory import Float32, Int32
 # Few, because a replica is HEALTHY only when it has computed them; enough to distinguish another model from the trainer's.
 PROBE_TOKENS = 32
 # The most that a report of the probe holds, and one more, because the first token has no log-probability.
-LONGEST_PROBE = 4 * BATCH + 1
+LONGEST_PROBE = 32 * BATCH + 1
+# The most logits of a probe. The engine computes those of all its tokens at once, in memory that it has not set aside: 1 GiB, and again as
+# much for their log-probabilities.
+MOST_LOGITS = 2**28
 
 
 # Two honest implementations in bfloat16 differ by at most this many times what rounding alone changes in one of them
@@ -78,14 +81,28 @@ def tolerance(config: Config, rounding: Differences | None = None) -> Difference
     return Differences(largest, channel.verify_mean_tolerance or min(usual.mean, largest))
 
 
-def probe_length(max_total_sequence_length: int, window: int | None = None) -> int:
-    """Return the number of tokens of a probe for an engine of this length.
+def probe_length(max_total_sequence_length: int, vocab_size: int, window: int | None = None) -> int:
+    """Return the number of tokens of a probe for an engine of this length and a model of this vocabulary.
 
     Given the `window` of the model's attention, the probe is longer than that if it may be, because a wrong window shows only beyond it.
     That takes a longer forward, so a trainer gives it only until a replica is verified.
     """
-    length = PROBE_TOKENS if window is None else min(window + PROBE_TOKENS, LONGEST_PROBE)
+    length = PROBE_TOKENS
+    if window is not None:
+        length = min(window + PROBE_TOKENS, LONGEST_PROBE, max(PROBE_TOKENS, MOST_LOGITS // vocab_size))
     return max(2, min(length, max_total_sequence_length - 1))
+
+
+def unseen_window(max_total_sequence_length: int, length: int, window: int | None) -> str | None:
+    """Return why a probe of this `length` can't tell whether a replica has the model's `window`, although trajectories may be longer than
+    that; None if it can. The last token that has a log-probability sees `length` - 1 tokens."""
+    if window is None or length - 1 > window or max_total_sequence_length - 1 <= window:
+        return None
+    return (
+        f"the model's layers attend to a window of {window} tokens, and the probe has {length}, because the engine would need too much "
+        "memory for the logits of more: that replicas compute the window as the trainer does is not verified. Watch "
+        "token_mult_prob_error, or set policy.max_total_sequence_length to at most the window"
+    )
 
 
 def choose_token_ids(

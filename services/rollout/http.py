@@ -29,7 +29,6 @@ from headrace.replica_client import (
     SampleRequest,
 )
 from headrace.service import body_of, create_app, problems
-from headrace.weights.probe import tolerance
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.sequence_slots import SequenceSlots
@@ -55,14 +54,16 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
 
     @app.get("/weights", summary="The weights this replica generates with")
     async def weights() -> dict[str, Any]:
-        status = worker.status
+        status, verdict = worker.status, worker.receiver.verdict
         return {
             "replica": worker.replica,
             "state": status.state,
             "version": status.version,
             "timeline": status.timeline,
-            "difference": worker.receiver.difference,
-            "tolerance": tolerance(config).largest,
+            "difference": verdict and verdict.difference,
+            "tolerance": verdict and verdict.tolerance,
+            "mean_difference": verdict and verdict.mean,
+            "mean_tolerance": verdict and verdict.mean_tolerance,
             "problem": status.problem(),
         }
 
@@ -274,7 +275,7 @@ class RolloutMetrics(Collector):
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        status = self.worker.status
+        status, verdict = self.worker.status, self.worker.receiver.verdict
         gauges = {
             "requests_running": (
                 "Sequences in the engine, waiting or running",
@@ -285,7 +286,7 @@ class RolloutMetrics(Collector):
             "healthy": ("1 if the replica holds verified weights and may lease", int(status.state == "HEALTHY")),
             "weight_difference": (
                 "Largest |log-probability difference| to the trainer on the last probe, in nats",
-                self.worker.receiver.difference,
+                verdict and verdict.difference,
             ),
         }
         for name, (text, value) in gauges.items():

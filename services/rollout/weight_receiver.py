@@ -136,7 +136,7 @@ class WeightReceiver:
         self._held: tuple[str, int] | None = None
         # durations of the parts of the last `take_part`, in order
         self.seconds: dict[str, float] = {}
-        self.difference: float | None = None  # largest difference of the last probe from the trainer's, in nats
+        self.verdict: RefitVerdict | None = None  # on the last probe
 
     @property
     def weights(self) -> tuple[str, int] | None:
@@ -204,8 +204,8 @@ class WeightReceiver:
         verified, self._held = False, None
         try:
             with contextlib.suppress(Fenced):
-                verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist())
-                verified, self.difference = verdict.verified, verdict.difference
+                verdict = self.verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist())
+                verified = verdict.verified
         finally:
             if not verified:
                 await self._pause()

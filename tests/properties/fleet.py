@@ -201,10 +201,10 @@ class Fleet(Scoring):
         if difference > newest.tolerance:
             newest.did[replica] = "refused"
             self.members[replica].timeline = ""
-            return RefitVerdict(False, difference, mean)
+            return RefitVerdict(False, difference, mean, newest.tolerance, newest.tolerance)
         newest.did[replica] = "verified"
         self.members[replica].version, self.members[replica].timeline = newest.version, self.timeline
-        return RefitVerdict(True, difference, mean)
+        return RefitVerdict(True, difference, mean, newest.tolerance, newest.tolerance)
 
     def refuse_epoch(self, replica: str, epoch: str, reason: str, seen: object) -> None:
         self.expire()

@@ -6,7 +6,7 @@
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register
 register('begin_epoch', {
-  epoch = name, logprobs = list_of(finite, 4 * BATCH), tolerance = finite, mean_tolerance = finite,
+  epoch = name, logprobs = list_of(finite, 32 * BATCH), tolerance = finite, mean_tolerance = finite,
 }, function(run, call, args)
   local id = call.epoch
   local rendezvous = require_rendezvous(args)

@@ -2,8 +2,8 @@
 -- HEALTHY.
 -- KEYS     the run
 -- ARGV     replica, epoch, logprobs (nats, one for each of the trainer's)
--- Returns  msgpack: verified, difference (the largest) and mean, in nats. If verified, the replica is HEALTHY at the epoch's version.
---          Otherwise it is STALE, because one of the two exceeds the epoch's tolerance
+-- Returns  msgpack: verified, difference (the largest) and mean, in nats, and what the epoch allows of each, tolerance and mean_tolerance.
+--          If verified, the replica is HEALTHY at the epoch's version. Otherwise it is STALE, because one of the two exceeds its tolerance
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (not finite, or another number of them)
 -- uses: _args, _epoch, _fleet, _register, _run
 -- the largest and the mean difference, and the place of the first that is more than `tolerance` (nil: none is)
@@ -18,7 +18,7 @@ local function differences(ours, theirs, tolerance)
   return largest, sum / #ours, first
 end
 
-register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 * BATCH)}, function(run, call)
+register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 * BATCH)}, function(run, call)
   local replica = call.replica
   local epoch = require_epoch(run, call.epoch, {transfer = true})
   local did = require_member(run, replica, {acknowledged = true, verified = true})
@@ -37,5 +37,7 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 *
     redis.call('HSET', run.base .. 'members', replica, 'refused ' .. reason)
     set_stale(run, replica, reason)
   end
-  return cmsgpack.pack({verified = verified, difference = difference, mean = mean})
+  return cmsgpack.pack({
+    verified = verified, difference = difference, mean = mean, tolerance = reference.tolerance, mean_tolerance = reference.mean_tolerance,
+  })
 end)

@@ -40,6 +40,7 @@ from headrace.weights.probe import (
     repeat_text,
     rollout_dtype,
     tolerance,
+    unseen_window,
 )
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
@@ -419,8 +420,10 @@ class Loop:
     async def _refit(self) -> None:
         context, lead = self._context, self._context.lead
         if self._probe is None:
-            window = None if self._ever_verified else lead.learner.policy.window
-            length = probe_length(self._config.policy.max_total_sequence_length, window)
+            window, longest = lead.learner.policy.window, self._config.policy.max_total_sequence_length
+            length = probe_length(longest, lead.learner.vocab_size, None if self._ever_verified else window)
+            if not self._ever_verified and (unseen := unseen_window(longest, length, window)):
+                log.warning("%s", unseen)
             if is_exact(self._config):
                 ids = choose_token_ids(lead.learner.vocab_size, length)
             else:
@@ -462,13 +465,14 @@ class Loop:
         so it is the model that trainer and replicas do not share."""
         rollout = self._config.rollout
         if decisions.is_hopeless(fleet, self._failed_refits, rollout.replicas, rollout.quarantine_after):
-            policy = self._config.policy
+            policy, model = self._config.policy, self._context.lead.learner.policy
             raise ServiceError(
                 f"no replica can be verified with the initial weights: {'; '.join(frequent(list(refused.values())))}. Trainer and engine "
                 f"compute {policy.model_name!r} differently, or the engine can't be given its weights. Compare what they compute: here "
-                f"{policy.precision} (policy.precision), {self._context.lead.learner.policy.features}; there {rollout_dtype(self._config)} "
-                "(policy.generation.vllm_cfg.precision), and what the replica's log says of the engine. If these agree, use a model of "
-                "another family, or report this one (docs/architecture.md, The probe)"
+                f"{policy.precision} (policy.precision), {model.attention} attention; there {rollout_dtype(self._config)} "
+                "(policy.generation.vllm_cfg.precision), and what the replica's log says of the engine. Of the model's configuration, what "
+                f"can make a difference begin {'; '.join(model.suspects) or 'nowhere'}; policy.hf_config_overrides changes both sides. If "
+                "these agree, use a model of another family, or report this one (docs/architecture.md, The probe)"
             )
 
     async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:

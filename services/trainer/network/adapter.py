@@ -56,7 +56,9 @@ class Adapter:
             lora_dropout=settings.dropout,
             target_modules=targets(linear_layers(model), settings),
         )
-        inject_adapter_in_model(self._config, model, _NAME)
+        # Of some families PEFT takes linear layers for experts, and wraps those instead. It knows these families by the configuration of
+        # what it is given, and this list has none.
+        inject_adapter_in_model(self._config, nn.ModuleList([model]), _NAME)
         model.eval()
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, Linear)

@@ -36,8 +36,18 @@ from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
 
-# Keys of a model's configuration that programs are known to ignore or to read in different ways.
-FEATURES = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "rope_parameters")
+# Keys of a model's configuration that programs are known to ignore or to read in different ways. Those of the first kind change every
+# token. Those of the second don't change the second token of a text: it depends on the first one alone, whose attention has a single key.
+EVERYWHERE = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "tie_word_embeddings",
+    "attention_bias",
+)
+BETWEEN_TOKENS = ("attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier", "rope_parameters")
 # the kind of model, for errors
 CAUSAL = "a causal language model"
 
@@ -142,12 +152,24 @@ class PolicyModel:
         return window
 
     @property
-    def features(self) -> str:
-        """What the model has, beside its weights, that another program may compute differently."""
+    def attention(self) -> str:
+        """The implementation of its attention, by transformers' name."""
+        return str(self.model.config.get_text_config()._attn_implementation)
+
+    @property
+    def suspects(self) -> list[str]:
+        """What the model has, beside its weights, that another program may compute differently, by the token of a text whose
+        log-probability is the first that it can change."""
         config = self.model.config.get_text_config()
-        named = {name: getattr(config, name, None) for name in FEATURES}
-        found = [f"{name} {value}" for name, value in named.items() if value is not None]
-        return ", ".join([f"{config._attn_implementation} attention", *found])
+
+        def found(keys: tuple[str, ...]) -> str:
+            values = {key: getattr(config, key, None) for key in keys}
+            return ", ".join(f"{key} {value}" for key, value in values.items() if value not in (None, False))
+
+        by_token = {2: found(EVERYWHERE), 3: found(BETWEEN_TOKENS)}
+        if self.window is not None:
+            by_token[self.window + 2] = f"sliding_window {self.window}"
+        return [f"from token {token} on {keys}" for token, keys in by_token.items() if keys]
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
         """Compute the model's output for the N policy tokens of `packed` (on `device`) under `warper`.

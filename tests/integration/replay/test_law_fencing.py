@@ -170,7 +170,7 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
         await replay.acknowledge(replica, epoch)
         await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
     verdict = await replay.verify(replica, epoch, [-1.0001, -2.0])
-    assert verdict == RefitVerdict(True, pytest.approx(1e-4), pytest.approx(5e-5))  # type: ignore[arg-type]
+    assert verdict == RefitVerdict(True, pytest.approx(1e-4), pytest.approx(5e-5), 1e-3, 1e-3)  # type: ignore[arg-type]
     assert len(await replay.lease(replica, 1)) == 1
     await replay.register(replica, {})  # again: it stays as it is
     assert len(await replay.lease(replica, 1)) == 1
@@ -189,7 +189,8 @@ async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(repl
         await replay.open_epoch(epoch, 0, timeline, {})
         await replay.acknowledge(replica, epoch)
         await replay.begin_epoch(epoch, {}, PROBE, 1.0, 0.3)
-        assert (await replay.verify(replica, epoch, far)).verified is verified
+        verdict = await replay.verify(replica, epoch, far)
+        assert (verdict.verified, verdict.tolerance, verdict.mean_tolerance) == (verified, 1.0, 0.3)
         epochs = await replay.end_epoch(epoch, aborted=False)
         assert verified or "0.3" in epochs.refused[replica]
         assert ("tolerance 1 (first at token 2), and by" in epochs.refused.get(replica, "")) is (far[0] == -2.4)

@@ -95,7 +95,12 @@ async def test_without_verified_weights_it_is_not_ready_and_leases_nothing(fleet
     assert page.status_code == 503
     assert "waiting for the trainer" in page.json()["reason"]
     weights = (await first.http.get("/weights")).json()
-    assert (weights["state"], weights["version"], weights["difference"]) == ("STALE", -1, None)
+    assert (weights["state"], weights["version"], weights["difference"], weights["tolerance"]) == (
+        "STALE",
+        -1,
+        None,
+        None,
+    )
     assert (await fleet.replay.group(group))["state"] == "queued"
 
 
@@ -199,6 +204,7 @@ async def test_after_a_verified_refit_it_generates_and_pushes(fleet: Fleet, firs
     weights = (await first.http.get("/weights")).json()
     assert (weights["state"], weights["version"], weights["timeline"]) == ("HEALTHY", 0, "timeline-0")
     assert 0 <= weights["difference"] <= weights["tolerance"] == 1e-4
+    assert 0 <= weights["mean_difference"] <= weights["mean_tolerance"] == 1e-4
     assert await first.metric("headrace_rollout_tokens_total") == sum(it.logprobs.size for it in trajectories)
     assert await first.metric('headrace_rollout_refits_total{outcome="verified"}') == 1
 

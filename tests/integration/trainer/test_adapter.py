@@ -11,13 +11,14 @@ import pytest
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch, weights
+from tests.support.tiny_family import made, shrunk
 
 IDS = np.arange(20, dtype=np.int32)
 
@@ -150,6 +151,19 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path, trained: tuple[Learner,
         Learner(adapted(tiny_model, target_modules=["lm_head"]))
     with pytest.raises(ServiceError, match=r"this adapter is not the one that policy\.lora_cfg describes"):
         Learner(adapted(tiny_model, dim=3), trained[1])
+
+
+def test_linear_layers_beside_experts_get_the_adapter_and_experts_keep_their_names(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The first layer has no experts, the second has some, and shared ones: PEFT would take all of these for its experts."""
+    made(shrunk("deepseek_v2"), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
+    before, learner = weights(Learner(config(tmp_path))), Learner(adapted(tmp_path, target_modules=["up_proj"]))
+    train_step(learner, random_batch(5))
+    after = weights(learner)
+    assert list(before) == list(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.shared_experts.up_proj.weight"}
 
 
 def test_a_value_model_is_trained_whole_beside_an_adapter(tiny_model: Path) -> None:

@@ -325,8 +325,9 @@ async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reas
         "no replica can be verified with the initial weights: 1 x log-probabilities of the probe differ"
         in trainer.said()
     )
-    look = f"Compare what they compute: here {precision} (policy.precision), sdpa attention, rope_parameters "
-    assert look in trainer.said()
+    assert f"Compare what they compute: here {precision} (policy.precision), sdpa attention" in trainer.said()
+    assert "begin from token 2 on tie_word_embeddings True; from token 3 on rope_parameters " in trainer.said()
+    assert "policy.hf_config_overrides" in trainer.said()
     assert f"; there {precision} (policy.generation.vllm_cfg.precision)" in trainer.said()
 
 

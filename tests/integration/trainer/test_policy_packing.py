@@ -338,11 +338,27 @@ def test_soft_caps_of_attention_are_computed(capped: Path) -> None:
     torch.testing.assert_close(ours, logprobs(exact), rtol=0, atol=1e-5)
 
 
-def test_what_an_engine_may_compute_differently_is_named(capped: Path) -> None:
-    found = PolicyModel(settings(capped, {})).features
-    assert found.startswith(
-        "eager attention, attn_logit_softcapping 0.5, final_logit_softcapping 5.0, sliding_window 4, rope_parameters {"
-    )
+@pytest.mark.parametrize(
+    ("key", "other", "first"),
+    [
+        ("final_logit_softcapping", 2.0, 2),
+        ("attn_logit_softcapping", 0.1, 3),
+        ("query_pre_attn_scalar", 16, 3),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 50.0}, 3),
+        ("sliding_window", 100, 6),
+    ],
+)
+def test_what_an_engine_may_compute_differently_is_named_with_the_first_token_that_it_changes(
+    capped: Path, key: str, other: Any, first: int
+) -> None:
+    policy = PolicyModel(settings(capped, {}))
+    assert [one for one in policy.suspects if key in one and one.startswith(f"from token {first} on ")]
+    changed = PolicyModel(settings(capped, {"hf_config_overrides": {key: other}}))
+    rows = PackedRows.of_tokens(np.random.default_rng(0).integers(0, SIZES["vocab_size"], 30).astype(np.int32))
+    with torch.no_grad():
+        one, two = (model.forward(rows, LogitsWarper()).logprobs for model in (policy, changed))
+    places = ((one - two).abs() > 1e-6).nonzero()
+    assert 2 + int(places[0]) == first  # the first token has no log-probability
 
 
 def test_several_sequences_in_a_row_are_refused_with_soft_caps(capped: Path) -> None:

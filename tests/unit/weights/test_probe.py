@@ -14,6 +14,7 @@ from headrace.weights.probe import (
     probe_length,
     repeat_text,
     tolerance,
+    unseen_window,
 )
 
 
@@ -105,10 +106,41 @@ def test_differences_are_the_largest_and_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "window", "length"),
-    [(4096, None, 32), (20, None, 19), (2, None, 2), (4096, 128, 160), (100, 128, 99), (40_000, 4096, 1025)],
+    ("most", "vocabulary", "window", "length"),
+    [
+        (4096, 32_000, None, 32),
+        (20, 32_000, None, 19),
+        (2, 32_000, None, 2),
+        (4096, 32_000, 128, 160),
+        (100, 32_000, 128, 99),
+        (40_000, 32_000, 4096, 4128),
+        (40_000, 2**18, 4096, 1024),
+        (40_000, 1000, 32_768, 8193),
+        (40_000, 2**30, 4096, 32),
+    ],
 )
-def test_a_probe_is_longer_than_the_window_and_fits_engine_and_report(
-    most: int, window: int | None, length: int
+def test_a_probe_is_longer_than_the_window_and_fits_engine_memory_and_report(
+    most: int, vocabulary: int, window: int | None, length: int
 ) -> None:
-    assert probe_length(most, window) == length
+    assert probe_length(most, vocabulary, window) == length
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "window", "unseen"),
+    [
+        (40_000, 4128, 4096, False),
+        (40_000, 1024, 4096, True),
+        (40_000, 4097, 4096, True),
+        (40_000, 4098, 4096, False),
+        (4097, 4096, 4096, False),
+        (4098, 1024, 4096, True),
+        (40_000, 32, None, False),
+    ],
+)
+def test_a_window_that_the_probe_does_not_pass_is_named(
+    most: int, length: int, window: int | None, unseen: bool
+) -> None:
+    said = unseen_window(most, length, window)
+    assert (said is not None) is unseen
+    if said:
+        assert f"window of {window} tokens" in said
