@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same modules: without their bytecode each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all chaos lint style types tests format proto build properties bench docs clean
+.PHONY: help setup demo test test-all chaos golden lint style types tests format proto build properties bench docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
@@ -39,6 +39,7 @@ help:
 	@echo "make test    lint, types, contracts and the tests, in about thirteen minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in hours"
 	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
+	@echo "make golden  what is computed, answered and written, compared with the golden files; RENEW=1 renews them"
 	@echo "make lint    lint, types and contracts"
 	@echo "make format  format the code"
 	@echo "make proto   generate headrace/v1 from proto/"
@@ -106,6 +107,10 @@ test-all: style
 
 chaos: $(STAMP)
 	$(PY) -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+
+# Each of the two processes takes the next test: most of the time is runs of examples. With RENEW=1 the differences are printed.
+golden: $(STAMP)
+	$(if $(RENEW),GOLDEN_RENEW=1 )$(BIN)/pytest --nightly -n 2 $(if $(RENEW),-rP )tests/golden
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
