@@ -39,10 +39,10 @@ SUMS = "SHA256SUMS"  # for `sha256sum -c` too
 DAMAGE = "damage.txt"  # in a damaged checkpoint that was set aside: what is wrong with it
 
 _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
-# version, timeline; builds from before the chain wrote no timeline
 _ASIDE = re.compile(r"damaged-step_([0-9]+)-.+")
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
-_HASHING = 4  # files at a time; a core does 0.4 to 2 GB/s
+_HASHING = 4  # files at a time
+# version, timeline; builds from before the chain wrote no timeline
 _UNFINISHED = re.compile(r"\.unfinished-(?:step_|leaving_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
 
 
@@ -286,11 +286,10 @@ def changed(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
     def problem(name: str) -> str | None:
         path = checkpoint / name
         try:
-            return (
-                None if _sum(path) == sums[name] else f"{path} is not what was written: its SHA-256 differs from {SUMS}"
-            )
+            whole = _sum(path) == sums[name]
         except OSError as error:
             return f"{path} can't be read ({error.strerror})"
+        return None if whole else f"{path} is not what was written: its SHA-256 differs from that in {SUMS}"
 
     with ThreadPoolExecutor(_HASHING, thread_name_prefix="digests") as threads:
         found = threads.map(problem, sorted(sums, key=size, reverse=True)[share::shares])
