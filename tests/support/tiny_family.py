@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# the keys for the number of layers, and for the kind of each
+DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 # by the names that families give them
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "word_embed_proj_dim"], 64),
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "word_embed_proj_dim"], 128),
     **dict.fromkeys(["intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "intermediate_size_mlp"], 128),
-    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], 2),
+    **dict.fromkeys(DEPTH, 2),
     **dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4),
     **dict.fromkeys(["num_key_value_heads", "num_kv_heads"], 2),
     **dict.fromkeys(
@@ -56,6 +59,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["mamba_dt_rank", "time_step_rank"], 4),
     "initializer_range": 0.1,
 }
+# of Gemma 2, with an effect on numbers as small as these
+CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 1}
 
 
 def shrunk(family: str, **special: Any) -> Any:
@@ -68,18 +73,10 @@ def shrunk(family: str, **special: Any) -> Any:
     sizes = {key: value for key, value in SIZES.items() if key in known}
     if "kv_lora_rank" in known:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]  # latent attention has no groups
-    depth = next((key for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in sizes), None)
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
-        if kinds := list(dict.fromkeys(known.get(key) or ())):
-            sizes[key] = kinds if len(kinds) > 1 else kinds * 2
-    longest = max(
-        [2, *(len(sizes[key]) for key in ("layer_types", "mlp_layer_types", "layers_block_type") if key in sizes)]
-    )
-    for key in ("layer_types", "mlp_layer_types"):
-        if key in sizes:
-            sizes[key] = (sizes[key] * longest)[:longest]
-    if depth is not None:
-        sizes[depth] = longest
+    kinds = {key: list(dict.fromkeys(known.get(key) or ())) for key in KINDS}
+    depth = max(2, *(len(found) for found in kinds.values()))
+    sizes |= {key: (found * depth)[:depth] for key, found in kinds.items() if found}
+    sizes |= dict.fromkeys(sizes.keys() & set(DEPTH), depth)
     return AutoConfig.for_model(family, **{**sizes, **special})
 
 

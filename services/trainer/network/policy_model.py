@@ -345,6 +345,22 @@ def check_refit(config: Config) -> None:
     )
     if problem := refit_problem(tensor for tensor, _ in saved_tensors(model)):
         raise ServiceError(f"policy.model_name {name!r}: {problem}; use a model without")
+    check_head(model, "policy.model_name", name)
+
+
+def check_head(model: Any, key: str, name: str) -> None:
+    """Raise `ServiceError` if the head of the model, on the meta device, can't be computed apart from its layers (OPT reaches past its
+    backbone)."""
+    if model.get_output_embeddings() is None or model.base_model is model:
+        return  # `PolicyModel` says so
+    width = model.get_output_embeddings().weight.shape[1]
+    try:
+        _logits_head(model)(inputs_embeds=torch.zeros(1, 1, width, device="meta"), use_cache=False)
+    except AttributeError as error:
+        raise ServiceError(
+            f"{key} {name!r}: the head of {type(model).__name__} can't be computed apart from its layers ({error}); use a model of another "
+            "family"
+        ) from error
 
 
 # -- tokenizers and the teacher of on-policy distillation

@@ -15,10 +15,11 @@ from headrace.trajectory import Float32
 from headrace.weights.probe import Differences, choose_token_ids, differences, tolerance
 from headrace_services.trainer.learning.learner import Learner
 from tests.integration.trainer.learner_cases import config
-from tests.integration.weights.test_families import CAPS, MOE, made
+from tests.support.tiny_family import CAPS, made, shrunk
 
 LENGTH = 96  # longer than the windows
 WINDOW = {"sliding_window": 64}
+NARROW = {"hidden_size": 64, "head_dim": 32}  # where a wrong model stands out from rounding
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
@@ -63,7 +64,7 @@ def accepted(found: Float32, expected: Float32, allowed: Differences) -> bool:
 def test_an_honest_replica_in_bfloat16_is_accepted(
     tiny_model: Path, tmp_path: Path, family: str, precision: str
 ) -> None:
-    made(family, FAMILIES[family], AutoTokenizer.from_pretrained(tiny_model), tmp_path)
+    made(shrunk(family, **NARROW, **FAMILIES[family]), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     expected, allowed = of_trainer(tmp_path, precision)
     assert accepted(of_replica(tmp_path, attention="eager"), expected, allowed)
     assert allowed.mean < 0.1
@@ -88,7 +89,7 @@ WEAK = {**CAPS, "attn_logit_softcapping": 15.0, "query_pre_attn_scalar": 4, **WI
 def test_a_replica_in_bfloat16_that_computes_a_slightly_different_model_is_refused(
     tiny_model: Path, tmp_path: Path, family: str, special: dict[str, Any], wrong: dict[str, Any], precision: str
 ) -> None:
-    made(family, special, AutoTokenizer.from_pretrained(tiny_model), tmp_path)
+    made(shrunk(family, **NARROW, **special), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     expected, allowed = of_trainer(tmp_path, precision)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
@@ -98,6 +99,6 @@ def test_a_replica_in_bfloat16_that_computes_a_slightly_different_model_is_refus
 
 
 def test_where_rounding_chooses_experts_its_effect_is_not_a_bound(tiny_model: Path, tmp_path: Path) -> None:
-    made("qwen3_moe", {**MOE, "num_experts": 4}, AutoTokenizer.from_pretrained(tiny_model), tmp_path)
+    made(shrunk("qwen3_moe", **NARROW), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     learner = Learner(config(tmp_path, policy={"precision": "bfloat16"}))
     assert learner.rounded_probe(choose_token_ids(learner.vocab_size)) is None

@@ -61,10 +61,20 @@ def test_a_model_that_can_not_be_refitted_is_refused_by_its_configuration(
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16}),
         ("mixtral", {"num_local_experts": 4}),
         ("gemma2", {"head_dim": 8}),
+        ("gpt2", {}),
+        ("granite", {}),
+        ("falcon", {}),
+        ("stablelm", {}),
+        ("cohere", {}),
     ],
 )
 def test_other_models_are_not(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
     check_refit(model(tmp_path, family, **special))
+
+
+def test_a_head_that_can_not_be_computed_apart_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"^policy\.model_name .*the head of OPTForCausalLM"):
+        check_refit(model(tmp_path, "opt", ffn_dim=16, word_embed_proj_dim=16))
 
 
 @pytest.mark.parametrize(("end", "what"), NOT_REFITTED.items())
