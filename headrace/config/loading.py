@@ -22,9 +22,9 @@ from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
-from headrace.config.references import Reference, hidden, item_of, of_variable
+from headrace.config.references import Reference, hidden, of_variable
 from headrace.config.root import Config
-from headrace.config.text import line_of, parse
+from headrace.config.text import item_of, line_of, parse
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

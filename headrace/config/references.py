@@ -44,16 +44,6 @@ def of_variable(variable: str, keys: Sequence[str]) -> Expression:
     return Expression(f"${{{ITEM_OF}:{','.join((whole, *quoted))}}}" if keys else whole)
 
 
-def item_of(text: str, *keys: str) -> Any:
-    """Return the item at `keys` of `text`, a YAML document. Raises `ConfigError` or `LookupError`."""
-    from headrace.config.text import parse
-
-    value = parse(text, "a variable of the environment")
-    for key in keys:
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    return value
-
-
 def referred(value: Any, references: Sequence[Reference], name: str = "") -> Any:
     """Return `value`, the value of a key called `name`, with the expression in place of everything that came from the environment."""
     if not references or value is None or isinstance(value, bool | int | float):
