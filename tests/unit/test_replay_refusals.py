@@ -16,7 +16,7 @@ REFUSALS = {
     "NOREPLICAS Not enough good replicas to write.": "min-replicas-to-write",
     "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.": "lead to the primary",
     "ERR max number of clients reached": "maxclients",
-    "BUSY Redis is busy running a script. You can only call FUNCTION KILL or SHUTDOWN NOSAVE.": "FUNCTION KILL",
+    "BUSY Redis is busy running a script. You can only call FUNCTION KILL or SHUTDOWN NOSAVE.": "SCRIPT KILL",
     "CLUSTERDOWN The cluster is down": "outside a cluster",
     "CLUSTERDOWN Hash slot not served": "outside a cluster",
     "MOVED 3999 127.0.0.1:6381": "outside a cluster",
