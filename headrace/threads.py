@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from headrace import control_groups
 from headrace.config import Config
 
 VARIABLE = "OMP_NUM_THREADS"
@@ -61,31 +62,14 @@ def shares(cores: int, *, ranks: int, workers: int) -> tuple[int, int]:
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and by the quotas of its control groups."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return affinity
-    return max(1, math.floor(min(affinity, quota(groups))))
+    return max(1, math.floor(min(affinity, quota(control_groups.own()))))
 
 
-def quota(groups: str, root: Path = Path("/sys/fs/cgroup")) -> float:
+def quota(groups: str, root: Path = control_groups.MOUNT) -> float:
     """Return the number of cores that a process's control groups allow, from the content of its /proc/…/cgroup; infinity without a
     limit."""
-    found = [math.inf]
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found += _limits(root, path, 2)
-        elif "cpu" in controllers.split(","):
-            found += _limits(root / controllers, path, 1)
-    return min(found)
-
-
-def _limits(mount: Path, path: str, version: Literal[1, 2]) -> list[float]:
-    """Return the limits of a group and of its parents. In a container the mount may be the group itself."""
-    folder = mount / path.lstrip("/")
-    inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
-    return [limit for each in inside if (limit := _limit(each, version)) is not None]
+    limits = (_limit(folder, version) for folder, version in control_groups.folders(groups, "cpu", root))
+    return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def _limit(folder: Path, version: Literal[1, 2]) -> float | None:

@@ -54,8 +54,9 @@ the values that depend on it. A file in which they make more than 100,000 values
 
 Text that comes from a variable, by `${oc.env:NAME}` or `HEADRACE_…`, may be a secret. A run's `config.yaml`, `headrace config show`, errors
 and trackers have the expression in its place, and each service reads the variable again. So a service on another machine needs the variable
-too; the error names it if it is missing. Numbers, switches, paths, names of models and the keys of `run` are stored as they are, and so are
-lists and mappings that a `HEADRACE_…` variable gives as a whole.
+too; the error names it if it is missing. Of a list or mapping that a `HEADRACE_…` variable gives as a whole, each text has an expression of
+its own (`${headrace.item_of:…}`). Numbers, switches, paths, names of models and the keys of `run` are stored as they are. A password that
+the file itself gives in an address is stored too, readable only by you; `headrace config show`, errors and logs mask it.
 
 A file may name files to read by relative paths (`data_path`, `prompt_file`, `system_prompt_file`, and the directories of models and
 tokenizers). Headrace looks for them beside that file first, then in the working directory. A relative path starts at the working directory

@@ -7,6 +7,7 @@ import typer
 from headrace.cli import environment_processes, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
+from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.text import dump
 from headrace.errors import ConfigError, MissingPackage
@@ -24,7 +25,12 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(f"# {optimizer_steps(examined.config)}")
     if examined.nemo_rl:
         typer.echo(f"# {examined.nemo_rl.summary}")
-    typer.echo(dump(examined.config), nl=False)
+    written = dump(examined.config)
+    if (shown := without_password(written)) != written:
+        typer.echo(
+            "# *** is a password that the configuration itself holds; ${oc.env:NAME} would leave it in the environment"
+        )
+    typer.echo(shown, nl=False)
 
 
 @app.command()

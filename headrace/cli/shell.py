@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 _POLLERS = ("all", "epoll1", "poll", "none")
 # Libraries make these folders, and write to them, while they are imported or when they first compile something.
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
-# The least that the limits must allow; the smallest runs need about half of it.
+# The least that the limits must allow: room for the smallest runs.
 _ADDRESS_SPACE, _FILES, _FILE_BYTES = 8 * 2**30, 256, 2**30
 
 

@@ -8,13 +8,18 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-# the password of an address
-_PASSWORD = re.compile(r"(://[^/@\s:]*):[^/@\s]*@")
+# the passwords of an address: before its host, and among its parameters
+_PASSWORDS = {
+    re.compile(r"(://[^/@\s:]*):[^/@\s]*@"): r"\1:***@",
+    re.compile(r"([?&]\w*password=)[^&\s'\"]+"): r"\1***",
+}
 
 
 def without_password(text: str) -> str:
     """Return the text with the passwords of addresses masked."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    for password, mask in _PASSWORDS.items():
+        text = password.sub(mask, text)
+    return text
 
 
 def escape(text: str) -> str:

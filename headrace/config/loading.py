@@ -22,9 +22,9 @@ from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
-from headrace.config.references import Expression, Reference, hidden
+from headrace.config.references import Reference, hidden, of_variable
 from headrace.config.root import Config
-from headrace.config.text import line_of, parse
+from headrace.config.text import item_of, line_of, parse
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -166,17 +166,36 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
 def _of_variables(
     values: dict[str, Any], origins: Mapping[Keys, str], environ: Mapping[str, str]
 ) -> dict[Keys, Reference]:
-    """Return the references of the text in `values` that `HEADRACE_*` variables gave, by its keys."""
+    """Return the references of the text in `values` that `HEADRACE_*` variables gave, alone or in a list or mapping, by its keys."""
     names = {name.upper(): name for name in environ}
     references = {}
-    for keys, origin in origins.items():
-        name = names.get((PREFIX + "__".join(keys)).upper())
-        value: Any = values
-        for key in keys if origin == "environment" else ():
-            value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
-        if name is not None and isinstance(value, str) and value == environ[name]:
-            references[keys] = Reference(keys[-1], value, Expression(f"${{oc.env:{name}}}"))
+    for keys in (keys for keys, origin in origins.items() if origin == "environment"):
+        for depth in range(len(keys), 0, -1):
+            name = names.get((PREFIX + "__".join(keys[:depth])).upper())
+            if name is None:
+                continue
+            for inner, text in _texts(_at(values, keys), keys):
+                given = environ[name] if inner == keys[:depth] else item_of(environ[name], *inner[depth:])
+                if text == given:
+                    last = next(key for key in reversed(inner) if not key.isdecimal())
+                    references[inner] = Reference(last, text, of_variable(name, inner[depth:]))
+            break
     return references
+
+
+def _at(values: Any, keys: Keys) -> Any:
+    for key in keys:
+        values = values[int(key)] if isinstance(values, list) else values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _texts(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """Yield the text in a value, without interpolations, with its keys."""
+    if isinstance(value, str) and "${" not in value:
+        yield keys, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _texts(inner, (*keys, str(key)))
 
 
 def _is_plain(keys: Keys) -> bool:

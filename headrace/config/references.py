@@ -16,6 +16,8 @@ from headrace.config.in_yaml import in_yaml
 
 # shorter text is no secret, and would be found in the midst of words
 _SHORTEST = 6
+# the resolver that returns an item of the YAML in a variable, by its keys
+ITEM_OF = "headrace.item_of"
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 
 
@@ -32,6 +34,14 @@ class Reference:
     name: str
     value: Any
     expression: Expression
+
+
+def of_variable(variable: str, keys: Sequence[str]) -> Expression:
+    """Return the expression for the item at `keys` of the YAML in a variable; without keys, for its text."""
+    whole = f"${{oc.env:{variable}}}"
+    escaped = (key.replace("\\", "\\\\").replace("'", "\\'") for key in keys)
+    quoted = [key if key.isidentifier() else f"'{key}'" for key in escaped]
+    return Expression(f"${{{ITEM_OF}:{','.join((whole, *quoted))}}}" if keys else whole)
 
 
 def referred(value: Any, references: Sequence[Reference], name: str = "") -> Any:

@@ -16,6 +16,8 @@ from omegaconf.resolvers import oc
 from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
+from headrace.config.references import ITEM_OF
+from headrace.config.text import item_of
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -67,7 +69,7 @@ class Evaluation:
         self, expressions: Mapping[ItemPath, str], whole: dict[str, Any], unread: Unread | None = None
     ) -> None:
         resolvers: dict[str, Callable[..., Any]] = {"oc.env": oc.env, "oc.decode": oc.decode}
-        resolvers |= {name: _of_numbers(name, function) for name, function in _ARITHMETIC.items()}
+        resolvers |= {name: _of_numbers(name, function) for name, function in _ARITHMETIC.items()} | {ITEM_OF: item_of}
         for name, resolver in (resolvers if unread is None else unread.resolvers(resolvers)).items():
             OmegaConf.register_resolver(name, resolver, replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
@@ -168,7 +170,7 @@ class Unread:
         def computed(name: str) -> Callable[..., Any]:
             return lambda *given: self._call(name, given) if any(map(_marked, given)) else read[name](*given)
 
-        return {"oc.env": env, "oc.decode": decode, **{name: computed(name) for name in _ARITHMETIC}}
+        return {"oc.env": env, "oc.decode": decode, **{name: computed(name) for name in (*_ARITHMETIC, ITEM_OF)}}
 
     def expression(self, text: str) -> str | None:
         """Return the expression that gives the text; None if it has no mark."""

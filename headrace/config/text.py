@@ -165,6 +165,14 @@ def parse(text: str, where: str) -> Any:
         ) from error
 
 
+def item_of(text: str, *keys: str) -> Any:
+    """Return the item at `keys` of `text`, a YAML document. Raises `ConfigError` or `LookupError`."""
+    value = parse(text, "a variable of the environment")
+    for key in keys:
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
 def _with_remedy(problem: str) -> str:
     remedy = next((remedy for says, remedy in _REMEDIES.items() if says in problem), None)
     return problem if remedy is None else f"{problem}; {remedy}"

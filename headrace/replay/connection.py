@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     NoPermissionError,
@@ -96,12 +97,13 @@ _BY_CODE = {
 _RETRIES = 10
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
-# The errors of Redis 7.0, and of later versions, for a command inside a function that the caller has no right to. The first don't name it.
-_UNNAMED = "The user executing the script can't"
-_DENIED_INSIDE = re.compile(rf"ACL failure in script|{_UNNAMED}")
-
+# What a function answers if its caller lacks the right to a command inside it: this, and all commands that it lacks.
+_DENIED_INSIDE = f"{ReplayDenied.code} "
 
 _REPLICA = "the server has become a replica of another"
+_NO_CLUSTER = (
+    "it belongs to a Redis Cluster, which can't hold a buffer; let replay.redis_url lead to a server outside a cluster"
+)
 # What helps, by a part of the server's words, where a server is there but refuses calls. (redis-py takes the codes off some of them.)
 _REMEDIES = {
     _REPLICA: "make it the primary with `REPLICAOF NO ONE`, or let replay.redis_url lead to the primary",
@@ -109,6 +111,13 @@ _REMEDIES = {
     "is loading the dataset": "it goes on by itself once its data is loaded",
     "MISCONF": "free space on the server's disk, or correct what the server's log names",
     "NOREPLICAS": "start the server's replicas, or lower its min-replicas-to-write",
+    "BUSY Redis is busy": "wait for the script that keeps it busy, or end it with `FUNCTION KILL` or `SCRIPT KILL`",
+    "The cluster is down": _NO_CLUSTER,
+    "Hash slot not served": _NO_CLUSTER,
+    "the slot is on another node": _NO_CLUSTER,
+    "Keys in request don't hash to the same slot": _NO_CLUSTER,
+    "Multiple keys request during rehashing": _NO_CLUSTER,
+    "No matching script": "let nothing else run scripts through this login; Headrace calls functions only",
     "max number of clients reached": "raise the server's maxclients, or close other connections to it",
 }
 
@@ -376,7 +385,7 @@ class BufferConnection:
 
     def _failed(self, error: Exception) -> ReplayError:
         """Return the error for a call that got no reply. A server that has answered before and now refuses the login or the certificate is
-        waited for, like any other outage: what it refuses can be put right there."""
+        waited for, like any other outage: what it refuses can be put right there. `refused` does the same for rights."""
         failed = unavailable(error, self._user)
         return ReplayUnavailable(str(failed)) if self._answered and isinstance(failed, ReplayDenied) else failed
 
@@ -387,14 +396,21 @@ class BufferConnection:
                 "the Redis server is at its maxmemory and accepts no more data; raise maxmemory (at least 1.25 x replay.max_bytes), free "
                 "other data on it, or lower replay.max_bytes"
             )
-        if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
-            return refusal(str(error))
+        words = str(error)
+        if isinstance(error, AskError):  # redis-py takes off the code, without which the words say nothing
+            words = f"the slot is on another node: {words}"
+        inside = words.startswith(_DENIED_INSIDE)
+        if not isinstance(error, NoPermissionError) and not inside:
+            return refusal(words)
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
-        named = " (`ACL LOG` on the server names the command)" if _UNNAMED in str(error) else ""
-        return ReplayDenied(
-            f"user {self._user or 'default'!r} of the Redis server may not run {what} ({error}); connect as the user of the right role, "
-            f"or load the ACL that `headrace acl` of this version prints{named}"
+        why = f"inside it, the right to {words.removeprefix(_DENIED_INSIDE)} is missing" if inside else words
+        denied = (
+            f"user {self._user or 'default'!r} of the Redis server may not run {what} ({why}); connect as the user of the right role, or "
+            "load the ACL that `headrace acl` of this version prints"
         )
+        if self._answered and command[0] in ("FCALL", "SUBSCRIBE"):  # as in `_failed`
+            return ReplayUnavailable(denied)
+        return ReplayDenied(denied)
 
 
 class WakeupSubscription:

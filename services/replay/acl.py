@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
 
 from headrace.credentials import REDIS_ROLES
@@ -17,19 +16,11 @@ from headrace.replay.client import CURRENT_RUN
 from headrace.replay.connection import function_name
 from headrace_services.replay import library
 
-_COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
-_READER = re.compile(r"^register_reader\(", re.MULTILINE)
-
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# commands inside functions that change nothing
-_READS = _names(
-    "exists get getbit hexists hget hgetall hmget lindex llen lrange scard sismember smembers "
-    "srandmember sscan time zcard zcount zrange zrangebyscore zrevrange zscore"
-)
 _EVERYONE = ("ping", "info", "get", "mget", "xrange", "xrevrange", "xread", "subscribe", "unsubscribe")
 _SWEEP = ("smembers", "srem", "scan", "unlink")
 
@@ -85,19 +76,15 @@ def functions_of(role: str) -> list[str]:
     """Return the names of the functions that a user of `role` may call, without their prefix."""
     changing = {name for one in _parts(role) for name in one.functions}
     built_in = library.built_in()
-    return [name for name in built_in.transitions if name in changing or _READER.search(built_in.text(name))]
+    return [name for name in built_in.transitions if name in changing or built_in.reads(name)]
 
 
 def _rights(run_id: str, role: str) -> Iterable[str]:
     if role == "admin":
         return ["~*", "&*", "+@all"]
     functions = functions_of(role)
-    built_in = library.built_in()
-    texts = [*built_in.shared_texts(), *map(built_in.text, functions)]
-    inside = {word.lower() for text in texts for word in _COMMAND.findall(text)}
-    if role == "reader":
-        inside &= set(_READS)
-    commands = inside.union(_EVERYONE, *(one.commands for one in _parts(role)))
+    inside = map(library.built_in().commands, functions)
+    commands = set(_EVERYONE).union(*inside, *(one.commands for one in _parts(role)))
     others = "%R~" if role == "reader" else "~"
     current = "~" if role in _OPENS else "%R~"
     return [

@@ -37,9 +37,9 @@ class InFlightLimit:
     sent_calls: int = 0
 
     def state(self, capacity: int, calls: int, max_batch_size: int, timeout_s: float) -> None:
-        """Set what the hub states about the environment."""
-        if capacity != self.capacity:
-            self.allowed = capacity
+        """Set what the hub states about the environment. The share of its capacity that is allowed stays as it is."""
+        share = self.allowed / self.capacity if self.capacity else 1.0
+        self.allowed = min(capacity, max(1.0, share * capacity))
         self.capacity, self.calls, self.max_batch_size, self.timeout_s = capacity, calls, max_batch_size, timeout_s
 
     @property

@@ -31,6 +31,26 @@ _log = logging.getLogger("headrace.replay")
 _USES = re.compile(r"^-- uses: (.*)$", re.MULTILINE)
 _DEFINED = re.compile(r"^local (?:function (\w+)|(\w+(?:, \w+)*))", re.MULTILINE)
 _COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
+_COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
+_READER = re.compile(r"^register_reader\(", re.MULTILINE)
+# commands that change nothing
+_READS = {
+    *(
+        "exists",
+        "get",
+        "getbit",
+        "hexists",
+        "hget",
+        "hgetall",
+        "hmget",
+        "lindex",
+        "llen",
+        "lrange",
+        "scard",
+        "sismember",
+    ),
+    *("smembers", "srandmember", "sscan", "time", "zcard", "zcount", "zrange", "zrangebyscore", "zrevrange", "zscore"),
+}
 # a name that is neither a field nor the key of a table or an assignment
 _NAMED = re.compile(r"(?<![\w.:])[A-Za-z_]\w*(?!\w)(?!\s*=[^=])")
 
@@ -136,14 +156,25 @@ class Library:
     def text(self, transition: str) -> str:
         return self._transitions[transition].text
 
+    def reads(self, transition: str) -> bool:
+        """Return whether a function changes nothing."""
+        return bool(_READER.search(self.text(transition)))
+
+    def commands(self, transition: str) -> set[str]:
+        """Return the names of the commands that a function may use. Its caller needs the right to each."""
+        texts = [*self.shared_texts(), self.text(transition)]
+        found = {word.lower() for text in texts for word in _COMMAND.findall(text)}
+        return found & _READS if self.reads(transition) else found
+
     def source(self) -> str:
         """Return the joined source for `FUNCTION LOAD`."""
         return f"#!lua name={self.name}\nlocal BUILD = '{self.build}'\n{self._joined}"
 
     def _join(self) -> str:
         """Join the files. Each has its own scope, because Lua allows only 200 local variables per scope. The names that a shared file
-        defines for others are declared before its scope."""
-        parts = []
+        defines for others are declared before its scope. COMMANDS has the commands of each function."""
+        commands = [f"{name} = '{' '.join(sorted(self.commands(name)))}'" for name in self._transitions]
+        parts = [f"local COMMANDS = {{{', '.join(commands)}}}"]
         for name in self._order:
             taken = self._taken_from(name)
             parts.append(f"local {', '.join(sorted(taken))}\ndo\n{self._shared[name].defining(taken)}\nend\n")

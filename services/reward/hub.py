@@ -46,6 +46,9 @@ class BuiltInBackend:
 
     Its capacity counts the trajectories that workers are scoring, and those that wait for them here, so that no worker is idle between two
     calls. A trajectory's time does not run while it waits. If no worker gets to it by the caller's deadline, it is NOT_STARTED.
+
+    Programs that sleep come on top: they need no worker. Since any program may sleep, each has a call of its own, so that no other waits
+    for its result.
     """
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
@@ -79,12 +82,15 @@ class BuiltInBackend:
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """Return the environment's description, or None if it can't be asked; and why it can't score now, or None if it can."""
+        kind = self._env.kind(self._name)
         name = self._env.type or self._name
+        capacity = self._capacity + self._pool.asleep
         description = environment_pb2.DescribeResponse(
             name=self._name,
             build=self._pool.builds.get(self._name, ""),
             description=f"built-in {name}",
-            capacity=self._capacity,
+            capacity=capacity,
+            calls=capacity if kind == "code" else 0,
             sandbox=self._pool.level,
         )
         return description, self._pool.problem()

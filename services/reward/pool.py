@@ -1,18 +1,21 @@
-"""The worker processes of built-in environments. Each runs in a sandbox and scores one trajectory at a time in a child process."""
+"""The worker processes of built-in environments. Each runs in a sandbox and scores one trajectory at a time in a child process. Besides, it
+may wait for any number of programs that sleep."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
-import psutil
 from google.protobuf.message import DecodeError
 
 from headrace.backoff import pause_after
@@ -22,8 +25,9 @@ from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.frames import LENGTH
+from headrace_services.reward.free_memory import free_memory
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import ScoreRequest, Specification, Started
+from headrace_services.reward.scoring_worker import Answer, ScoreRequest, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
 # the pause after a restart that failed, and the longest one
@@ -44,12 +48,11 @@ _REMEDY = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
     "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does)"
 )
-# How often it is looked for programs that sleep while trajectories wait, and the most of a core that one uses that sleeps.
-_LOOK_EVERY_S, _ASLEEP_SHARE = 0.5, 0.1
-# the most helpers for each worker, and the share of the memory free at the start that their programs may have
-_HELPERS, _HELPERS_MEMORY = 8, 0.5
-_RUNNABLE = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-_RESULTS = msgspec.msgpack.Decoder(list[bytes | None])
+# the most programs of a worker that sleep: each has a file that the worker keeps open
+_MOST_ASLEEP = 100
+# how often it is looked whether programs that slept leave enough memory
+_LOOK_EVERY_S = 0.1
+_ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +61,16 @@ class _Job:
     trajectory: bytes
     timeout_s: float
     result: asyncio.Future[pb.Result]
+    keeps_place: bool = False  # even if its program sleeps
 
 
 class WorkerPool:
     """A pool of `size` workers behind one queue. A trajectory's time starts when a worker takes it, so a trajectory that hangs costs those
     behind it nothing.
 
-    A worker whose program sleeps keeps no core busy. While trajectories wait, each such worker gets a helper, a worker that ends when
-    nothing waits or no worker sleeps for it. So no more than `size` of them compute, unless sleepers wake.
+    A program that sleeps needs no core, so it gives up its place: its worker takes the next trajectory. So no more than `size` of them
+    compute, unless sleepers wake; these get what the others leave. Sleepers may have all the memory but what the places may need. If
+    some wake and take more, the last to fall asleep are stopped, and begin again later in a place that they keep.
 
     For trajectories that were submitted together, a worker first returns the scores that take no more than a comparison, in one frame: a
     frame each would cost far more than the comparison. The others are scored one by one.
@@ -86,14 +91,13 @@ class WorkerPool:
             [source.model_dump(mode="json") for source in sources],
             [level for level in levels if level is not Level.NONE or not self._guarded],
         )
-        self._workers = [WorkerProcess(self._specification) for _ in range(size if environments else 0)]
+        self._workers = [ScoringWorker(self._specification) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[Sequence[_Job]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._failed: asyncio.Future[None]
         programs = [env.memory_mb * 1024**2 for name, env in environments.items() if env.kind(name) == "code"]
-        self._largest = max(programs, default=None)  # only programs can sleep
-        self._busy: set[WorkerProcess] = set()
-        self._asleep = 0
-        self._helpers: dict[WorkerProcess, asyncio.Task[None]] = {}
+        self._needed_bytes = size * max(programs, default=0)  # what the programs in the places may have
+        self._asleep: dict[asyncio.Task[None], _Job] = {}  # the last to fall asleep comes last
 
     @property
     def level(self) -> Level:
@@ -120,14 +124,14 @@ class WorkerPool:
             if isinstance(error, SandboxDenied):
                 raise ServiceError(_refusal(str(error), self._guarded)) from error
             raise
+        self._failed = asyncio.get_running_loop().create_future()
         if self._workers:
             worker = self._workers[0]
             said = _log.warning if worker.level is Level.NONE else _log.info
             denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
             said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
-        if self._largest is not None:
-            self._tasks.append(asyncio.create_task(self._find_helpers(self._largest)))
+        self._tasks.append(asyncio.create_task(self._keep_memory()))
 
     def submit(self, trajectories: Sequence[pb.Trajectory], timeout_s: float) -> list[asyncio.Future[pb.Result]]:
         """Return a future for the result of each trajectory. All must belong to one environment. A result is TIMED_OUT after `timeout_s` in
@@ -140,85 +144,96 @@ class WorkerPool:
         self._queue.put_nowait(jobs)
         return [job.result for job in jobs]
 
+    @property
+    def asleep(self) -> int:
+        """The number of trajectories whose programs sleep."""
+        return len(self._asleep)
+
     def problem(self) -> str | None:
         """Return why a worker can't be restarted, or None if all run."""
         return next((worker.problem for worker in self._workers if worker.problem), None)
 
     async def failure(self) -> None:
         """Wait forever, or raise the error of a worker's task that failed."""
-        await asyncio.gather(*self._tasks, asyncio.get_running_loop().create_future())
+        await asyncio.gather(*self._tasks, self._failed)
 
     async def aclose(self) -> None:
-        tasks = [*self._tasks, *self._helpers.values()]
+        tasks = [*self._tasks, *self._asleep]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _find_helpers(self, memory_bytes: int) -> None:
-        """Start a helper for each worker that sleeps while trajectories wait. `memory_bytes` is the most that one program may have."""
-        free = int(_HELPERS_MEMORY * psutil.virtual_memory().available)
-        most = min(_HELPERS * len(self._workers), free // memory_bytes)
-        before: dict[WorkerProcess, float | None] = {}
+    async def _keep_memory(self) -> None:
+        """Stop programs that slept while they leave less memory than half of what the places may need."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            for worker in [worker for worker, task in self._helpers.items() if task.done()]:
-                self._helpers.pop(worker).result()
-            if self._queue.empty():
-                before, self._asleep = {}, 0
-                continue
-            now = await asyncio.to_thread(_used_s, list(self._busy))
-            self._asleep = sum(sleeps(before.get(worker), used_s) for worker, used_s in now.items())
-            before = now
-            for _ in range(min(self._asleep, most) - len(self._helpers)):
-                worker = WorkerProcess(self._specification)
-                self._helpers[worker] = asyncio.create_task(self._help(worker))
+            if self._asleep and free_memory() < self._needed_bytes / 2:
+                task, job = self._asleep.popitem()
+                task.cancel()
+                self._queue.put_nowait([dataclasses.replace(job, keeps_place=True)])
 
-    async def _help(self, worker: WorkerProcess) -> None:
-        try:
-            await worker.restart()
-            while not self._queue.empty() and len(self._helpers) <= self._asleep:
-                await self._serve_next(worker)
-        finally:
-            await worker.kill()
+    async def _room(self, worker: ScoringWorker) -> None:
+        """Wait until the sleeping programs leave the worker room for one more."""
+        while self._asleep and (worker.asleep >= _MOST_ASLEEP or free_memory() < self._needed_bytes):
+            await asyncio.wait(self._asleep, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _serve(self, worker: WorkerProcess) -> None:
+    async def _serve(self, worker: ScoringWorker) -> None:
         while True:
-            await self._serve_next(worker)
-
-    async def _serve_next(self, worker: WorkerProcess) -> None:
-        jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
-        if not jobs:
-            return
-        if not worker.alive:  # it died while idle, through no fault of these trajectories
-            await worker.restart()
-        self._busy.add(worker)
-        try:
-            first, *others = jobs
-            results: list[pb.Result | None]
-            if others:
-                trajectories = [job.trajectory for job in jobs]
-                results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
+            await self._room(worker)
+            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
+            if not jobs:
+                continue
+            if not worker.alive:  # it died while idle, through no fault of these trajectories
+                await worker.restart()
+            if len(jobs) > 1:
+                await self._look_through(worker, jobs)
             else:
-                results = [await worker.score(first.environment, first.trajectory, first.timeout_s)]
-            for job, result in zip(jobs, results, strict=True):
-                if result is None:
-                    self._queue.put_nowait([job])
-                elif not job.result.done():
-                    job.result.set_result(result)
+                await self._score(worker, jobs[0])
+            if not worker.alive:
+                await worker.restart()
+
+    async def _look_through(self, worker: ScoringWorker, jobs: Sequence[_Job]) -> None:
+        first = jobs[0]
+        trajectories = [job.trajectory for job in jobs]
+        results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
+        for job, result in zip(jobs, results, strict=True):
+            self._end(job, result)
+
+    async def _score(self, worker: ScoringWorker, job: _Job) -> None:
+        """Score a trajectory in a worker's place, until there is a result, or its program sleeps."""
+        asleep = asyncio.Event()
+        scoring = asyncio.create_task(self._scored(worker, job, asleep))
+        leaving = asyncio.create_task(asleep.wait())
+        try:
+            await asyncio.wait(
+                [scoring] if job.keeps_place else [scoring, leaving], return_when=asyncio.FIRST_COMPLETED
+            )
+        except asyncio.CancelledError:
+            scoring.cancel()
+            raise
         finally:
-            self._busy.discard(worker)
-        if not worker.alive:
-            await worker.restart()
+            leaving.cancel()
+        if scoring.done():
+            scoring.result()
+            return
+        self._asleep[scoring] = job
+        scoring.add_done_callback(self._woken)
+        job.result.add_done_callback(lambda _: scoring.cancel())  # withdrawn
 
+    async def _scored(self, worker: ScoringWorker, job: _Job, asleep: asyncio.Event) -> None:
+        self._end(job, await worker.score(job.environment, job.trajectory, job.timeout_s, asleep))
 
-def sleeps(before_s: float | None, now_s: float | None) -> bool:
-    """Return whether a worker sleeps that had used this many CPU seconds at the last look and now. None: it was idle, or wanted a core."""
-    return before_s is not None and now_s is not None and 0 <= now_s - before_s < _ASLEEP_SHARE * _LOOK_EVERY_S
+    def _woken(self, scoring: asyncio.Task[None]) -> None:
+        self._asleep.pop(scoring, None)
+        if not scoring.cancelled() and (error := scoring.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
-
-def _used_s(workers: Sequence[WorkerProcess]) -> dict[WorkerProcess, float | None]:
-    return {worker: worker.used_s() for worker in workers}
+    def _end(self, job: _Job, result: pb.Result | None) -> None:
+        if result is None:
+            self._queue.put_nowait([job])
+        elif not job.result.done():
+            job.result.set_result(result)
 
 
 class WorkerProcess:
@@ -251,18 +266,6 @@ class WorkerProcess:
     @property
     def builds(self) -> dict[str, str]:
         return self._started.builds
-
-    def used_s(self) -> float | None:
-        """Return the CPU seconds that the process, and all below it, have used; None if one of them wants a core now."""
-        assert self._process is not None
-        try:
-            top = psutil.Process(self._process.pid)
-            below = [top, *top.children(recursive=True)]
-            if any(each.status() in _RUNNABLE for each in below):
-                return None
-            return float(sum(sum(each.cpu_times()[:4]) for each in below))
-        except psutil.NoSuchProcess:  # one ended meanwhile
-            return None
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables of the process: of the hub's own, only the one by which the interpreter finds its libraries."""
@@ -306,21 +309,119 @@ class WorkerProcess:
                 _log.warning("%s; retrying in %.0f s", error, pause_s)
                 await asyncio.sleep(pause_s)
 
-    async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
-        began = time.monotonic()
+    async def ended(self) -> None:
+        """Return once the process has ended, for any reason."""
+        assert self._process is not None
+        await self._process.wait()
+
+    async def kill(self) -> None:
+        self._usable = False
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def ask(self, frame: bytes) -> bytes:
+        """Send a frame, and return the answer. Raises `OSError` or `IncompleteReadError` if there is no answer; the process is unusable
+        after that."""
+        await self.send(frame)
+        return await self.receive(lambda: MAX_RESULT_BYTES)
+
+    async def send(self, frame: bytes) -> None:
+        assert self._process
+        stdin = self._process.stdin
+        assert stdin
+        stdin.write(LENGTH.pack(len(frame)) + frame)
+        await stdin.drain()
+
+    async def receive(self, most: Callable[[], int]) -> bytes:
+        """Return the next frame, of at most `most` bytes, once it begins to arrive. Raises what `ask` raises."""
+        assert self._process
+        stdout = self._process.stdout
+        assert stdout
+        (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+        if length > (limit := most()):
+            raise OSError(f"it returned {length} bytes, more than {limit}")
+        return await stdout.readexactly(length)
+
+    async def exit_reason(self, error: Exception) -> str:
+        """Return how the process ended, given the `error` that replaced its answer."""
+        assert self._process is not None
+        if isinstance(error, TimeoutError):
+            return f"no sign of life within {self.start_timeout_s:g} s"
         try:
-            (answer,) = await self._results([trajectory], timeout_s)
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "it closed its output but did not end"
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        return f"ended with status {code}; the log has its error"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A request without an answer. `asleep` is set when its program sleeps."""
+
+    trajectories: int
+    results: asyncio.Future[list[bytes | None]]
+    asleep: asyncio.Event
+
+
+class ScoringWorker(WorkerProcess):
+    """A worker of built-in environments. It is asked again once it has answered, or its last trajectory sleeps."""
+
+    def __init__(self, specification: msgspec.Struct) -> None:
+        super().__init__(specification)
+        self._numbers = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def asleep(self) -> int:
+        """The number of trajectories that sleep here."""
+        return sum(asked.asleep.is_set() for asked in self._asked.values())
+
+    async def start(self) -> None:
+        await super().start()
+        self._reading = asyncio.create_task(self._read())
+
+    async def kill(self) -> None:
+        await super().kill()
+        if self._reading is not None:
+            self._reading.cancel()
+        self._lose(OSError("it was killed"))
+
+    async def score(
+        self, environment: str, trajectory: bytes, timeout_s: float, asleep: asyncio.Event | None = None
+    ) -> pb.Result | None:
+        """Return the result; None if the worker died, through no fault of this trajectory, which was asleep. `asleep` is set when it falls
+        asleep. It then has no deadline here, because its worker may be busy with others."""
+        began = time.monotonic()
+        number, asked = self._new(1, asleep)
+        try:
+            await self.send(msgspec.msgpack.encode(ScoreRequest(number, [trajectory], timeout_s)))
+            await _first(asked, timeout_s + _GRACE_S)
+            (answer,) = await asked.results
             if answer is None:
                 raise OSError("it returned no result")
             return self._checked(environment, answer, time.monotonic() - began)
+        except asyncio.CancelledError:
+            if self.alive:
+                with contextlib.suppress(OSError):
+                    await self.send(msgspec.msgpack.encode(ScoreRequest(number, [], 0.0)))
+            raise
         except TimeoutError:
             self._usable = False
             late = f"no answer within {timeout_s + _GRACE_S:g} s; the worker was killed"
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
-        except (asyncio.IncompleteReadError, OSError) as error:
+        except OSError as error:
+            if asked.asleep.is_set():
+                return None
             self._usable = False
             reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
+        finally:
+            del self._asked[number]
 
     async def quick_results(
         self, environment: str, trajectories: Sequence[bytes], timeout_s: float
@@ -330,28 +431,56 @@ class WorkerProcess:
         If the worker is late or dies meanwhile, no trajectory is blamed: scoring each alone shows which one is at fault.
         """
         began = time.monotonic()
+        number, asked = self._new(len(trajectories))
         try:
-            answers = await self._results(trajectories, timeout_s)
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            await self.send(msgspec.msgpack.encode(ScoreRequest(number, list(trajectories), timeout_s)))
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                answers = await asked.results
+        except OSError:  # among others `TimeoutError`
             self._usable = False
             return [None] * len(trajectories)
+        finally:
+            del self._asked[number]
         took_s = (time.monotonic() - began) / len(trajectories)
         return [None if answer is None else self._checked(environment, answer, took_s) for answer in answers]
 
-    async def _results(self, trajectories: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
-        """Return the worker's answer for each trajectory. Raises what `ask` raises, and `TimeoutError`."""
-        async with asyncio.timeout(timeout_s + _GRACE_S):
-            answer = await self.ask(
-                msgspec.msgpack.encode(ScoreRequest(list(trajectories), timeout_s)),
-                len(trajectories) * (MAX_RESULT_BYTES + _OVERHEAD_BYTES),
-            )
+    def _new(self, trajectories: int, asleep: asyncio.Event | None = None) -> tuple[int, _Asked]:
+        number = next(self._numbers)
+        asked = _Asked(trajectories, asyncio.get_running_loop().create_future(), asleep or asyncio.Event())
+        self._asked[number] = asked
+        return number, asked
+
+    async def _read(self) -> None:
+        """Hand out the answers, until the process ends or breaks the protocol."""
         try:
-            results = _RESULTS.decode(answer)
-        except msgspec.DecodeError as error:
-            raise OSError(f"it returned invalid results: {error}") from error
-        if len(results) != len(trajectories):
-            raise OSError(f"it returned {len(results)} results for {len(trajectories)} trajectories")
-        return results
+            while True:
+                self._take(_ANSWER.decode(await self.receive(self._most)))
+        except asyncio.IncompleteReadError:
+            self._lose(OSError("its output ended"))
+        except (OSError, msgspec.DecodeError) as error:
+            self._lose(OSError(f"it returned no answer: {error}"))
+
+    def _lose(self, error: OSError) -> None:
+        self._usable = False
+        for asked in self._asked.values():
+            if not asked.results.done():
+                asked.results.set_exception(error)
+
+    def _most(self) -> int:
+        """Return the most bytes that an answer may have, whichever request it is to."""
+        trajectories = max((asked.trajectories for asked in self._asked.values()), default=1)
+        return trajectories * (MAX_RESULT_BYTES + _OVERHEAD_BYTES) + _OVERHEAD_BYTES
+
+    def _take(self, answer: Answer) -> None:
+        asked = self._asked.get(answer.number)
+        if asked is None or asked.results.done():  # withdrawn
+            return
+        if not answer.results:
+            asked.asleep.set()
+        elif len(answer.results) == asked.trajectories:
+            asked.results.set_result(answer.results)
+        else:
+            raise OSError(f"it returned {len(answer.results)} results for {asked.trajectories} trajectories")
 
     def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
         """Return the result that came out of the sandbox. Law 7: it becomes FAILED if it breaks the contract. The hub, not the sandbox,
@@ -369,44 +498,17 @@ class WorkerProcess:
             )
         )
 
-    async def ended(self) -> None:
-        """Return once the process has ended, for any reason."""
-        assert self._process is not None
-        await self._process.wait()
 
-    async def kill(self) -> None:
-        self._usable = False
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
-    async def ask(self, frame: bytes, most: int = MAX_RESULT_BYTES) -> bytes:
-        """Send a frame, and return the answer, of at most `most` bytes. Raises `OSError` or `IncompleteReadError` if there is no answer;
-        the process is unusable after that."""
-        assert self._process
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin
-        assert stdout
-        stdin.write(LENGTH.pack(len(frame)) + frame)
-        await stdin.drain()
-        (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
-        if length > most:
-            raise OSError(f"it returned {length} bytes, more than {most}")
-        return await stdout.readexactly(length)
-
-    async def exit_reason(self, error: Exception) -> str:
-        """Return how the process ended, given the `error` that replaced its answer."""
-        assert self._process is not None
-        if isinstance(error, TimeoutError):
-            return f"no sign of life within {self.start_timeout_s:g} s"
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            return "it closed its output but did not end"
-        if code < 0:
-            return f"ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}; the log has its error"
+async def _first(asked: _Asked, timeout_s: float) -> None:
+    """Wait until the request is answered, or asleep. Raises `TimeoutError`."""
+    asleep = asyncio.create_task(asked.asleep.wait())
+    either: list[asyncio.Future[Any]] = [asked.results, asleep]
+    try:
+        done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        asleep.cancel()
+    if not done:
+        raise TimeoutError
 
 
 def _refusal(denials: str, guarded: Iterable[str]) -> str:

@@ -2,31 +2,34 @@
 
 It loads the scorers, enters a sandbox, and forks a child for each trajectory, whose effects end with the child. Requests and replies are
 frames (`frames`) on standard input and output. The first frame in is a `Specification` as JSON, and the answer is `Started` as JSON. After
-that, every frame in is a `ScoreRequest` in msgpack, and every frame out a list with a `headrace.v1.Result` or None for each of its
-trajectories.
+that, every frame in is a `ScoreRequest`, and every frame out an `Answer`, both in msgpack.
+
+Whoever asks sends the next request once the last one is answered, or asleep. So a worker does one thing at a time, and besides waits for
+what sleeps.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.environment import Environment, checked, failed
+from headrace.environment import Environment, Sample, checked, failed
 from headrace.errors import HeadraceError, ServiceError
 from headrace.service import die_with_parent
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
 from headrace_services.reward.environments import make
-from headrace_services.reward.environments.base import BuiltInEnvironment
+from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait
 from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
@@ -54,18 +57,27 @@ class Started(msgspec.Struct):
 
 
 class ScoreRequest(msgspec.Struct, array_like=True):
-    """Trajectories to score, each within `timeout_s`. Of several, only those that take no more than a comparison are scored. The answer has
-    a result for each, or None."""
+    """Trajectories to score, each within `timeout_s`. Of several, only those that take no more than a comparison are scored. None withdraw
+    the request of that number, and have no answer."""
 
+    number: int
     trajectories: list[bytes]
     timeout_s: float
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The answer to the request of that number: a `headrace.v1.Result` or None for each trajectory. Without any: its trajectory is asleep,
+    and its answer follows later."""
+
+    number: int
+    results: list[bytes | None]
 
 
 def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     die_with_parent(signal.SIGKILL)
     # Ctrl-C reaches every process of the terminal, but the hub stops its workers itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = sys.stdin.buffer
+    requests = os.fdopen(0, "rb", buffering=0)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's prints must not end up between frames
     if (first := read_frame(requests)) is None:
@@ -88,16 +100,7 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
         return
     builds = {name: environment.build for name, environment in environments.items()}
     write_frame(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
-    decoder = msgspec.msgpack.Decoder(ScoreRequest)
-    while (request := read_frame(requests)) is not None:
-        asked = decoder.decode(request)
-        results: list[bytes | None]
-        match asked.trajectories:
-            case [one]:
-                results = [_result(sandbox, environments, one, asked.timeout_s)]
-            case several:
-                results = [_quick_result(environments, each) for each in several]
-        write_frame(replies, msgspec.msgpack.encode(results))
+    _Worker(sandbox, environments, requests, replies).serve()
 
 
 def _load(
@@ -134,31 +137,108 @@ def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: by
     return None if found is None else score_to_wire(checked(environment, found)).SerializeToString()
 
 
-def _result(
-    sandbox: Sandbox, environments: Mapping[str, BuiltInEnvironment], trajectory: bytes, timeout_s: float
-) -> bytes:
-    """Return the result of a child, which the hub checks, or the reason why there is none. A score that takes no more than a comparison
-    needs no child."""
-    deadline = time.monotonic() + timeout_s
-    wire = pb.Trajectory.FromString(trajectory)
-    environment, sample = environments[wire.environment], sample_from_wire(wire)
-    try:
-        found = environment.quick_score(sample) or environment.observe(sample, deadline)
-    except Exception as error:  # noqa: BLE001  # like `score_one`
-        return score_to_wire(failed(environment, error)).SerializeToString()
-    if found is not None:
-        return score_to_wire(checked(environment, found)).SerializeToString()
+class _Worker:
+    """Answers requests. `_waiting` has those that wait, by the file descriptor that they wait for."""
 
-    def work() -> bytes:
-        return score_to_wire(score_one(environment, wire)).SerializeToString()
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        environments: Mapping[str, BuiltInEnvironment],
+        requests: IO[bytes],
+        replies: IO[bytes],
+    ) -> None:
+        self._sandbox = sandbox
+        self._environments = environments
+        self._requests = requests
+        self._replies = replies
+        self._poll = select.poll()
+        self._waiting: dict[int, _Scoring] = {}
 
-    try:
-        return sandbox.run(work, max(_LEAST_S, deadline - time.monotonic()))
-    except TimeoutError:
-        late = f"not scored within {timeout_s:g} s; its process was killed"
-        return pb.Result(status=pb.STATUS_TIMED_OUT, message=late).SerializeToString()
-    except ChildFailed as error:
-        return pb.Result(status=pb.STATUS_FAILED, message=str(error)).SerializeToString()
+    def serve(self) -> None:
+        """Serve until the requests end."""
+        decoder = msgspec.msgpack.Decoder(ScoreRequest)
+        self._poll.register(self._requests, select.POLLIN)
+        while True:
+            for end, _ in self._poll.poll():
+                if end != self._requests.fileno():
+                    if scoring := self._waiting.pop(end, None):
+                        self._poll.unregister(end)
+                        self._advance(scoring)
+                elif (request := read_frame(self._requests)) is not None:
+                    self._take(decoder.decode(request))
+                else:
+                    return
+
+    def _take(self, request: ScoreRequest) -> None:
+        match request.trajectories:
+            case []:
+                self._withdraw(request.number)
+            case [one]:
+                wire = pb.Trajectory.FromString(one)
+                scoring = _Scoring(request, self._environments[wire.environment], wire)
+                self._advance(scoring)
+            case several:
+                self._answer(request.number, [_quick_result(self._environments, each) for each in several])
+
+    def _withdraw(self, number: int) -> None:
+        for end, scoring in [*self._waiting.items()]:
+            if scoring.request.number == number:
+                self._poll.unregister(end)
+                self._waiting.pop(end).steps.close()
+
+    def _advance(self, scoring: _Scoring) -> None:
+        """Score until there is a result, or something to wait for."""
+        wait = scoring.advance(self._sandbox)
+        if not isinstance(wait, Wait):
+            self._answer(scoring.request.number, [wait])
+            return
+        self._waiting[wait.end] = scoring
+        self._poll.register(wait.end, select.POLLIN)
+        if wait.asleep and not scoring.asleep:
+            scoring.asleep = True
+            self._answer(scoring.request.number, [])
+
+    def _answer(self, number: int, results: list[bytes | None]) -> None:
+        write_frame(self._replies, msgspec.msgpack.encode(Answer(number, results)))
+
+
+class _Scoring:
+    """The scoring of one trajectory. `steps` does what must happen in the worker itself."""
+
+    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment, wire: pb.Trajectory) -> None:
+        self.request = request
+        self._environment = environment
+        self._wire = wire
+        self._deadline = time.monotonic() + request.timeout_s
+        self.steps = self._observed(sample_from_wire(wire))
+        self.asleep = False
+
+    def _observed(self, sample: Sample) -> Observation:
+        found = self._environment.quick_score(sample)
+        return found or (yield from self._environment.observe(sample, self._deadline))
+
+    def advance(self, sandbox: Sandbox) -> Wait | bytes:
+        """Return what it waits for; or the result of a child, which the hub checks, or the reason why there is none. A score that takes no
+        more than a comparison needs no child."""
+        try:
+            return next(self.steps)
+        except StopIteration as end:
+            found = end.value
+        except Exception as error:  # noqa: BLE001  # like `score_one`
+            return score_to_wire(failed(self._environment, error)).SerializeToString()
+        if found is not None:
+            return score_to_wire(checked(self._environment, found)).SerializeToString()
+
+        def work() -> bytes:
+            return score_to_wire(score_one(self._environment, self._wire)).SerializeToString()
+
+        try:
+            return sandbox.run(work, max(_LEAST_S, self._deadline - time.monotonic()))
+        except TimeoutError:
+            late = f"not scored within {self.request.timeout_s:g} s; its process was killed"
+            return pb.Result(status=pb.STATUS_TIMED_OUT, message=late).SerializeToString()
+        except ChildFailed as error:
+            return pb.Result(status=pb.STATUS_FAILED, message=str(error)).SerializeToString()
 
 
 def score_one(environment: Environment, trajectory: pb.Trajectory) -> Score:

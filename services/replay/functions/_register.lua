@@ -1,8 +1,8 @@
 -- How a transition becomes a Redis function: load the run, expire what is due, run the handler, and write the shared fields once.
 -- uses: _args, _due, _fleet, _group, _meter, _run
 
--- `BUILD`, the digest of these files, is declared before them (library.py). A server that several installations share has the functions of
--- each of their builds.
+-- `BUILD`, the digest of these files, and `COMMANDS`, the commands of each function, are declared before them (library.py). A server that
+-- several installations share has the functions of each of their builds.
 local function function_name(transition) return 'hr_' .. BUILD .. '_' .. transition end
 
 -- `spec` (name -> parser) are the named arguments, or nil if there are none. `bytes`: arguments that are bytes follow.
@@ -20,7 +20,7 @@ local function answer(call, handler, spec, bytes, keys, args)
   return handler(call.run, parsed, args)
 end
 
-local function respond(handler, spec, bytes, keys, args, reads, fills)
+local function answer_or_raise(handler, spec, bytes, keys, args, reads, fills)
   local call = {reads = reads, fills = fills}
   local ok, reply = pcall(answer, call, handler, spec, bytes, keys, args)
   local run = call.run
@@ -35,12 +35,39 @@ local function respond(handler, spec, bytes, keys, args, reads, fills)
   error(reply)
 end
 
+-- The server's words for a command that the caller has no right to. Those of Redis 7.0 don't name it.
+local function is_denied(reply)
+  local words = type(reply) == 'table' and reply.err or tostring(reply)
+  return string.find(words, 'ACL failure in script', 1, true) or string.find(words, "The user executing the script can't", 1, true)
+end
+
+-- The commands of a function that the caller has no right to.
+local function lacking(transition, keys)
+  local found, key = {}, keys[1] .. ':x'  -- any argument may be a key
+  for command in string.gmatch(COMMANDS[transition], '%S+') do
+    if not redis.acl_check_cmd(command, key, key, key) then found[#found + 1] = command end
+  end
+  return table.concat(found, ', ')
+end
+
+-- The answer to a call that raised `reply`.
+local function answer_failure(transition, keys, reply)
+  if is_denied(reply) then return redis.error_reply('HR_DENIED ' .. lacking(transition, keys)) end
+  error(reply)
+end
+
+local function respond(transition, handler, spec, bytes, keys, args, reads, fills)
+  local ok, reply = pcall(answer_or_raise, handler, spec, bytes, keys, args, reads, fills)
+  if ok then return reply end
+  return answer_failure(transition, keys, reply)
+end
+
 -- The handler is called with the run, its named arguments, and all arguments: from the second on they are bytes. At the server's memory
 -- limit, functions that free, prove or move something are allowed; Redis refuses a function that `fills` it.
 local function register(transition, spec, handler, bytes, fills)
   redis.register_function{
     function_name = function_name(transition),
-    callback = function(keys, args) return respond(handler, spec, bytes, keys, args, false, fills) end,
+    callback = function(keys, args) return respond(transition, handler, spec, bytes, keys, args, false, fills) end,
     flags = not fills and {'allow-oom'} or nil,
   }
 end
@@ -49,7 +76,7 @@ end
 local function register_reader(transition, spec, handler)
   redis.register_function{
     function_name = function_name(transition),
-    callback = function(keys, args) return respond(handler, spec, false, keys, args, true) end,
+    callback = function(keys, args) return respond(transition, handler, spec, false, keys, args, true) end,
     flags = {'no-writes'},
   }
 end

@@ -88,8 +88,8 @@ end
 local function open_run(keys, args)
   local ok, again = pcall(make_run, keys, args)
   if not ok and again.code then return redis.error_reply(again.code .. ' ' .. again.message) end
-  if not ok then error(again) end
-  return respond(function(run)
+  if not ok then return answer_failure('open_run', keys, again) end
+  return respond('open_run', function(run)
     if not again then
       split_line(run)
       wake(run, 'work')

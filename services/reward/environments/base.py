@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 from headrace.config.data import DataSourceConfig, EnvConfig, Extract
 from headrace.environment import Environment, Sample
@@ -24,6 +25,16 @@ _LETTER = re.compile(r"[\s*(]*([A-Z])[\s*).]*")
 _PATTERNS = {"last_number": _NUMBER, "answer_tag": _TAG, "answer_line": _LINE}
 ANSWER_TAIL = 300  # characters, as in DAPO
 _SHOWN = 1000
+
+
+class Wait(NamedTuple):
+    """What an observation waits for: `end`, a file descriptor that becomes readable. `asleep`: no core is used for it meanwhile."""
+
+    end: int
+    asleep: bool = False
+
+
+Observation = Generator[Wait, None, Score | None]
 
 
 class BuiltInEnvironment(Environment):
@@ -50,9 +61,10 @@ class BuiltInEnvironment(Environment):
         """Load what the scores need, in a worker that has scored nothing yet. `sources` are the run's data sets that name this environment.
         Raises `ConfigError` for a data set that it can't score."""
 
-    def observe(self, sample: Sample, deadline: float) -> Score | None:
+    def observe(self, sample: Sample, deadline: float) -> Observation:
         """Do the part of scoring that must happen in the worker, because the child that runs `judge` can't do it, by `deadline` on the
-        monotonic clock. Return a score if that decides it."""
+        monotonic clock. Return a score if that decides it. `judge` follows at once, before anything else of this environment."""
+        yield from ()
         return None
 
     def judge(self, sample: Sample) -> float | Score:

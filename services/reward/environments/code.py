@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
-from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame
 
 # Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
@@ -36,6 +38,7 @@ answer.write(json.dumps(function(*call["arguments"])))
 answer.close()
 """
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_TRIAL_S = 10.0
 
 
 class Tests(msgspec.Struct):
@@ -53,37 +56,44 @@ class Code(BuiltInEnvironment):
     are the arguments of a Python function and its expected result. The reward is 1 if all tests pass, else 0; with `partial_credit` it is
     the share of tests that pass.
 
-    A program that fails, or runs out of time or memory, fails that test: the fault is its own. The runner never sees `outputs`, so there is
-    nothing for a program to find.
+    A program that fails, or runs out of time or memory, fails that test: the fault is its own. The code worker never sees `outputs`, so
+    there is nothing for a program to find.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         python = f"Python {sys.version.split()[0]}"
         super().__init__(name, env, python if env.runs_with is None else env.runs_with[0])
         self.description = "tests of a program, or of a Python function"
-        self._runner: subprocess.Popen[bytes] | None = None
+        self._spawner: socket.socket | None = None  # forks a code worker for each socket that it is sent
+        self._idle: list[_CodeWorker] = []
         self._outcomes: list[ProgramResult] = []
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
-        """Start the runner. Raises `ServiceError`, with the remedy, if it can't run programs."""
-        self._runner = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace_services.reward.code_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._runner.stdout is not None
-        denied = read_frame(self._runner.stdout)
-        if denied != b"":
-            raise ServiceError(refusal(self.name, (denied or b"the code worker ended").decode()))
-        if self.env.runs_with is not None and (problem := self._run("", b"").problem):
-            raise ServiceError(
-                f"env.{self.name}.runs_with can't be started ({problem}); programs see only /usr, /bin and /lib of the system, so install "
-                "it there"
+        """Start the process that forks code workers, and the first of them. Raises `ServiceError`, with the remedy, if it can't run
+        programs."""
+        self._spawner, theirs = socket.socketpair()
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "headrace_services.reward.code_worker"], stdin=theirs.fileno()
             )
+        try:
+            worker = self._start()
+            for processes in (1, 2):
+                _tried(worker, Run(PYTHON, "", b"", 10, _TRIAL_S, _TRIAL_S, 1 << 30, processes))
+        except (OSError, SystemExit) as error:
+            raise ServiceError(refusal(self.name, str(error))) from error
+        if self.env.runs_with is not None:
+            try:
+                _tried(worker, self._test("", b"", None, _TRIAL_S))
+            except OSError as error:
+                raise ServiceError(
+                    f"env.{self.name}.runs_with can't be started ({error}); programs see only /usr, /bin and /lib of the system, so "
+                    "install it there"
+                ) from error
+        self._idle.append(worker)
 
-    def observe(self, sample: Sample, deadline: float) -> Score | None:
+    def observe(self, sample: Sample, deadline: float) -> Observation:
         """Run the program on each test's input. Stop at the first failure if that decides the reward."""
-        self._outcomes = []
         problem = _problem(sample.extra_env_info, self.env)
         if problem is not None:
             return Score("INVALID", message=problem)
@@ -91,16 +101,39 @@ class Code(BuiltInEnvironment):
         program = program_of(sample.completion, self.env)
         if program is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no program"})
+        worker = self._idle.pop() if self._idle else self._start()
+        try:
+            decided = yield from self._run(worker, program, tests, deadline)
+        except BaseException:  # among others `GeneratorExit`: nobody waits for the result any more
+            worker.close()
+            raise
+        self._idle.append(worker)
+        return decided
+
+    def _run(self, worker: _CodeWorker, program: str, tests: Tests, deadline: float) -> Observation:
+        outcomes: list[ProgramResult] = []
+        asleep = False
         for given in tests.inputs:
-            if time.monotonic() + self.env.wall_s > deadline:
-                return self._out_of_time(tests)
-            outcome = self._run(program, _input(tests.fn_name, given), tests.fn_name)
+            left = deadline - time.monotonic()
+            if left < self.env.wall_s:
+                break
+            run = self._test(program, _input(tests.fn_name, given), tests.fn_name, left)
+            worker.send(msgspec.structs.replace(run, behind=asleep))
+            yield Wait(worker.fileno(), asleep)
+            while not (answer := worker.receive()):  # empty: the program fell asleep
+                asleep = True
+                yield Wait(worker.fileno(), asleep)
+            outcome = msgspec.msgpack.decode(answer, type=ProgramResult)
             if outcome.problem:
                 raise ServiceError(f"a program could not be run: {outcome.problem}")
-            self._outcomes.append(outcome)
+            if outcome.unfinished:
+                break
+            outcomes.append(outcome)
             if outcome.failure and not self.env.partial_credit:
-                break  # the child reads the output
-        return None
+                self._outcomes = outcomes
+                return None  # the child reads the output
+        self._outcomes = outcomes
+        return None if len(outcomes) == len(tests.inputs) else self._out_of_time(tests, outcomes)
 
     def judge(self, sample: Sample) -> float | Score:
         tests = msgspec.convert(sample.extra_env_info, Tests)
@@ -120,31 +153,74 @@ class Code(BuiltInEnvironment):
             }
         return Score("SCORED", reward=share if self.env.partial_credit else float(share == 1), metadata=metadata)
 
-    def _out_of_time(self, tests: Tests) -> Score | None:
+    def _out_of_time(self, tests: Tests, outcomes: Sequence[ProgramResult]) -> Score | None:
         """Handle tests for which no time is left. If an earlier test ran out of its own time, the program is at fault and the rest count as
         failed. Otherwise the program is not to blame, and the result is TIMED_OUT."""
-        if any(outcome.late for outcome in self._outcomes):
+        if any(outcome.late for outcome in outcomes):
             return None
         return Score(
             "TIMED_OUT",
-            message=f"{len(self._outcomes)} of {len(tests.inputs)} tests left less of env.{self.name}.timeout_s {self.env.timeout_s:g} "
+            message=f"{len(outcomes)} of {len(tests.inputs)} tests left less of env.{self.name}.timeout_s {self.env.timeout_s:g} "
             f"than the wall_s {self.env.wall_s:g} of one more, though no test ran out of time; raise timeout_s, or give fewer tests",
         )
 
-    def _run(self, program: str, given: bytes, function: str | None = None) -> ProgramResult:
-        assert self._runner is not None
-        assert self._runner.stdin is not None
-        assert self._runner.stdout is not None
+    def _test(self, program: str, given: bytes, function: str | None, longest_s: float) -> Run:
         env = self.env
         command = env.runs_with or ([*PYTHON, "-c", _CALL] if function else PYTHON)
-        run = Run(command, program, given, env.cpu_s, env.wall_s, env.memory_mb * 1024**2, env.processes)
-        answer = None
-        with contextlib.suppress(BrokenPipeError):
-            write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
-            answer = read_frame(self._runner.stdout)
-        if answer is None:  # this worker ends too, and is restarted with a new code worker
-            raise SystemExit(f"env.{self.name}: the code worker ended")
-        return msgspec.msgpack.decode(answer, type=ProgramResult)
+        return Run(command, program, given, env.cpu_s, env.wall_s, longest_s, env.memory_mb * 1024**2, env.processes)
+
+    def _start(self) -> _CodeWorker:
+        """Return a new code worker. Raises `OSError` with what the machine denies it."""
+        assert self._spawner is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._spawner, [b"x"], [theirs.fileno()])
+        worker = _CodeWorker(ours)
+        if denied := worker.receive():
+            worker.close()
+            raise OSError(denied.decode())
+        return worker
+
+
+class _CodeWorker:
+    """A code worker, as the scoring worker sees it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._answers = os.fdopen(end.fileno(), "rb", buffering=0, closefd=False)
+        self._runs = os.fdopen(end.fileno(), "wb", closefd=False)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, run: Run) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `receive` tells
+            write_frame(self._runs, msgspec.msgpack.encode(run))
+
+    def receive(self) -> bytes:
+        """Return the next frame. Without one, this process ends too, and is restarted with new code workers."""
+        try:
+            answer = read_frame(self._answers)
+        except ConnectionResetError:
+            answer = None
+        if answer is None:
+            raise SystemExit("a code worker ended")
+        return answer
+
+    def close(self) -> None:
+        """End the code worker, with its program. (Closing would not, because the process outside the sandbox has the socket too.)"""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+
+def _tried(worker: _CodeWorker, run: Run) -> None:
+    """Run a program to see whether it can be run. Raises `OSError`."""
+    worker.send(run)
+    while not (answer := worker.receive()):
+        pass
+    if problem := msgspec.msgpack.decode(answer, type=ProgramResult).problem:
+        raise OSError(problem)
 
 
 def refusal(name: str, denied: str) -> str:

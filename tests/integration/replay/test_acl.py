@@ -19,6 +19,7 @@ from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import function_name, open_redis
 from headrace.replay.leases import CARRIED_BYTES
+from headrace.replay.retry import BufferRetry
 from headrace.trajectory import Score
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
@@ -299,29 +300,36 @@ async def test_the_functions_of_another_build_are_refused(opened: EmbeddedServer
             await client._connection.command("FCALL", "hr_0a1b2c3d_state", 1, f"hr:{{{RUN}}}")
 
 
-async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: EmbeddedServer) -> None:
-    """An ACL of an older build, say: the function may be called, but not what it is made of."""
+async def test_rights_that_a_function_lacks_inside_are_named(opened: EmbeddedServer, limits: Limits) -> None:
+    """An ACL that somebody trimmed, say: the function may be called, but not all that it is made of."""
+    rights = [line.split()[3:] for line in acl.users(RUN, PASSWORDS) if line.split()[1] == f"{RUN}-rollout"]
     async with connected(opened, "admin") as admin:
-        await admin.redis.execute_command(
-            *(
-                "ACL",
-                "SETUSER",
-                "stale",
-                "on",
-                ">x",
-                "resetchannels",
-                "-@all",
-                f"+fcall|{function_name('deregister')}",
-                "+time",
-            ),
-            *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
-        )
+        await admin.redis.execute_command("ACL", "SETUSER", "stale", "on", ">x", *rights[0], "-hmget", "-zrem")
+        await admin.redis.execute_command("ACL", "SETUSER", "opener", "on", ">x", "~*", "&*", "+@all", "-hset")
+    said = r"may not run FCALL hr_\w+_{} .*right to {} is missing.* load the ACL"
     async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
-        with pytest.raises(
-            ReplayDenied,
-            match=r"'stale' .* may not run FCALL hr_\w+_deregister .*('hmget' command.* load the ACL|load the ACL.*`ACL LOG`)",
-        ):
+        with pytest.raises(ReplayDenied, match=said.format("deregister", "hmget, zrem")):
             await ReplayClient(redis, RUN).deregister("r")
+    async with open_redis(opened.url.replace("redis://", "redis://opener:x@")) as redis:
+        with pytest.raises(ReplayDenied, match=said.format("open_run", "hset")):
+            await ReplayClient(redis, "unopened").open_run(limits)
+
+
+async def test_rights_that_are_taken_away_while_a_service_runs_are_waited_for(opened: EmbeddedServer) -> None:
+    async with connected(opened, "admin") as admin, connected(opened, "rollout") as rollout:
+        for right in ("fcall", "hset"):
+            await rollout.register(nonce(), {"host": "here"})
+            await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-rollout", f"-{right}")
+            try:
+                with pytest.raises(ReplayUnavailable, match=rf"'{RUN}-rollout' .* may not run FCALL .* load the ACL"):
+                    await rollout.register(nonce(), {"host": "here"})
+                waits = asyncio.create_task(
+                    BufferRetry(first_pause_s=0.01)(lambda: rollout.register(nonce(), {"host": "here"}))
+                )
+                await asyncio.sleep(0)
+            finally:
+                await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-rollout", f"+{right}")
+            await asyncio.wait_for(waits, 60)
 
 
 async def test_a_user_that_may_not_subscribe_is_told_so_by_its_wait(opened: EmbeddedServer) -> None:

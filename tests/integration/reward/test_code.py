@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import headrace_services.reward.pool
 from headrace import Sample
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
+from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
 from headrace.wire import sample_to_wire
 from headrace_services.reward.environments.code import Code, refusal
-from headrace_services.reward.pool import WorkerPool, sleeps
+from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
-from tests.support.reward_hub import WAIT_S, start_hub
+from tests.support.reward_hub import WAIT_S, start_hub, until
 
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
@@ -79,8 +83,9 @@ async def test_programs_and_functions_earn_what_their_tests_say() -> None:
     ],
 )
 async def test_a_problem_without_tests_is_invalid(info: dict[str, Any], said: str) -> None:
-    score = Code("code", EnvConfig()).observe(sample("x", info), 0.0)
-    assert score is not None
+    with pytest.raises(StopIteration) as decided:
+        next(Code("code", EnvConfig()).observe(sample("x", info), 0.0))
+    score = decided.value.value
     assert (score.status, score.reward) == ("INVALID", None)
     assert said in score.message
 
@@ -362,6 +367,67 @@ async def test_nothing_that_a_program_leaves_reaches_the_next(processes: int) ->
             assert (score.status, score.reward) == ("SCORED", 0), (name, score)
 
 
+TOOLS = "import os, signal, socket, sys, threading, time\n"
+# What one program does, and what one that runs at the same time does, to be told "1".
+CHANNELS_AT_ONCE = CHANNELS | {
+    "a socket that listens": (
+        TOOLS + "s = socket.socket(socket.AF_UNIX); s.bind('\\0told'); s.listen(); time.sleep(1)",
+        TOOLS + "s = socket.socket(socket.AF_UNIX); s.connect('\\0told'); print(1)",
+    ),
+    "a port": (
+        TOOLS + "s = socket.create_server(('127.0.0.1', 7777)); time.sleep(1)",
+        TOOLS + "socket.create_connection(('127.0.0.1', 7777), 1); print(1)",
+    ),
+    "a signal": (
+        TOOLS + "os.kill(-1, signal.SIGUSR1)",
+        TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",
+    ),
+    "a signal to the group": (
+        TOOLS + "signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.kill(0, signal.SIGUSR1)",
+        TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",
+    ),
+    "the number of threads": (
+        TOOLS + "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        TOOLS + "t = [threading.Thread(target=time.sleep, args=(0.1,)) for _ in range(5)]\n"
+        "try: [x.start() for x in t]\nexcept RuntimeError: print(1)\n[x.join() for x in t]",
+    ),
+    "the space of the folder": (
+        "open('/tmp/big', 'wb').write(bytes(60 << 20))",
+        "f = open('/tmp/mine', 'wb')\ntry: f.write(bytes(20 << 20)); f.flush()\nexcept OSError: print(1)\nf.truncate(0)",
+    ),
+    "priorities": (
+        TOOLS + "os.setpriority(os.PRIO_USER, 0, 5)",
+        TOOLS + "print(int(os.getpriority(os.PRIO_USER, 0) == 5))",
+    ),
+}
+AGAIN_AND_AGAIN = """\
+import os, time
+def tell(said):
+    if str(said).strip() == "1":
+        os.write(1, b"1")
+        os._exit(0)
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    try:
+        exec({!r}, {{"print": tell}})
+    except BaseException:
+        pass
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("size", "processes"), [(1, 8), (2, 1)])
+async def test_programs_that_run_at_the_same_time_tell_each_other_nothing(size: int, processes: int) -> None:
+    """Two completions that work together, in one worker or in two."""
+    async with started(size, processes=processes) as pool:
+        told = [
+            submitted(pool, AGAIN_AND_AGAIN.format(part), 1)[0] for parts in CHANNELS_AT_ONCE.values() for part in parts
+        ]
+        results = await asyncio.wait_for(asyncio.gather(*told), 2 * WAIT_S)
+    for name, result in zip(CHANNELS_AT_ONCE, results[1::2], strict=True):
+        assert (result.status, result.reward) == (STATUS_SCORED, 0), (name, result)
+
+
 # Ways to have more than `memory_mb`. Each prints 1 if it had four times as much.
 FILL = "import os\nfor _ in range(4):\n    for _ in range(256): os.write(f, bytes(1 << 20))\nprint(1)"
 GREEDY = {
@@ -408,7 +474,7 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
     three = {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}
     env = ENV | {"type": "code", "partial_credit": True, "cpu_s": 9, "wall_s": 2.0, "timeout_s": 5.0}
     slow = "import time; time.sleep(1.7); print(1)"
-    endless = "import os\nif os.path.exists('/nowhere'): print(1)\nwhile True: pass"
+    endless = "import time; time.sleep(999); print(1)"
     async with start_hub({"code": env}, workers=1) as hub:
         (late,) = await hub.score([sample(endless, three)])
         (unlucky,) = await hub.score([sample(slow, {"inputs": [""] * 9, "outputs": ["1"] * 9})])
@@ -417,32 +483,104 @@ async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_ou
     assert "no test ran out of time; raise timeout_s, or give fewer tests" in unlucky.message
 
 
-async def test_programs_that_sleep_do_not_keep_others_waiting() -> None:
-    env = EnvConfig(**ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0})
-    info = {"inputs": [""], "outputs": ["1"]}
-    pool = WorkerPool({"code": env}, 1)
+ONE = {"inputs": [""], "outputs": ["1"]}
+PATIENT = ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0}
+
+
+@contextlib.asynccontextmanager
+async def started(size: int, **env: Any) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool({"code": EnvConfig(**PATIENT | env)}, size)
     await pool.start()
     try:
-        asleep, good = (
-            [pool.submit([sample_to_wire(sample(program, info))], 240.0)[0] for _ in range(4)]
-            for program in ("import time; time.sleep(999)", "print(1)")
-        )
-        async with asyncio.timeout(WAIT_S):
-            results = await asyncio.gather(*good)
-        assert [result.reward for result in results] == [1] * 4
-        assert not any(future.done() for future in asleep)
-        (other,) = pool.submit([sample_to_wire(sample("print(1)", info))], 240.0)  # and so does one that comes later
-        assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
+        yield pool
     finally:
         await pool.aclose()
     assert not [each for each in psutil.Process().children(recursive=True) if "worker" in command_of(each)]
 
 
-def test_only_a_worker_that_wants_no_core_sleeps() -> None:
-    assert sleeps(1.0, 1.0)
-    assert not any(
-        sleeps(before, now) for before, now in ((None, 1.0), (1.0, None), (None, None), (1.0, 1.3), (1.0, 0.2))
-    )
+def submitted(pool: WorkerPool, program: str, times: int) -> list[asyncio.Future[Result]]:
+    return [pool.submit([sample_to_wire(sample(program, ONE))], 240.0)[0] for _ in range(times)]
+
+
+def programs_running() -> int:
+    return sum(command_of(each) == "/tmp/program" for each in psutil.Process().children(recursive=True))
+
+
+async def test_programs_that_sleep_do_not_keep_others_waiting() -> None:
+    async with started(1) as pool:
+        asleep, good = submitted(pool, "import time; time.sleep(999)", 16), submitted(pool, "print(1)", 4)
+        async with asyncio.timeout(WAIT_S):
+            results = await asyncio.gather(*good)
+        assert [result.reward for result in results] == [1] * 4
+        assert not any(future.done() for future in asleep)
+        (other,) = submitted(pool, "print(1)", 1)  # and so does one that comes later
+        assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
+        assert pool.asleep == 16
+        for future in asleep:
+            future.cancel()
+        await until(lambda: programs_running() == 0)  # nobody waits for them any more
+
+
+async def test_a_program_that_wakes_is_scored_and_comes_after_the_others() -> None:
+    wakes = "import os, time; time.sleep(1); print(os.getpriority(os.PRIO_PROCESS, 0) // 19)"
+    async with started(1) as pool:
+        (woken,) = submitted(pool, wakes, 1)
+        assert (await asyncio.wait_for(woken, WAIT_S)).reward == 1
+
+
+async def test_programs_that_slept_are_stopped_and_begin_again_when_they_leave_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [1 << 40]
+    monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
+    async with started(1) as pool:
+        asleep = submitted(pool, "import time; time.sleep(2); print(1)", 3)
+        await until(lambda: pool.asleep == 3)
+        free[0] = 0
+        await until(lambda: pool.asleep == 0)
+        async with asyncio.timeout(WAIT_S):  # now one after the other, as if they did not sleep
+            results = await asyncio.gather(*asleep)
+    assert [result.reward for result in results] == [1] * 3
+
+
+async def test_while_memory_is_short_no_other_program_starts_beside_those_that_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [1 << 40]
+    monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
+    async with started(1) as pool:
+        (asleep,) = submitted(pool, "import time; time.sleep(999)", 1)
+        await until(lambda: pool.asleep == 1)
+        free[0] = 200 << 20  # less than memory_mb, more than half of it
+        await asyncio.wait_for(submitted(pool, "print(1)", 1)[0], WAIT_S)  # the worker may have been waiting for this
+        (good,) = submitted(pool, "print(1)", 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(good), 0.5)
+        asleep.cancel()
+        assert (await asyncio.wait_for(good, WAIT_S)).reward == 1
+
+
+async def test_law_7_failure_is_not_zero_what_sleeps_in_a_worker_that_dies_begins_again() -> None:
+    async with started(1) as pool:
+        (asleep,) = submitted(pool, "import time; time.sleep(3); print(1)", 1)
+        await until(lambda: pool.asleep == 1)
+        for process in psutil.Process().children():
+            process.kill()
+        result = await asyncio.wait_for(asleep, WAIT_S)
+    assert (result.status, result.reward) == (STATUS_SCORED, 1)
+
+
+async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None:
+    """Four programs of a second each, on one core: alone, each would end well within `wall_s`."""
+    computes = "import time\nwhile time.process_time() < 0.6: pass\nprint(1)"
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # the workers inherit it
+    try:
+        async with started(4, wall_s=1.2) as pool:
+            results = await asyncio.wait_for(asyncio.gather(*submitted(pool, computes, 4)), WAIT_S)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert [result.reward for result in results] == [1] * 4
 
 
 async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:

@@ -20,7 +20,7 @@ from headrace.tagged_json import to_json
 from headrace.trajectory import Score
 from headrace.wire import sample_to_wire, score_from_wire
 from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
-from headrace_services.reward.pool import WorkerPool, WorkerProcess
+from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
 from headrace_services.reward.scoring_worker import Specification
 from tests.support.evaluating_worker import ENDS_AT_SIGHT
@@ -32,12 +32,14 @@ LEVELS = [Level.A, Level.B]
 TIMEOUT_S = 20.0
 
 
-class EvaluatingWorker(WorkerProcess):
+class EvaluatingWorker(ScoringWorker):
     program: Sequence[str] = ("-P", str(EVALUATING))
 
     async def run(self, code: str, timeout_s: float = TIMEOUT_S) -> Score:
         sample = sample_to_wire(Sample(code, environment="evaluating"))
-        return score_from_wire(await self.score("evaluating", sample.SerializeToString(), timeout_s))
+        result = await self.score("evaluating", sample.SerializeToString(), timeout_s)
+        assert result is not None
+        return score_from_wire(result)
 
     async def look_through(self, *completions: str) -> list[Score | None]:
         samples = [sample_to_wire(Sample(completion, environment="evaluating")) for completion in completions]

@@ -153,3 +153,31 @@ def test_a_change_is_shown_by_the_expressions(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HR_URL", "redis://me:canary@other/0")
     (change,) = diff(before, loaded(tmp_path, "replay: {redis_url: '${oc.env:HR_URL}'}\n"))
     assert str(change) == "replay.redis_url: 'redis://me:***@host/0' -> '${oc.env:HR_URL}'"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ENV__JUDGE__COMMAND", "[serve, --key, canary-1]"),
+        ("ENV__JUDGE", "{command: [serve, --key, canary-1]}"),
+        ("ENV", '{math: {type: math}, judge: {command: [serve, --key, "canary\'s"]}}'),
+        ("POLICY__TOKENIZER__CHAT_TEMPLATE_KWARGS", '{deep: [{"it\'s a, key": canary-1}]}'),
+        ("DATA__TRAIN", "[{dataset_name: arithmetic, env_name: math, system_prompt: canary-1}]"),
+        ("LOGGER", "{wandb: {name: canary-1}}"),
+    ],
+)
+def test_so_is_the_text_in_a_list_or_a_mapping_that_a_variable_gives(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"HEADRACE_{variable}", value)
+    config = loaded(tmp_path, "")
+    saved = dump(config)
+    assert "canary" not in saved
+    assert config.variables == {f"HEADRACE_{variable}"}
+    (tmp_path / "saved.yaml").write_text(saved)
+    assert load(tmp_path / "saved.yaml") == config
+    by_expressions = load(tmp_path / "saved.yaml", environ={})
+    assert (by_expressions.model_dump(), dump(by_expressions)) == (config.model_dump(), saved)
+    monkeypatch.delenv(f"HEADRACE_{variable}")
+    with pytest.raises(ConfigError, match=f"'HEADRACE_{variable}' not found"):
+        load(tmp_path / "saved.yaml")

@@ -69,6 +69,12 @@ def test_overload_halves_what_is_sent_and_success_raises_it_step_by_step() -> No
 
 def test_another_capacity_is_taken_over() -> None:
     room = stated(64)
-    room.hear(["NOT_STARTED"])
     room.state(8, 0, 64, 60.0)
+    assert room.free == 8
+
+
+def test_a_capacity_that_changes_does_not_end_the_restraint_of_an_overload() -> None:
+    room = stated(8)
+    room.hear(["NOT_STARTED"])
+    room.state(16, 0, 64, 60.0)
     assert room.free == 8
