@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import lzma
 import math
@@ -17,10 +18,11 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "kept"
 RENEW = "GOLDEN_RENEW"
-# Numbers may differ by so much of themselves, or of the largest in their list: the same sums in another order of another processor.
-TOLERANCE = 1e-6
-# below this a number is nothing but rounding
-NOTHING = 1e-9
+# Numbers may differ by so much of themselves, or of the largest in their list, on the processor that computed those that are kept; and on
+# another one, whose sums run in another order.
+HERE, ELSEWHERE = 1e-6, 2e-5
+# A difference that is nothing but rounding, likewise: sums that nearly cancel.
+NOTHING_HERE, NOTHING_ELSEWHERE = 1e-9, 1e-6
 DIGITS = 8  # of a number that is kept
 _NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")
 _SHOWN = 60  # differences
@@ -40,12 +42,23 @@ def check_text(name: str, text: str) -> None:
     _changed(file, text.encode(), list(lines))
 
 
-def check_numbers(name: str, found: Any, tolerance: float = TOLERANCE) -> None:
-    """What JSON can hold: numbers equal within `tolerance`, all else equal."""
+def check_numbers(name: str, found: Any, elsewhere: float = ELSEWHERE) -> None:
+    """What JSON can hold: numbers nearly equal (`HERE`, `elsewhere`), all else equal."""
     file = FOLDER / name
-    old = json.loads(file.read_text()) if file.exists() else None
-    if differences := differing(old, found, tolerance):
-        _changed(file, _readable(found).encode(), differences)
+    kept = json.loads(file.read_text()) if file.exists() else {"processor": None, "found": None}
+    same = kept["processor"] == processor()
+    bounds = (HERE, NOTHING_HERE) if same else (elsewhere, NOTHING_ELSEWHERE)
+    if differences := differing(kept["found"], found, *bounds):
+        _changed(file, _readable({"processor": processor(), "found": found}).encode(), differences)
+
+
+@functools.cache
+def processor() -> str:
+    """Its name, and which of its instructions torch uses."""
+    import torch  # takes two seconds, which tests without numbers have no use for
+
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{name[1] if name else 'unknown'}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _readable(found: Any) -> str:
@@ -70,7 +83,7 @@ def check_answers(name: str, found: list[Any]) -> None:
     file = FOLDER / name
     old = json.loads(lzma.decompress(file.read_bytes())) if file.exists() else None
     new = json.loads(json.dumps(found))
-    if differences := differing(old, new, 0.0):
+    if differences := differing(old, new, 0.0, 0.0):
         _changed(file, compressed(json.dumps(new, separators=(",", ":")).encode()), differences)
 
 
@@ -78,13 +91,13 @@ def compressed(content: bytes) -> bytes:
     return lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
 
 
-def differing(old: Any, new: Any, tolerance: float, place: str = "") -> list[str]:
+def differing(old: Any, new: Any, tolerance: float, nothing: float, place: str = "") -> list[str]:
     """The places where `new` is another value than `old`, and both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         found = [f"{place}/{key}: gone" for key in old.keys() - new.keys()]
         found += [f"{place}/{key}: new" for key in new.keys() - old.keys()]
         for key in old.keys() & new.keys():
-            found += differing(old[key], new[key], tolerance, f"{place}/{key}")
+            found += differing(old[key], new[key], tolerance, nothing, f"{place}/{key}")
         return sorted(found)
     if isinstance(old, list) and isinstance(new, list):
         if len(old) != len(new):
@@ -94,20 +107,20 @@ def differing(old: Any, new: Any, tolerance: float, place: str = "") -> list[str
             line
             for i, (one, other) in enumerate(zip(old, new, strict=True))
             for line in (
-                _apart(one, other, tolerance, scale, f"{place}[{i}]")
+                _apart(one, other, tolerance, nothing, scale, f"{place}[{i}]")
                 if _is_number(one) and _is_number(other)
-                else differing(one, other, tolerance, f"{place}[{i}]")
+                else differing(one, other, tolerance, nothing, f"{place}[{i}]")
             )
         ]
     if _is_number(old) and _is_number(new):
-        return _apart(old, new, tolerance, 0.0, place)
+        return _apart(old, new, tolerance, nothing, 0.0, place)
     return [] if old == new and type(old) is type(new) else [f"{place}: {old!r} -> {new!r}"]
 
 
-def _apart(old: float, new: float, tolerance: float, scale: float, place: str) -> list[str]:
+def _apart(old: float, new: float, tolerance: float, nothing: float, scale: float, place: str) -> list[str]:
     if old == new or (math.isnan(old) and math.isnan(new)):
         return []
-    if abs(old - new) <= max(tolerance * max(abs(old), abs(new), scale), NOTHING):
+    if abs(old - new) <= max(tolerance * max(abs(old), abs(new), scale), nothing):
         return []
     return [f"{place}: {old!r} -> {new!r}"]
 

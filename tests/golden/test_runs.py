@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 REWARDS = Path(__file__).with_name("rewards.py")
 # Of these only that they are there: how long something took, what is derived from that, and how long a trajectory waited.
 TIMES = ("timing/", "efficiency/", "performance/", "scoring_time/", "scoring_wait/")
-# Another processor's rounding errors are larger after three steps.
-TOLERANCE = 1e-4
+# Of numbers of another processor, whose rounding errors have grown over three steps.
+ELSEWHERE = 1e-3
 SMALL = {
     "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "max_val_samples": 8,
     "val_at_start": True, "val_period": 2, "val_at_end": True,
@@ -132,4 +132,4 @@ def test_metrics_of_a_run(name: str, tmp_path: Path, tiny_model: Path) -> None:
     run = RUNS[name]
     for steps in filter(None, (run.stops, SMALL["max_num_steps"])):
         start(run, steps, tmp_path, tiny_model)
-    kept.check_numbers(f"runs/{name}.json", lines(tmp_path / "golden" / "metrics.jsonl"), TOLERANCE)
+    kept.check_numbers(f"runs/{name}.json", lines(tmp_path / "golden" / "metrics.jsonl"), ELSEWHERE)
