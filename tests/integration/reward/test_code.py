@@ -192,7 +192,7 @@ async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into(
     info = {"inputs": [""], "outputs": [expected]}
     async with start_hub({"code": ENV}, workers=1) as hub:
         scoring = asyncio.create_task(hub.score([sample("while True: pass", info)]))
-        processes = {"scoring_worker": [], "code_worker": [], "/tmp/program": []}
+        processes: dict[str, list[psutil.Process]] = {"scoring_worker": [], "code_worker": [], "/tmp/program": []}
         while not processes["/tmp/program"]:
             await asyncio.sleep(0.01)
             children = psutil.Process().children(recursive=True)
