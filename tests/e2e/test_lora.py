@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.command import headrace
@@ -26,6 +25,8 @@ STEPS = 12
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("refit", ["merged", "adapter"])
 def test_an_adapter_learns(refit: str, tmp_path: Path, warm_model: Path) -> None:
+    from peft import PeftModel
+
     run = tmp_path / "lora"
     ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
     own = [

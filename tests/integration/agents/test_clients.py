@@ -12,7 +12,6 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-import agents
 import openai
 import pytest
 
@@ -116,6 +115,8 @@ async def with_blocking_openai(base_url: str, api_key: str, stream: bool) -> lis
 
 
 async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[Message]:
+    import agents  # a second of imports, for this alone
+
     used: list[Message] = []
 
     async def look(context: Any, arguments: str) -> str:

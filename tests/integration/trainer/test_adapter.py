@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,6 +65,8 @@ def test_a_new_adapter_changes_nothing(tiny_model: Path) -> None:
 def test_the_policy_is_saved_merged_and_the_adapter_beside_it_in_peft_s_format(
     tiny_model: Path, trained: tuple[Learner, Path]
 ) -> None:
+    from peft import PeftModel
+
     learner, folder = trained
     merged = AutoModelForCausalLM.from_pretrained(folder / "policy")
     sent = weights(learner)

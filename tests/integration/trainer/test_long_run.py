@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import rich
 
+from benchmarks import long_run
 from benchmarks.cpu_times import PROCESSES
 from benchmarks.long_run import PROMPTS, QUARTERS, Look, configuration, disk_mb, measure, table
 from headrace.config import Config
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.network.policy_model import load_tokenizer
+from tests.support.light_services import forked
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
 
 def test_each_quarter_says_what_every_process_and_file_takes(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", forked(tmp_path / "services")["PYTHONPATH"])
     looks = measure(tmp_path, tiny_model, QUARTERS)
     assert [look.steps for look in looks] == sorted({look.steps for look in looks})
     assert len(looks) == QUARTERS
@@ -38,9 +43,12 @@ def test_the_prompts_last_for_all_steps(tmp_path: Path, tiny_model: Path) -> Non
     assert Prompts(config, load_tokenizer(config)).counts.orders >= PROMPTS * config.max_num_steps
 
 
-def test_a_process_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"ended with \d+ after 0 steps:\n[\s\S]*no_such_model"):
-        measure(tmp_path, tmp_path / "no_such_model", QUARTERS)
+def test_a_process_that_ends_is_an_error_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # the environment's
+        monkeypatch.setattr(long_run, "free_port", iter([port, *free_ports(2)]).__next__)
+        with pytest.raises(SystemExit, match=rf"environment ended with \d+ after 0 steps:\n[\s\S]*{port}"):
+            measure(tmp_path, tmp_path / "no_such_model", QUARTERS)
 
 
 def test_disk_is_of_all_files_in_a_folder(tmp_path: Path) -> None:
