@@ -30,18 +30,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NARROW = {"hidden_size": 64, "head_dim": 32}  # where a wrong model stands out from rounding
 # What is special about it. All are in the table of docs/architecture.md.
 EXACT: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "ernie4_5": {},
+    "exaone4": {},
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
     "glm4": {},
     "gpt2": {},
     "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
     "llama": {},
     "ministral3": {},
     "mistral": {},
     "mixtral": {},
+    "nemotron": {},
     "olmoe": {},
     "phi3": {},
+    "qwen2_moe": {},
     "qwen3": {},
     "stablelm": {},
 }
