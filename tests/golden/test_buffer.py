@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import kept, recordings
+from tests.golden import comparison, recordings
 from tests.golden.record import RECORDED
 from tests.golden.recordings import SERVERS
 
@@ -23,7 +23,7 @@ def test_recorded_calls_are_answered_as_before(name: str, binary: str, tmp_path:
         recordings.load_functions(redis)
         answers = list(recordings.play(redis, calls))
     named = [{call.function: answer} for call, answer in zip(calls, answers, strict=True)]
-    kept.check_answers(f"buffer/{name}.answers.xz", named)
+    comparison.check_answers(f"buffer/{name}.answers.xz", named)
 
 
 def test_every_function_is_called(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import kept
+from tests.golden import comparison
 from tests.support.command import headrace, said
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +23,14 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name: str) -> None:
-    kept.check_text(f"configurations/{name}.yaml", said("config", "show", f"examples/{name}.yaml"))
+    comparison.check_text(f"configurations/{name}.yaml", said("config", "show", f"examples/{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", LEAST)
 def test_defaults(name: str) -> None:
-    kept.check_text(f"configurations/least/{name}.yaml", said("config", "show", f"tests/golden/least/{name}.yaml"))
+    comparison.check_text(
+        f"configurations/least/{name}.yaml", said("config", "show", f"tests/golden/least/{name}.yaml")
+    )
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -38,10 +40,12 @@ def test_files_of_nemo_rl(name: str) -> None:
     translated = headrace("config", "check", file).stdout
     assert translated.startswith("read as a NeMo RL file")
     shown = said("config", "show", file)
-    kept.check_text(f"configurations/nemo_rl/{name}.yaml", "".join(f"# {x}\n" for x in translated.splitlines()) + shown)
+    comparison.check_text(
+        f"configurations/nemo_rl/{name}.yaml", "".join(f"# {x}\n" for x in translated.splitlines()) + shown
+    )
 
 
 def test_every_kept_configuration_has_its_file() -> None:
     files = [*EXAMPLES, *(f"least/{name}" for name in LEAST), *(f"nemo_rl/{name}" for name in THEIRS)]
-    folder = kept.FOLDER / "configurations"
+    folder = comparison.FOLDER / "configurations"
     assert sorted(files) == sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from tests.golden import kept, product
+from tests.golden import comparison, product
 from tests.golden.product import Sample, Turn
 
 VOCABULARY, GROUPS, SIZE, LONGEST = 20, 4, 4, 12
@@ -323,9 +323,9 @@ def trained(case: str, models: tuple[Path, Path], *, of_episodes: bool = False) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_completions(case: str, models: tuple[Path, Path]) -> None:
-    kept.check_numbers(f"learning/{case}.json", trained(case, models))
+    comparison.check_numbers(f"learning/{case}.json", trained(case, models))
 
 
 @pytest.mark.parametrize("case", EPISODES)
 def test_steps_on_episodes(case: str, models: tuple[Path, Path]) -> None:
-    kept.check_numbers(f"learning/episodes-{case}.json", trained(case, models, of_episodes=True))
+    comparison.check_numbers(f"learning/episodes-{case}.json", trained(case, models, of_episodes=True))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden import kept, seeds
+from tests.golden import comparison, seeds
 from tests.support.ports import free_ports
 from tests.support.up import Up
 
@@ -132,4 +132,4 @@ def test_metrics_of_a_run(name: str, tmp_path: Path, tiny_model: Path) -> None:
     run = RUNS[name]
     for steps in filter(None, (run.stops, SMALL["max_num_steps"])):
         start(run, steps, tmp_path, tiny_model)
-    kept.check_numbers(f"runs/{name}.json", lines(tmp_path / "golden" / "metrics.jsonl"), ELSEWHERE)
+    comparison.check_numbers(f"runs/{name}.json", lines(tmp_path / "golden" / "metrics.jsonl"), ELSEWHERE)
