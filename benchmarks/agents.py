@@ -48,12 +48,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.cpu_times import seconds
 from benchmarks.refit import Source, buffer
 from headrace.config import Config
-from headrace.episode import Episode, EpisodeOutcome
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net.replica_client import SAMPLE, ReplicaClient, Sampled, SampleRequest
+from headrace.net.service import bind, serve_openly
+from headrace.records.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
-from headrace.replica_client import SAMPLE, ReplicaClient, Sampled, SampleRequest
-from headrace.service import bind, serve_openly
-from headrace.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
 from headrace.weights.probe import choose_token_ids
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from headrace.http_client import HttpClient
+from headrace.base.http_client import HttpClient
 
 _MOST_BYTES = 2**24
 # So long that there are blocks for a prefix cache, of 128 tokens on a CPU.

@@ -31,11 +31,12 @@ from rich.table import Table
 
 from benchmarks.bare_stream import BATCH, BYTES, RECORDS
 from benchmarks.peer import TIMEOUT_S, free_port, process
-from headrace import Sample, rpc
+from headrace import Sample
+from headrace.env.wire import sample_to_wire
+from headrace.net import rpc
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1 import trajectory_pb2
-from headrace.wire import sample_to_wire
 
 _UNDER_WAY = 4  # batches
 _SIZES = {"1 KB": 1024, "64 KB": 64 * 1024}

@@ -15,10 +15,10 @@ from typing import Any
 
 import grpc
 
-from headrace import rpc
-from headrace.trajectory import Score
+from headrace.env.wire import sample_from_wire, score_to_wire
+from headrace.net import rpc
+from headrace.records.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
-from headrace.wire import sample_from_wire, score_to_wire
 
 BYTES, RECORDS = "/bare/Bytes", "/bare/Records"
 BATCH = 64

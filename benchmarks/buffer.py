@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.records.trajectory import Group, Sampling
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Group, Sampling
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 

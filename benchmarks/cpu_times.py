@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.journal import read_journal
+from headrace.run.journal import read_journal
 
 # What the command line of a process of a run contains, and what it is called; the first that fits.
 _NAMES = {

@@ -36,8 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.cpu_times import PROCESSES, Meter
 from benchmarks.peer import free_port, peer_environment, peer_python, process, run
-from headrace import threads
-from headrace.config import load
+from headrace.config import load, threads
 from headrace_services.trainer.data import arithmetic
 from headrace_services.trainer.demo_models import tiny
 

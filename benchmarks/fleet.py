@@ -38,9 +38,9 @@ from redis.asyncio import Redis
 from benchmarks.buffer import fresh_server, group, limits
 from benchmarks.fleet_report import histogram, plot, show
 from benchmarks.light_wire import LightClient
+from headrace.records.trajectory import Score, Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Score, Span, Trajectory
 from headrace.weights.probe import PROBE_TOKENS
 
 # log-probabilities of a probe

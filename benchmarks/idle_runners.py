@@ -15,11 +15,11 @@ from typing import NoReturn
 import yaml
 
 from headrace.config import Config
-from headrace.episode import Episode
+from headrace.env.episode import Episode
+from headrace.net.replica_client import ReplicaClient
+from headrace.net.service import stop_on_signals
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.replica_client import ReplicaClient
-from headrace.service import stop_on_signals
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway
 from headrace_services.agents.runner import EpisodeRunner

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.base.errors import Fenced, NotVerified, WeightChannelError
 from headrace.config import Config, load
-from headrace.errors import Fenced, NotVerified, WeightChannelError
+from headrace.records.trajectory import Float32, Int32, Span, Trajectory
 from headrace.replay import Epoch, Lease, ReplayClient
-from headrace.trajectory import Float32, Int32, Span, Trajectory
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 

@@ -31,8 +31,8 @@ from benchmarks.cpu_times import memory_mb, of_run
 from benchmarks.curves import model_folder
 from benchmarks.peer import free_port
 from headrace.config import load
-from headrace.journal import JOURNAL, read_bytes
-from headrace.service import die_with_parent
+from headrace.net.service import die_with_parent
+from headrace.run.journal import JOURNAL, read_bytes
 
 PROMPTS, GENERATIONS = 2, 2
 QUARTERS = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.service import die_with_parent
+from headrace.net.service import die_with_parent
 
 PEER = ("torch==2.13.0", "trl==1.16.*")
 TIMEOUT_S = 900

@@ -39,9 +39,9 @@ from rich.table import Table
 
 from benchmarks.buffer import BYTES_A_TOKEN, fresh_server, group, limits, refit, verified_replica
 from headrace.config.agents import AgentsConfig
+from headrace.records.trajectory import Call, Score, Span, Trajectory, episode_record
 from headrace.replay import EnvironmentLimits, Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Call, Score, Span, Trajectory, episode_record
 from headrace_services.replay import library
 
 PROMPTS, GENERATIONS = 32, 8

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from benchmarks import attached
 from headrace import Sample
+from headrace.base.errors import ServiceError
+from headrace.base.tagged_json import to_json
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.errors import ServiceError
-from headrace.tagged_json import to_json
+from headrace.env.wire import sample_to_wire
 from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import sample_to_wire
 from headrace_services.reward.environments import make
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level

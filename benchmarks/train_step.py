@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config import Config
-from headrace.trajectory import Span, Trajectory
+from headrace.records.trajectory import Span, Trajectory
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 

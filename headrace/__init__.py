@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.environment import Environment, Sample
-from headrace.episode import Episode
-from headrace.errors import ChatError
-from headrace.trajectory import Score
+from headrace.base.errors import ChatError
+from headrace.env.environment import Environment, Sample
+from headrace.env.episode import Episode
+from headrace.records.trajectory import Score
 
 if TYPE_CHECKING:
-    from headrace.attachment import Attachment
+    from headrace.env.attachment import Attachment
 
 __all__ = ["ChatError", "Environment", "Episode", "Sample", "Score", "attach", "serve"]
 
@@ -39,11 +39,11 @@ def serve(
     # only a process that serves loads gRPC
     from pathlib import Path
 
-    from headrace import environment_server
-    from headrace.addresses import is_loopback
-    from headrace.credentials import Credentials
-    from headrace.errors import ConfigError
-    from headrace.tls import CertificateFiles
+    from headrace.base.addresses import is_loopback
+    from headrace.base.errors import ConfigError
+    from headrace.base.tls import CertificateFiles
+    from headrace.env import server
+    from headrace.net.credentials import Credentials
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError(f"tls_cert {tls_cert!r} with tls_key {tls_key!r}: give both, or neither")
@@ -54,7 +54,7 @@ def serve(
         )
     credentials = None if token_file is None else Credentials(Path(token_file))
     certificate = None if tls_cert is None or tls_key is None else CertificateFiles(Path(tls_cert), Path(tls_key))
-    environment_server.run(environment, host, port, credentials, certificate)
+    server.run(environment, host, port, credentials, certificate)
 
 
 def attach(
@@ -83,8 +83,8 @@ def attach(
 
     Raises `ServiceError` if the hub refuses the environment, `ConfigError` for arguments that can't be used.
     """
-    from headrace import attachment
-    from headrace.errors import ConfigError
+    from headrace.base.errors import ConfigError
+    from headrace.env import attachment
 
     if capacity is not None and capacity < 1:
         raise ConfigError(f"capacity {capacity}: give 1 or more")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from headrace.environment import Environment
+    from headrace.env.environment import Environment
     from headrace.testing import Served
 
 

@@ -25,18 +25,19 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace import conformance, rpc
-from headrace.addresses import LOOPBACK
-from headrace.asking import ask
-from headrace.conformance import Finding
-from headrace.environment import Environment, Sample
-from headrace.environment_server import serving
-from headrace.episode import Episode, EpisodeOutcome
-from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
-from headrace.scripted_policy import Answers, PolicyCall, ScriptedPolicy
-from headrace.trajectory import Message, Score
+from headrace.base.addresses import LOOPBACK
+from headrace.env.asking import ask
+from headrace.env.environment import Environment, Sample
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.env.kit import conformance
+from headrace.env.kit.conformance import Finding
+from headrace.env.kit.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
+from headrace.env.kit.scripted_policy import Answers, PolicyCall, ScriptedPolicy
+from headrace.env.server import serving
+from headrace.env.wire import episode_to_wire, outcome_from_wire, sample_to_wire
+from headrace.net import rpc
+from headrace.records.trajectory import Message, Score
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
-from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 
 T = TypeVar("T")
 

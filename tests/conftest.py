@@ -14,9 +14,9 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from headrace.net.service import importing
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import importing
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.gpu.rows import NEEDS_CUDA, line
 from benchmarks.gpu.stage import Stage
-from headrace.errors import WeightChannelError
-from headrace.service import die_with_parent
+from headrace.base.errors import WeightChannelError
+from headrace.net.service import die_with_parent
 from headrace.weights import nccl
 from headrace_services.weight_channel.transport import (
     ABORT_S,

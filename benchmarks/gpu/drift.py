@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.rows import line
 from benchmarks.gpu.stage import Stage
 from benchmarks.gpu.step import CHECKPOINTED, CHUNKED, PACKED, SHARED
-from headrace.trajectory import Float32, Trajectory
+from headrace.records.trajectory import Float32, Trajectory
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network.packing import Packing, pack, plan

@@ -12,8 +12,8 @@ import sys
 import torch
 import transformers
 
-from headrace import devices
-from headrace.errors import ServiceError
+from headrace.base import devices
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.network.backbone import choose_device
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.rows import Rows, line
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
-from headrace.service import die_with_parent
+from headrace.net.service import die_with_parent
 
 # Module and function: no part needs the packages of another.
 PARTS = {

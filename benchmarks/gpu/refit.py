@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu.channel import Pair, pairs, refused, say_where
 from benchmarks.gpu.rows import NEEDS_CUDA
 from benchmarks.gpu.stage import Stage, seconds
+from headrace.base.errors import WeightChannelError
 from headrace.config import Config
-from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel.checksum import checksum
 from headrace_services.weight_channel.transport import send

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from headrace.base.errors import ConfigError
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import load
-from headrace.credentials import REDIS_ROLES, Credentials, complete
-from headrace.errors import ConfigError
+from headrace.net.credentials import REDIS_ROLES, Credentials, complete
 
 
 def acl(

@@ -16,11 +16,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from headrace.base.errors import HeadraceError
 from headrace.cli.commands import COMMANDS
 from headrace.cli.common import print_error
-from headrace.cli.shell import open_standard_streams
-from headrace.errors import HeadraceError
-from headrace.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+from headrace.launch.shell import open_standard_streams
+from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
 
 class _Imported(Mapping[str, Any]):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.credentials import write
-from headrace.errors import ConfigError, HeadraceError
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.net.credentials import write
 
 if TYPE_CHECKING:
     from cryptography import x509

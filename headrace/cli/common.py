@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.base.errors import HeadraceError, MissingPackage
+from headrace.base.printable import LineFormatter, printable
 from headrace.cli.commands import COMMANDS
-from headrace.episode import without_keys
-from headrace.errors import HeadraceError, MissingPackage
-from headrace.printable import LineFormatter, printable
-from headrace.service import importing
+from headrace.env.episode import without_keys
+from headrace.net.service import importing
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]

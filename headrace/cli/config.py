@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli import environment_processes, preflight, runs
+from headrace.base.errors import ConfigError, MissingPackage
+from headrace.base.model_name import tokenizer_is_here
+from headrace.base.printable import printable
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.text import dump
-from headrace.errors import ConfigError, MissingPackage
-from headrace.model_name import tokenizer_is_here
-from headrace.printable import printable
+from headrace.launch import environment_processes, preflight, runs
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 

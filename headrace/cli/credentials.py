@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config, load
-from headrace.credentials import FILE, Credentials, complete, names_of, write
+from headrace.net.credentials import FILE, Credentials, complete, names_of, write
 
 
 def credentials(

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from headrace.base.errors import ConfigError
+from headrace.base.printable import printable
 from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, load_entry_point, plain_table, say
 from headrace.config import Config, load
-from headrace.errors import ConfigError
-from headrace.printable import printable
-from headrace.trajectory import Group
+from headrace.records.trajectory import Group
 
 app = typer.Typer(help="The prompts of a run.", no_args_is_help=True)
 

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from headrace.base.printable import printable
+from headrace.base.repeats import Repeats
 from headrace.cli.common import cell, plain_table, say
-from headrace.headlines import accuracy_name, alarms, follows_start, waiting
-from headrace.printable import printable
-from headrace.repeats import Repeats
+from headrace.run.headlines import accuracy_name, alarms, follows_start, waiting
 
 SHOWN_STEPS = 10
 # Of which a run's metrics are kept in memory; the journal has all steps.

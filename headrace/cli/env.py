@@ -19,20 +19,22 @@ from rich.console import Console
 from rich.table import Table
 
 import headrace
-from headrace import environment_file, rpc
-from headrace.addresses import LOOPBACK
-from headrace.cli import env_check, env_new, env_try, environment_processes, runs
+from headrace.base.addresses import LOOPBACK
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.cli import env_check, env_new, env_try
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
-from headrace.credentials import FILE, Credentials, credentials_of
-from headrace.errors import ConfigError, ServiceError
+from headrace.env import environment_file
+from headrace.launch import environment_processes, runs
+from headrace.net import rpc
+from headrace.net.credentials import FILE, Credentials, credentials_of
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
 _HUB_S = 5.0
 _AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
-_log = logging.getLogger("headrace.environment")
+_log = logging.getLogger("headrace.env.environment")
 
 app = typer.Typer(help="Environments: serve one, attach one to a run, list those of a run.", no_args_is_help=True)
 

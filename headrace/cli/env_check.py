@@ -12,15 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace import conformance, environment_file, rpc
-from headrace.addresses import target_is_local
-from headrace.attachment import DialOptions
+from headrace.base.addresses import target_is_local
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli.common import cell, plain_table, say
-from headrace.cli.served_file import environment_at, served_file
-from headrace.conformance import Finding, Verdict
-from headrace.credentials import Credentials
-from headrace.errors import ConfigError, ServiceError
-from headrace.example_samples import GoldenSample, read_samples
+from headrace.env import environment_file
+from headrace.env.attachment import DialOptions
+from headrace.env.kit import conformance
+from headrace.env.kit.conformance import Finding, Verdict
+from headrace.env.kit.example_samples import GoldenSample, read_samples
+from headrace.launch.served_file import environment_at, served_file
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
 
 _STYLES: dict[Verdict, str] = {"right": "green", "note": "yellow", "wrong": "bold red", "not looked at": "dim"}
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.errors import ConfigError, ServiceError
+from headrace.base.errors import ConfigError, ServiceError
 
 _PROBLEMS = 1000
 _ENVIRONMENT = Template('''\

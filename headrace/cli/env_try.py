@@ -11,18 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import evaluate, weights
 from headrace.cli.common import load_entry_point, say
 from headrace.cli.data import read_prompts
 from headrace.cli.env_check import TargetArgument
-from headrace.cli.pipeline import check
 from headrace.cli.samples import draw_group
-from headrace.cli.served_file import environment_at
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.errors import ConfigError, ServiceError
-from headrace.rescoring import rewards
-from headrace.samples import SampleFiles, SampleGroup, by_group
+from headrace.env.kit.rescoring import rewards
+from headrace.launch.pipeline import check
+from headrace.launch.served_file import environment_at
+from headrace.run.samples import SampleFiles, SampleGroup, by_group
 
 # The environment's name in the configuration.
 _NAME = "tried"

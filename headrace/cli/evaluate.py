@@ -16,21 +16,22 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from headrace.addresses import LOOPBACK
-from headrace.cli import device_plan, runs, shell, weights
+from headrace.base.addresses import LOOPBACK
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import atomic_write
+from headrace.base.printable import printable
+from headrace.cli import weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
 from headrace.cli.display import RunConsole
-from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.data import OWN, DataSourceConfig, HubName
 from headrace.config.explain import explain
-from headrace.errors import ConfigError, ServiceError
-from headrace.evaluation import THRESHOLD, DataSetReport, report
-from headrace.files import atomic_write
-from headrace.printable import printable
-from headrace.samples import SampleFiles
+from headrace.launch import device_plan, runs, shell
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
+from headrace.run.evaluation import THRESHOLD, DataSetReport, report
+from headrace.run.samples import SampleFiles
 
 FOLDER = "evals"  # in the run's folder
 # keys that a data set on the command line inherits from those of the run

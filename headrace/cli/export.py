@@ -15,12 +15,12 @@ from typing import Annotated
 import typer
 import yaml
 
-from headrace import checkpoints
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import fsync
 from headrace.cli import weights
 from headrace.cli.weights import NamedModel, RunCheckpoint, WeightsArgument
 from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
-from headrace.files import fsync
+from headrace.run import checkpoints
 
 CARD = "README.md"
 # the sections that decide which weights a run makes; addresses, periods and secrets don't

@@ -13,16 +13,16 @@ import msgspec
 import typer
 from rich.console import Console
 
-from headrace import export as jsonl
-from headrace.cli import runs
+from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable
+from headrace.base.printable import printable
 from headrace.cli.common import RunOption
 from headrace.cli.samples import draw_group
 from headrace.config import Config
-from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
-from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
-from headrace.printable import printable
+from headrace.launch import runs
 from headrace.replay import GroupState, HeldGroup, ReplayClient
-from headrace.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
+from headrace.run import export as jsonl
+from headrace.run.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
+from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
 
 app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
@@ -70,7 +70,7 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="JSON lines.", show_default=False)],
     state: StateOption = None,
 ) -> None:
-    """Write every trajectory in the buffer, waiting or retained (replay.retain_steps), one per line. `headrace.export` reads them."""
+    """Write every trajectory in the buffer, waiting or retained (replay.retain_steps), one per line. `headrace.run.export` reads them."""
     written = asyncio.run(_export(runs.find(run), output, _states(state)))
     typer.echo(f"{written} trajectories in {output}")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from headrace.addresses import reached, with_port
-from headrace.cli import runs
+from headrace.base.addresses import reached, with_port
+from headrace.base.errors import ConfigError
 from headrace.cli.common import RunOption
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.http_access import new_code
+from headrace.launch import runs
+from headrace.net.http_access import new_code
 
 
 def page(run: RunOption) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import runs
 from headrace.cli.common import RunOption, load_entry_point
+from headrace.launch import runs
 
 
 def replay_step(

@@ -14,22 +14,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace import environment_file, rpc
-from headrace.addresses import LOOPBACK, target_is_local, with_port
-from headrace.asking import ask
-from headrace.cli import runs
+from headrace.base.addresses import LOOPBACK, target_is_local, with_port
+from headrace.base.errors import ConfigError, HeadraceError, ServiceError
 from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
-from headrace.cli.served_file import environment_at
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.credentials import credentials_of
-from headrace.environment import Sample
-from headrace.errors import ConfigError, HeadraceError, ServiceError
+from headrace.env import environment_file
+from headrace.env.asking import ask
+from headrace.env.environment import Sample
+from headrace.env.kit.rescoring import Comparison, Rescored, compare
+from headrace.env.wire import sample_to_wire, scoring_sample
+from headrace.launch import runs
+from headrace.launch.served_file import environment_at
+from headrace.net import rpc
+from headrace.net.credentials import credentials_of
+from headrace.records.trajectory import AnyTrajectory, Group, Score
 from headrace.replay import HeldGroup
-from headrace.rescoring import Comparison, Rescored, compare
-from headrace.trajectory import AnyTrajectory, Group, Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
-from headrace.wire import sample_to_wire, scoring_sample
 
 # States of groups that may have scores.
 _STATES = ("open", "scoring", "ready", "reserved", "trained", "evaluated")

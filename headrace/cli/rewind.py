@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from headrace import checkpoints as folders
-from headrace.checkpoints import FolderLock, Start
-from headrace.cli import runs
+from headrace.base.errors import ServiceError
 from headrace.cli.common import RunArgument
-from headrace.errors import ServiceError
+from headrace.launch import runs
+from headrace.run import checkpoints as folders
+from headrace.run.checkpoints import FolderLock, Start
 
 WHY = "WHY.txt"
 

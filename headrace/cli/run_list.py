@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headrace import history
-from headrace.cli import runs
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.printable import printable
 from headrace.cli.common import WIDTH, RunArgument, cell, load_entry_point, plain_table, say
 from headrace.cli.display import duration
 from headrace.config.compare import diff
-from headrace.errors import ConfigError, HeadraceError
-from headrace.headlines import seconds_per_step
-from headrace.history import Metric, RunHistory
-from headrace.printable import printable
+from headrace.launch import runs
+from headrace.run import history
+from headrace.run.headlines import seconds_per_step
+from headrace.run.history import Metric, RunHistory
 
 # The number of steps in the table of a comparison: the first, the last, and some between them.
 SHOWN_STEPS = 11

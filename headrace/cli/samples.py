@@ -14,12 +14,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from headrace.cli import runs
+from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.printable import printable
 from headrace.cli.common import RunArgument, load_entry_point
 from headrace.config import Config
-from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
-from headrace.printable import printable
-from headrace.samples import (
+from headrace.launch import runs
+from headrace.run.samples import (
     Kind,
     Ranking,
     SampleFiles,

@@ -14,14 +14,15 @@ from typing import Annotated
 
 import typer
 
-from headrace import api_key, devices, threads
-from headrace.addresses import LOOPBACK, is_loopback, with_port
+from headrace.base import devices
+from headrace.base.addresses import LOOPBACK, is_loopback, with_port
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import weights
-from headrace.cli.supervisor import Child, Supervisor, child_environ
 from headrace.cli.weights import NamedModel, WeightsArgument
-from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
-from headrace.service import bind
+from headrace.config import Config, threads
+from headrace.launch.supervisor import Child, Supervisor, child_environ
+from headrace.net import api_key
+from headrace.net.service import bind
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 # For requests in progress when the server is stopped.

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import typer
 
-from headrace import exposure, history
-from headrace.cli import common, shell
+from headrace.base.errors import ConfigError, ReplayUnavailable, Restartable
+from headrace.base.files import is_locked
+from headrace.cli import common
 from headrace.cli.common import ConfigOption, Overrides
 from headrace.config import Config, load
-from headrace.errors import ConfigError, ReplayUnavailable, Restartable
-from headrace.files import is_locked
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
+from headrace.launch import exposure, shell
+from headrace.net.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
+from headrace.run import history
 
 _log = logging.getLogger("headrace.security")
 
@@ -76,6 +77,6 @@ def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
 
 
 def _noted(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:
-    from headrace.cli import runs  # the other services don't need it
+    from headrace.launch import runs  # the other services don't need it
 
     return runs.unsupervised(config, file)

@@ -11,21 +11,21 @@ from typing import Annotated, TextIO
 import typer
 from rich.console import Console
 
-from headrace import history
-from headrace.checkpoints import published, set_aside
-from headrace.cli import device_plan, runs
+from headrace.base.errors import ConfigError, ReplayUnavailable
+from headrace.base.tls import client_context
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration
-from headrace.cli.pipeline import http_get, reason_of
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
-from headrace.credentials import buffer_url, credentials_of
-from headrace.errors import ConfigError, ReplayUnavailable
-from headrace.headlines import accuracy_name, alarms, waiting
-from headrace.history import RunHistory
+from headrace.launch import device_plan, runs
+from headrace.launch.pipeline import http_get, reason_of
+from headrace.net.credentials import buffer_url, credentials_of
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
-from headrace.tls import client_context
+from headrace.run import history
+from headrace.run.checkpoints import published, set_aside
+from headrace.run.headlines import accuracy_name, alarms, waiting
+from headrace.run.history import RunHistory
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import checkpoints
-from headrace.cli import common, device_plan, page, preflight, runs
+from headrace.cli import common, page
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import (
@@ -20,10 +19,12 @@ from headrace.cli.display import (
     failures,
     waited,
 )
-from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, pages_of, settled
 from headrace.config import Config
 from headrace.config.loading import examine
-from headrace.history import recorded
+from headrace.launch import device_plan, preflight, runs
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, open_display, pages_of, settled
+from headrace.run import checkpoints
+from headrace.run.history import recorded
 
 
 def up(

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from headrace import checkpoints
-from headrace.cli import runs
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
+from headrace.launch import runs
+from headrace.run import checkpoints
 
 LATEST, BEST = "latest", "best"
 

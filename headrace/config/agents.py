@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace.config.base import Section
-from headrace.trajectory import Lane
+from headrace.records.trajectory import Lane
 
 # What happens to an episode that a limit of the run ended: it is graded like any other, fails, or earns this reward.
 OnLimit = Literal["grade", "fail"] | Annotated[float, Field(allow_inf_nan=False)]

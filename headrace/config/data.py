@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.addresses import LOOPBACK, with_port
+from headrace.base.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym", "verifiers"]

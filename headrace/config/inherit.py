@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import in_yaml
 from headrace.config.text import parse
-from headrace.errors import ConfigError
 
 DEFAULTS = "defaults"
 OVERRIDE = "_override_"

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath, Keys
 from headrace.config.references import Expression, Reference, hidden, of_variables
-from headrace.errors import ConfigError
 
 MISSING = "???"
 _SHOWN = 160  # characters of an expression in an error

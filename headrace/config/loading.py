@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from headrace.base.errors import ConfigError
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
@@ -25,7 +26,6 @@ from headrace.config.keys import Keys
 from headrace.config.references import Reference, hidden, of_variable
 from headrace.config.root import Config
 from headrace.config.text import item_of, line_of, parse
-from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config.nemo_rl import Translation

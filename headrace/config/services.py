@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from headrace.addresses import reached, with_port
+from headrace.base.addresses import reached, with_port
 from headrace.config.base import Section
 
 Port = int

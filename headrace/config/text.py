@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
+from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.config.references import Expression
 from headrace.config.root import Config
-from headrace.errors import ConfigError
 
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"

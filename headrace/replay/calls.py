@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from headrace.errors import InvalidCall
+from headrace.base.errors import InvalidCall
 from headrace.replay.connection import BufferConnection, WakeupSubscription
 from headrace.replay.records import (
     EnvironmentState,

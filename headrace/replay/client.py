@@ -1,7 +1,7 @@
 """Async client of the replay buffer: each method is one call of a server-side function (`services/replay/functions/`).
 
 The buffer's state machine and its seven laws are in Redis, so every caller gets the same answer. The client encodes arguments, decodes
-replies and turns refusals into the types of `headrace.errors`. Large payloads are separate values, written before the call that makes them
+replies and turns refusals into the types of `headrace.base.errors`. Large payloads are separate values, written before the call that makes them
 visible: a function moves ids, never megabytes.
 """
 
@@ -13,7 +13,7 @@ import secrets
 
 from redis.asyncio import Redis
 
-from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable, WrongBuild
+from headrace.base.errors import InvalidCall, ReplayError, ReplayUnavailable, WrongBuild
 from headrace.replay.connection import BufferConnection, open_redis, shown
 from headrace.replay.episodes import EpisodesClient
 from headrace.replay.inspection import InspectionClient

@@ -39,7 +39,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from headrace.errors import (
+from headrace.base.errors import (
     ConfigError,
     EnvironmentBroken,
     EpisodeTooLarge,

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import Unstaged
+from headrace.base.errors import Unstaged
+from headrace.records.trajectory import AnyTrajectory, Call, Score
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
 from headrace.replay.records import Lease, RunnerReply, said_of, unpack
-from headrace.trajectory import AnyTrajectory, Call, Score
 
 
 class EpisodesClient(LeaseClient):

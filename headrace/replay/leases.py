@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.errors import CodecError, InvalidCall, WrongTimeline
+from headrace.base.errors import CodecError, InvalidCall, WrongTimeline
+from headrace.records.trajectory import AnyTrajectory, Group, Trajectory
 from headrace.replay.calls import BufferClient
 from headrace.replay.records import Lease, unpack
-from headrace.trajectory import AnyTrajectory, Group, Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import CodecError
-from headrace.trajectory import AnyTrajectory, Group, Score, Trajectory
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import AnyTrajectory, Group, Score, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "LOADING", "DEAD", "QUARANTINED"]
 GroupState = Literal[

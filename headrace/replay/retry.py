@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from headrace.backoff import pause_after
-from headrace.errors import HeadraceError, ReplayFull, ReplayUnavailable
+from headrace.base.backoff import pause_after
+from headrace.base.errors import HeadraceError, ReplayFull, ReplayUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged
+from headrace.base.errors import CodecError, InvalidCall, ReplayError, Unstaged
+from headrace.records.trajectory import Trajectory
 from headrace.replay.connection import refusal
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
 from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
-from headrace.trajectory import Trajectory
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
 _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")

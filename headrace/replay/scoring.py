@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import CodecError, LeaseLost, ReplayError
+from headrace.base.errors import CodecError, LeaseLost, ReplayError
+from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, said_of, unpack
-from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 
 
 class ScoringClient(BufferClient):

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError, InvalidCall
+from headrace.base.errors import CodecError, InvalidCall
+from headrace.records.trajectory import SCORE_BYTES, AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay.calls import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
 from headrace.replay.records import (
     BatchReply,
@@ -25,7 +26,6 @@ from headrace.replay.records import (
     score_key,
     unpack,
 )
-from headrace.trajectory import SCORE_BYTES, AnyTrajectory, Group, Score, decode_trajectory
 
 # Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings; its score).
 _TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048 + SCORE_BYTES

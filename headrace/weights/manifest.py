@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError
+from headrace.base.errors import CodecError
 
 # The prefix of the names of an adapter's tensors, as in PEFT's files; others are the model's own.
 ADAPTER = "base_model.model."

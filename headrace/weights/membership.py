@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace.replay import Epoch, Replica
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from headrace.errors import CodecError
-from headrace.trajectory import Int32
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import Int32
 from headrace.weights.manifest import Manifest
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.trajectory import Message
+from headrace.records.trajectory import Message
 from headrace_services.agents.json_values import has_too_many_values
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import HeadraceError
-from headrace.trajectory import JSON_DEPTH, Message
+from headrace.base.errors import HeadraceError
+from headrace.records.trajectory import JSON_DEPTH, Message
 from headrace_services.agents import conversation
 from headrace_services.agents.json_values import MOST_VALUES, has_too_many_values
 from headrace_services.agents.session import CallRequest, Refused, SessionCall

@@ -13,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
+from headrace.net.replica_client import RenderRefused, SampleRequest
+from headrace.records.trajectory import Call
 from headrace.replay import Lease
-from headrace.replica_client import RenderRefused, SampleRequest
-from headrace.trajectory import Call
 from headrace_services.agents import metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest
 from headrace_services.agents.fleet import CallFailed, Fleet

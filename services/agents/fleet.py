@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
+from headrace.net.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
+from headrace.records.trajectory import Message
 from headrace.replay import Replica
-from headrace.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
-from headrace.trajectory import Message
 from headrace_services.agents import metrics
 from headrace_services.agents.decisions import Candidate, choose
 
@@ -40,7 +40,7 @@ class CallFailed(HeadraceError):
 
 
 class ReplicaApi(Protocol):
-    """The part of `headrace.replica_client.ReplicaClient` that calls need."""
+    """The part of `headrace.net.replica_client.ReplicaClient` that calls need."""
 
     async def sample(self, request: SampleRequest) -> Sampled: ...
 

@@ -32,8 +32,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from headrace.episode import KEY
-from headrace.service import body_of
+from headrace.env.episode import KEY
+from headrace.net.service import body_of
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
 from headrace_services.agents.episode import OpenEpisode

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from headrace.addresses import with_port
+from headrace.base.addresses import with_port
+from headrace.base.errors import ConfigError
+from headrace.base.tls import CertificateFiles, client_context
 from headrace.config import Config
-from headrace.credentials import buffer_url, credentials_of
-from headrace.errors import ConfigError
-from headrace.http_access import HttpAccess, names_in
+from headrace.net.credentials import buffer_url, credentials_of
+from headrace.net.http_access import HttpAccess, names_in
+from headrace.net.replica_client import ROLE, ReplicaClient
+from headrace.net.service import bind, create_app, hide_from_user, serve_http, serve_openly, stop_on_signals
 from headrace.replay import ReplayClient
-from headrace.replica_client import ROLE, ReplicaClient
-from headrace.service import bind, create_app, hide_from_user, serve_http, serve_openly, stop_on_signals
-from headrace.tls import CertificateFiles, client_context
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.programs import hub_programs

@@ -9,15 +9,15 @@ from typing import Protocol
 
 import grpc
 
-from headrace import rpc
+from headrace.base.errors import CodecError, ServiceError
 from headrace.config import Config
-from headrace.credentials import credentials_of
-from headrace.episode import Episode, EpisodeOutcome
-from headrace.errors import CodecError, ServiceError
-from headrace.trajectory import Score
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.env.wire import episode_to_wire, outcome_from_wire
+from headrace.net import rpc
+from headrace.net.credentials import credentials_of
+from headrace.records.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import episode_to_wire, outcome_from_wire
 
 # The hub always answers within this time after an episode's deadline.
 _MARGIN_S = 10.0

@@ -17,10 +17,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from headrace.backoff import pause_after
-from headrace.config import Config
-from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.errors import (
+from headrace.base.backoff import pause_after
+from headrace.base.errors import (
     CodecError,
     EpisodeTooLarge,
     Fenced,
@@ -30,8 +28,10 @@ from headrace.errors import (
     ServiceError,
     Surplus,
 )
+from headrace.config import Config
+from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
+from headrace.records.trajectory import AnyTrajectory, Lane, Score, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.trajectory import AnyTrajectory, Lane, Score, artifacts_bytes, episode_record
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.episode import OpenEpisode

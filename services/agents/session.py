@@ -30,9 +30,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import HeadraceError
-from headrace.replica_client import Sampled
-from headrace.trajectory import Call, Message
+from headrace.base.errors import HeadraceError
+from headrace.net.replica_client import Sampled
+from headrace.records.trajectory import Call, Message
 from headrace_services.agents import conversation
 
 Tokens = npt.NDArray[np.int32]

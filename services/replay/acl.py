@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from headrace.credentials import REDIS_ROLES
+from headrace.net.credentials import REDIS_ROLES
 from headrace.replay.client import CURRENT_RUN
 from headrace.replay.connection import function_name
 from headrace_services.replay import library

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from headrace.errors import ReplayDenied, ReplayUnavailable
+from headrace.base.errors import ReplayDenied, ReplayUnavailable
 from headrace.replay.connection import BufferConnection
 
 _log = logging.getLogger("headrace.replay")

@@ -17,11 +17,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.credentials import REDIS_ROLES, credentials_of, login, write
-from headrace.errors import ServiceError
+from headrace.net.credentials import REDIS_ROLES, credentials_of, login, write
+from headrace.net.service import admit, reservations
 from headrace.replay.connection import keeping_cancellation
-from headrace.service import admit, reservations
 from headrace_services.replay import acl
 
 _log = logging.getLogger("headrace.replay")
@@ -30,7 +30,7 @@ _STOP_S, _REPAIR_S = 10.0, 600.0
 # gRPC threads, whose libraries may crash there.
 _LAUNCHER = """
 import os, sys
-from headrace.service import admit, die_with_parent, reservations
+from headrace.net.service import admit, die_with_parent, reservations
 die_with_parent()
 if os.getppid() == int(sys.argv[1]):
     for descriptor in reservations():

@@ -13,13 +13,13 @@ import msgspec
 from fastapi import FastAPI, Header, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from headrace import export
-from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
-from headrace.lineage import LineageFiles
+from headrace.base.errors import CodecError, InvalidCall, ReplayUnavailable
+from headrace.net.service import Ready, WaitsFor, create_app, nothing, problems
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
-from headrace.service import Ready, WaitsFor, create_app, nothing, problems
-from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
+from headrace.run import export
+from headrace.run.lineage import LineageFiles
 
 _EVENTS_BLOCK_S = 5.0
 # ids of a Redis stream: two 64-bit numbers; `$` means "from now on"

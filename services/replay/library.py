@@ -20,7 +20,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.errors import ReplayDenied, ReplayUnavailable, ServiceError
+from headrace.base.errors import ReplayDenied, ReplayUnavailable, ServiceError
 from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection, shown
 

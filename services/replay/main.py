@@ -13,15 +13,15 @@ from typing import Any
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
+from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
 from headrace.config import Config
-from headrace.credentials import buffer_url
-from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
-from headrace.http_access import HttpAccess
-from headrace.lineage import FOLDER, LineageFiles
+from headrace.net.credentials import buffer_url
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import BufferConnection, keeping_cancellation, open_redis, shown
-from headrace.service import bind, serve_http, stop_on_signals
+from headrace.run.lineage import FOLDER, LineageFiles
 from headrace_services.replay import library
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer

@@ -21,18 +21,18 @@ import grpc
 import msgspec
 import prometheus_client
 
-from headrace import rpc
+from headrace.base.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
+from headrace.base.repeats import Repeats, alike
 from headrace.config import Config
-from headrace.credentials import credentials_of
-from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
-from headrace.repeats import Repeats, alike
+from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
+from headrace.net import rpc
+from headrace.net.credentials import credentials_of
+from headrace.records.trajectory import Score
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
-from headrace.samples import SampleFiles, failed_record
-from headrace.trajectory import Score
+from headrace.run.samples import SampleFiles, failed_record
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
-from headrace.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace_services.replay.in_flight import LARGEST_BATCH, InFlightLimit
 
 _log = logging.getLogger("headrace.scorer")

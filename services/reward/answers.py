@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.environment import ranged
+from headrace.env.environment import ranged
+from headrace.env.wire import bounds, outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
-from headrace.wire import bounds, outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
 
 
 def accepted(

@@ -7,10 +7,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
+from headrace.base.errors import CodecError, HeadraceError
 from headrace.config.data import EnvConfig
-from headrace.errors import CodecError, HeadraceError
-from headrace.flow import Flow
-from headrace.trajectory import BUILD_BYTES
+from headrace.env.flow import Flow
+from headrace.records.trajectory import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of

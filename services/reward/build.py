@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headrace.config.built_in import decisive_options
 from headrace.config.data import EnvConfig
-from headrace.source_build import digest_of
-from headrace.trajectory import BUILD_BYTES
+from headrace.env.source_build import digest_of
+from headrace.records.trajectory import BUILD_BYTES
 
 
 def build_of(name: str, env: EnvConfig, *software: str) -> str:

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
+from headrace.base.errors import CodecError
 from headrace.config.data import EnvConfig
-from headrace.errors import CodecError
-from headrace.trajectory import Score, Status
+from headrace.env.wire import score_from_wire, score_to_wire
+from headrace.records.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.build import build_of
 from headrace_services.reward.hub import EnvironmentBackend, metered
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import psutil
 
-from headrace import control_groups
+from headrace.base import control_groups
 
 
 def free_memory() -> int:

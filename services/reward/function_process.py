@@ -16,14 +16,14 @@ from typing import IO
 
 import msgspec
 
-from headrace import environment_file
+from headrace.base.errors import HeadraceError
 from headrace.config.data import EnvConfig
-from headrace.environment import Environment
-from headrace.environment_server import serving
-from headrace.errors import HeadraceError
-from headrace.program_function import load
-from headrace.program_verifiers import playing
-from headrace.service import die_with_parent
+from headrace.env import environment_file
+from headrace.env.environment import Environment
+from headrace.env.program_function import load
+from headrace.env.server import serving
+from headrace.env.verifiers.program import playing
+from headrace.net.service import die_with_parent
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.scoring_worker import Started
 

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace import rpc
+from headrace.base.files import folder_for_sockets
+from headrace.base.tls import trusting
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
-from headrace.files import folder_for_sockets
-from headrace.program_verifiers import LOAD_S
-from headrace.tls import trusting
+from headrace.env.verifiers.program import LOAD_S
+from headrace.net import rpc
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.function_process import FunctionSpecification

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from headrace.config.data import EnvConfig
-from headrace.environment import Environment
-from headrace.environment_server import BatchScorer
+from headrace.env.environment import Environment
+from headrace.env.server import BatchScorer
+from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace.wire import sample_from_wire, score_to_wire
 
 
 class Hosted(Environment):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from headrace.service import create_app
+from headrace.net.service import create_app
 from headrace_services.reward.hub import EnvironmentReport, Hub
 
 

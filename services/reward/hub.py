@@ -13,16 +13,16 @@ from typing import Protocol, runtime_checkable
 import grpc
 import prometheus_client
 
-from headrace import rpc
-from headrace.addresses import GRPC_PROXIES, target_is_local, through_proxy
+from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
+from headrace.base.errors import CodecError
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
-from headrace.credentials import Credentials
-from headrace.errors import CodecError
+from headrace.env.wire import check_trajectory, episode_from_wire, fitted
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import check_trajectory, episode_from_wire, fitted
 from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool

@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from headrace.addresses import is_loopback, url_through_proxy
+from headrace.base.addresses import is_loopback, url_through_proxy
+from headrace.base.errors import ConfigError
+from headrace.base.tls import client_context
 from headrace.config.data import EnvConfig, JudgeConfig
-from headrace.environment import Sample
-from headrace.errors import ConfigError
-from headrace.tls import client_context
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.build import build_of
 from headrace_services.reward.environments.base import cut_off, shown
 from headrace_services.reward.hosted import Hosted

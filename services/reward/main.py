@@ -8,15 +8,15 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from headrace import rpc
-from headrace.addresses import reached, with_port
+from headrace.base.addresses import reached, with_port
+from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.built_in import PROGRAMS
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.credentials import credentials_of
-from headrace.errors import ConfigError
-from headrace.http_access import HttpAccess
-from headrace.service import bind, hide_from_user, serve_http, stop_on_signals
+from headrace.net import rpc
+from headrace.net.credentials import credentials_of
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend

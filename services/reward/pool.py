@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 from google.protobuf.message import DecodeError
 
-from headrace.backoff import pause_after
+from headrace.base.backoff import pause_after
+from headrace.base.errors import ServiceError
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.errors import ServiceError
-from headrace.trajectory import Score
+from headrace.env.wire import score_from_wire, score_to_wire
+from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.frames import LENGTH
 from headrace_services.reward.free_memory import free_memory
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied

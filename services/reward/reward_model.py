@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.base.errors import ServiceError
 from headrace.config.data import EnvConfig
-from headrace.environment import Sample
-from headrace.errors import ServiceError
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import cut_off
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification

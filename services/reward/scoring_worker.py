@@ -21,13 +21,13 @@ from typing import IO
 
 import msgspec
 
+from headrace.base.errors import HeadraceError, ServiceError
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.environment import Environment, Sample, checked, failed
-from headrace.errors import HeadraceError, ServiceError
-from headrace.service import die_with_parent
-from headrace.trajectory import Score
+from headrace.env.environment import Environment, Sample, checked, failed
+from headrace.env.wire import sample_from_wire, score_to_wire
+from headrace.net.service import die_with_parent
+from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import sample_from_wire, score_to_wire
 from headrace_services.reward.environments import make
 from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait
 from headrace_services.reward.environments.code import refusal

@@ -7,8 +7,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from headrace.replica_client import RenderRefused, SampleRequest, StopReason
-from headrace.trajectory import FinishReason, Span
+from headrace.net.replica_client import RenderRefused, SampleRequest, StopReason
+from headrace.records.trajectory import FinishReason, Span
 from headrace_services.rollout.generate import (
     GenerationError,
     labels_of,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
+from headrace.base.errors import ServiceError
+from headrace.base.repeats import Repeats
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.repeats import Repeats
-from headrace.replica_client import RenderRefused, RenderRequest, StopReason
-from headrace.trajectory import FinishReason, Message
+from headrace.net.replica_client import RenderRefused, RenderRequest, StopReason
+from headrace.records.trajectory import FinishReason, Message
 from headrace_services.rollout.generate import detokenize
 
 if TYPE_CHECKING:

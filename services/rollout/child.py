@@ -16,7 +16,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from headrace.service import die_with_parent
+from headrace.net.service import die_with_parent
 
 PLUGIN = "headrace_rollout"  # its name in pyproject.toml
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from headrace.net.replica_client import ReplicaFenced
 from headrace.replay import Epoch, HeartbeatReply
-from headrace.replica_client import ReplicaFenced
 
 
 @dataclasses.dataclass(frozen=True)

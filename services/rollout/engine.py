@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from headrace import devices, threads
-from headrace.config import Config
+from headrace.base import devices
+from headrace.base.errors import Restartable, ServiceError
+from headrace.base.files import folder_for_sockets
+from headrace.config import Config, threads
 from headrace.config.policy import ENGINE_DIMS
-from headrace.errors import Restartable, ServiceError
-from headrace.files import folder_for_sockets
-from headrace.service import importing
+from headrace.net.service import importing
 from headrace.weights import nccl
 from headrace.weights.probe import rollout_dtype
 from headrace_services.rollout import child, weight_receiver

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
+from headrace.records.trajectory import FinishReason, Group, Sampling, Span, Trajectory
 from headrace.replay import Lease
-from headrace.trajectory import FinishReason, Group, Sampling, Span, Trajectory
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.config import Config
-from headrace.replica_client import (
+from headrace.net.replica_client import (
     RENDER,
     SAMPLE,
     ErrorBody,
@@ -28,7 +28,7 @@ from headrace.replica_client import (
     Sampled,
     SampleRequest,
 )
-from headrace.service import body_of, create_app, problems
+from headrace.net.service import body_of, create_app, problems
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.sequence_slots import SequenceSlots

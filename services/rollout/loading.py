@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 
+from headrace.base.errors import ReplayError
 from headrace.config import Config
-from headrace.credentials import buffer_url
-from headrace.errors import ReplayError
+from headrace.net.credentials import buffer_url
 from headrace.replay import ReplayClient
 
 log = logging.getLogger(__name__)

@@ -12,17 +12,17 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from headrace import devices
-from headrace.addresses import with_port
+from headrace.base import devices
+from headrace.base.addresses import with_port
+from headrace.base.errors import HeadraceError
+from headrace.base.model_name import check_model_name, check_tokenizer_name
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
-from headrace.credentials import buffer_url
-from headrace.errors import HeadraceError
-from headrace.http_access import HttpAccess
-from headrace.model_name import check_model_name, check_tokenizer_name
+from headrace.net.credentials import buffer_url
+from headrace.net.http_access import HttpAccess
+from headrace.net.replica_client import PATHS, ROLE
+from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
-from headrace.replica_client import PATHS, ROLE
-from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.rollout.engine import described, running_engine
 from headrace_services.rollout.http import build_app, exported
 from headrace_services.rollout.loading import announced

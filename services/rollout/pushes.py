@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.trajectory import Trajectory
 
 
 class Pushes:

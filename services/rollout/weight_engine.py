@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
-from headrace.errors import Restartable, WeightChannelError
+from headrace.base.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import ADAPTER, Manifest
 from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
 from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted

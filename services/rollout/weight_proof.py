@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.errors import WeightChannelError
+from headrace.base.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
 from headrace_services.weight_channel.transport import ReceivedTensor
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
+from headrace.base.errors import CodecError, Fenced, Restartable, WeightChannelError
 from headrace.config import Config
-from headrace.errors import CodecError, Fenced, Restartable, WeightChannelError
+from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
-from headrace.trajectory import Float32, Int32
 from headrace.weights.rendezvous import Announcement, Rendezvous
 
 if TYPE_CHECKING:

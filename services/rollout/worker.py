@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace.base.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
 from headrace.config import Config
-from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
+from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
+from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
-from headrace.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
-from headrace.trajectory import Trajectory
 from headrace_services.rollout import decisions
 from headrace_services.rollout.calls import check_request, complete
 from headrace_services.rollout.decisions import (

@@ -34,11 +34,11 @@ from torch.distributed.distributed_c10d import rendezvous
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headrace import devices
-from headrace.addresses import is_loopback
+from headrace.base import devices
+from headrace.base.addresses import is_loopback
+from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
-from headrace.errors import Restartable, ServiceError
-from headrace.service import EXIT_INTERNAL_ERROR
+from headrace.net.service import EXIT_INTERNAL_ERROR
 from headrace.weights import nccl
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from headrace.service import admit
+from headrace.net.service import admit
 
 
 def main(arguments: Sequence[str]) -> int:

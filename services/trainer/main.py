@@ -11,18 +11,18 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from headrace import prompt_counts
-from headrace.checkpoints import set_aside
+from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
+from headrace.base.model_name import check_model_name, check_tokenizer_name
 from headrace.config import Config
-from headrace.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
-from headrace.http_access import HttpAccess
-from headrace.journal import JOURNAL, Journal, retried
-from headrace.lineage import FOLDER
-from headrace.model_name import check_model_name, check_tokenizer_name
-from headrace.prompt_counts import PromptRecord
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
+from headrace.records.trajectory import AnyTrajectory, Score
 from headrace.replay import BufferRetry, ReplayClient
-from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
-from headrace.trajectory import AnyTrajectory, Score
+from headrace.run import prompt_counts
+from headrace.run.checkpoints import set_aside
+from headrace.run.journal import JOURNAL, Journal, retried
+from headrace.run.lineage import FOLDER
+from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.lineage_writer import LineageWriter

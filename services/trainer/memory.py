@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from headrace.base.errors import ServiceError
+from headrace.base.model_name import model_is_here
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace.config.root import TEACHER_KEY
-from headrace.errors import ServiceError
-from headrace.model_name import model_is_here
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.network.adapter import linear_layers, targets
 from headrace_services.trainer.network.backbone import freeze_routers, reduces_once

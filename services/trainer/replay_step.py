@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.journal import JOURNAL, Line, read_journal, surviving
-from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
+from headrace.run.journal import JOURNAL, Line, read_journal, surviving
+from headrace.run.lineage import FOLDER, LineageFiles
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.rank import TrainerRank, check_reservation
 from headrace_services.trainer.distributed import Ranks

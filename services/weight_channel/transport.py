@@ -37,9 +37,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from headrace.addresses import own_address
-from headrace.errors import Restartable, ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
-from headrace.service import bind
+from headrace.base.addresses import own_address
+from headrace.base.errors import (
+    Restartable,
+    ServiceError,
+    WeightChannelAborted,
+    WeightChannelError,
+    WeightChannelTimeout,
+)
+from headrace.net.service import bind
 from headrace.weights import nccl
 from headrace.weights.manifest import Bucket, Manifest
 from headrace_services.weight_channel.checksum import checksum

@@ -21,14 +21,14 @@ from pathlib import Path
 import grpc
 
 import headrace
-from headrace import rpc
-from headrace.environment_server import BatchScorer
-from headrace.programs import Programs
-from headrace.service import stop_on_signals
+from headrace.env.programs import Programs
+from headrace.env.server import BatchScorer
+from headrace.env.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
+from headrace.net import rpc
+from headrace.net.service import stop_on_signals
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
 from headrace.v1 import episode_pb2, trajectory_pb2
-from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
 
 # Of a score while the environment is slow: more than `env.paced.timeout_s`.
 SLOW_S = 15.0

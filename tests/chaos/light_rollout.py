@@ -23,12 +23,11 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from transformers import AutoTokenizer
 
-from headrace.addresses import with_port
+from headrace.base.addresses import with_port
+from headrace.base.errors import Fenced, ReplayUnavailable, WeightChannelError
 from headrace.config import Config
 from headrace.config.loading import load
-from headrace.errors import Fenced, ReplayUnavailable, WeightChannelError
-from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
-from headrace.replica_client import (
+from headrace.net.replica_client import (
     RENDER,
     SAMPLE,
     ErrorBody,
@@ -39,8 +38,9 @@ from headrace.replica_client import (
     Sampled,
     SampleRequest,
 )
-from headrace.service import bind, create_app, serve_openly, stop_on_signals
-from headrace.trajectory import Float32, Span
+from headrace.net.service import bind, create_app, serve_openly, stop_on_signals
+from headrace.records.trajectory import Float32, Span
+from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.rollout import decisions
 from tests.chaos.tokens import END, first, following

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.checkpoints import published
+from headrace.run.checkpoints import published
 from tests.support.up import Up
 
 PROGRAM = Path(__file__).parents[1] / "support" / "repair_program.py"

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from headrace.samples import SampleFiles
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.ports import free_ports
 from tests.support.up import Up

@@ -22,7 +22,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import load
-from headrace.journal import Journal, surviving
+from headrace.run.journal import Journal, surviving
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support.command import headrace, headrace_process
 from tests.support.light_services import forked

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoints import published
+from headrace.run.checkpoints import published
 from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.ports import free_ports
 from tests.support.up import Up

@@ -10,11 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace import export
-from headrace.errors import CodecError
-from headrace.lineage import origin_of
-from headrace.replay.records import unpack
-from headrace.trajectory import (
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import (
     AnyTrajectory,
     Call,
     EpisodeTrajectory,
@@ -25,6 +22,9 @@ from headrace.trajectory import (
     Trajectory,
     decode_trajectory,
 )
+from headrace.replay.records import unpack
+from headrace.run import export
+from headrace.run.lineage import origin_of
 from tests.support.mutation import Mutator, pack
 
 GROUP = Group(

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.connection import function_name, open_redis
 from headrace_services.replay import library

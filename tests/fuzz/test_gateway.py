@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.trajectory import episode_record
+from headrace.records.trajectory import episode_record
 from tests.support.gateways import open_episode
 from tests.support.mutation import Mutator
 from tests.support.toy_sessions import TOOLS

@@ -13,11 +13,12 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from headrace import Environment, Episode, Sample, rpc
-from headrace.environment_server import serving
-from headrace.errors import CodecError
+from headrace import Environment, Episode, Sample
+from headrace.base.errors import CodecError
+from headrace.env.server import serving
+from headrace.env.wire import episode_from_wire, episode_to_wire, sample_from_wire, sample_to_wire
+from headrace.net import rpc
 from headrace.v1 import environment_pb2, episode_pb2, reward_pb2, trajectory_pb2
-from headrace.wire import episode_from_wire, episode_to_wire, sample_from_wire, sample_to_wire
 from tests.support.mutation import Mutator
 from tests.support.reward_hub import WAIT_S, start_hub
 

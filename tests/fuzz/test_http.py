@@ -29,13 +29,13 @@ from schemathesis.specs.openapi.checks import (
 
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.credentials import Credentials, complete
-from headrace.http_access import SESSION, Guard, HttpAccess, new_code
-from headrace.lineage import LineageFiles
+from headrace.net.credentials import Credentials, complete
+from headrace.net.http_access import SESSION, Guard, HttpAccess, new_code
+from headrace.net.service import create_app
+from headrace.records.trajectory import Score
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import create_app
-from headrace.trajectory import Score
+from headrace.run.lineage import LineageFiles
 from headrace_services.replay.http import build_app as replay_app
 from headrace_services.reward.http import build_app as reward_app
 from headrace_services.reward.hub import Hub, RemoteBackend

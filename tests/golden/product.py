@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
+from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Trajectory
 from headrace.replay.connection import function_name
-from headrace.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Trajectory
 from headrace_services.replay import library
 from headrace_services.trainer.demo_models import tiny
 from headrace_services.trainer.learning.batch import Batch

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
 from tests.properties.setting import Setting
 from tests.properties.world import World
 

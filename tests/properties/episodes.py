@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.records.trajectory import AnyTrajectory, Call, Score
 from headrace.replay import Lease, RunnerReply
-from headrace.trajectory import AnyTrajectory, Call, Score
 from tests.properties.fleet import Fleet, Taker, milliseconds
 from tests.properties.records import Held, Member, Piece
 from tests.properties.scoring import MOST_RESCORED

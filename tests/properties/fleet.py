@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
+from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
+from headrace.records.trajectory import AnyTrajectory, Trajectory
 from headrace.replay import HeartbeatReply, Lease, RefitVerdict
-from headrace.trajectory import AnyTrajectory, Trajectory
 from tests.properties.records import Announced, Held, Member, Piece
 from tests.properties.scoring import Scoring
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import EnvironmentBroken, SamplingStarved, WrongStep
+from headrace.base.errors import EnvironmentBroken, SamplingStarved, WrongStep
+from headrace.records.trajectory import AnyTrajectory, Trajectory
 from headrace.replay import End, Ended, Reservation, RunState, Waiting
-from headrace.trajectory import AnyTrajectory, Trajectory
 from tests.properties.episodes import Episodes
 from tests.properties.fleet import milliseconds
 from tests.properties.records import IN_FLIGHT, Held

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, rule
 
+from headrace.records.trajectory import Score
 from headrace.replay import End, Reservation
-from headrace.trajectory import Score
 from tests.properties.caller import deliveries
 from tests.properties.runner_rules import RunnerRules, endings
 from tests.properties.scorer_rules import Said, ScorerRules, Status, said

@@ -12,10 +12,10 @@ import collections
 import math
 from typing import NoReturn
 
-from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, WrongTimeline
+from headrace.base.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, WrongTimeline
+from headrace.records.trajectory import Group
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
-from headrace.trajectory import Group
 from tests.properties.records import IN_FLIGHT, NEVER, Announced, EnvironmentModel, Held, Member, Meters, Piece
 
 # A dead replica stays on the list this long.

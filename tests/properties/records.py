@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from headrace.records.trajectory import AnyTrajectory, Call, Group, Trajectory
 from headrace.replay import Lease
-from headrace.trajectory import AnyTrajectory, Call, Group, Trajectory
 
 # A group takes part in admission (the `O` of the design) in these states.
 IN_FLIGHT = ("open", "scoring", "ready")

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from hypothesis.stateful import precondition, rule
 
+from headrace.records.trajectory import Trajectory
 from headrace.replay import Lease
 from headrace.replay.leases import CARRIED_BYTES
-from headrace.trajectory import Trajectory
 from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, new_each_time, some
 from tests.support.buffer import make_trajectory
 

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from hypothesis.stateful import precondition, rule
 
+from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Status
 from headrace.replay import Lease
-from headrace.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Status
 from tests.properties.caller import deliveries, new_each_time, some
 from tests.properties.rollout_rules import RolloutRules
 from tests.properties.scorer_rules import Said, builds, rewards

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
+from headrace.records.trajectory import Score, Status
 from headrace.replay import ScoringJob
-from headrace.trajectory import Score, Status
 from tests.properties.caller import Caller, deliveries, new_each_time
 
 FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED", "UNSENDABLE")

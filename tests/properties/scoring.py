@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import Fenced, LeaseLost, ReplayError
+from headrace.base.errors import Fenced, LeaseLost, ReplayError
+from headrace.records.trajectory import Score
 from headrace.replay import ScoringJob
-from headrace.trajectory import Score
 from tests.properties.model import Core
 from tests.properties.records import EnvironmentModel, Held, Piece
 

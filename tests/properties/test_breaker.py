@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from headrace.errors import EnvironmentBroken
+from headrace.base.errors import EnvironmentBroken
+from headrace.records.trajectory import Score, Status
 from headrace.replay import End, ScoringJob, Waiting
-from headrace.trajectory import Score, Status
 from tests.properties.setting import Setting
 from tests.properties.world import World
 from tests.support.buffer import make_group, make_trajectory

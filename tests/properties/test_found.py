@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import LeaseLost, WrongTimeline
+from headrace.base.errors import LeaseLost, WrongTimeline
+from headrace.records.trajectory import Score
 from headrace.replay import Ended
 from headrace.replay.connection import function_name
-from headrace.trajectory import Score
 from tests.properties.machine import Everyone
 from tests.properties.setting import Setting
 from tests.properties.world import World

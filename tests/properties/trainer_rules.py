@@ -5,9 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
+from headrace.records.trajectory import Group
 from headrace.replay import Ended, Reservation
 from headrace.replay.calls import WRITTEN
-from headrace.trajectory import Group
 from tests.properties.caller import Caller, deliveries, lateness, promptly
 from tests.support.buffer import make_group
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
 from headrace.replay import Ended, EnvironmentState, Epoch, Lease, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace.records.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
-from headrace.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
 
 
 def nonce() -> str:

@@ -24,10 +24,10 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.base.errors import HeadraceError
 from headrace.config import Config
-from headrace.errors import HeadraceError
+from headrace.records.trajectory import Group, Trajectory
 from headrace.replay import ReplayClient, Reservation
-from headrace.trajectory import Group, Trajectory
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.control.weight_sender import WeightSender

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from headrace.trajectory import Call, EpisodeTrajectory, Message, Span
+from headrace.records.trajectory import Call, EpisodeTrajectory, Message, Span
 
 
 def call(

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from headrace.config.data import EnvConfig
-from headrace.environment import Sample
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import BuiltInEnvironment
 from headrace_services.reward.scoring_worker import main
 

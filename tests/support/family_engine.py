@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.trajectory import Float32
+from headrace.records.trajectory import Float32
 from headrace.weights.probe import choose_token_ids
 from headrace_services.rollout import engine as rollout_engine
 from headrace_services.rollout import weight_receiver

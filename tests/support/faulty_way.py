@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx
 from fastapi import FastAPI, Request, Response
 
-from headrace.service import bind, serve_openly
+from headrace.net.service import bind, serve_openly
 
 # 500 and 503: the request doesn't arrive. Of one that does, the answer is `lost` (a 502 comes instead), `cut` in its middle, or so `late`
 # that its client has gone.

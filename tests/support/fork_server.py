@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from headrace.service import die_with_parent, importing
+from headrace.net.service import die_with_parent, importing
 
 IMPORTS = {
     "trainer": (

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import openai
 
+from headrace.base.errors import HeadraceError
 from headrace.config import Config
-from headrace.errors import HeadraceError
-from headrace.http_access import HttpAccess
+from headrace.net.http_access import HttpAccess
+from headrace.net.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
+from headrace.net.service import bind, serve_openly
+from headrace.records.trajectory import Call, Group, Message, Sampling
 from headrace.replay import Lease, Replica
-from headrace.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
-from headrace.service import bind, serve_openly
-from headrace.trajectory import Call, Group, Message, Sampling
 from headrace_services.agents import metrics
 from headrace_services.agents.episode import Keep, OpenEpisode
 from headrace_services.agents.fleet import Fleet, RunClock

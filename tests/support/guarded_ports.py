@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import headrace
+from headrace.base.tls import CertificateFiles
 from headrace.config import Config
-from headrace.credentials import Credentials
-from headrace.environment_server import serving
-from headrace.http_access import HttpAccess
-from headrace.service import bind, create_app, serve_http, stop_on_signals
-from headrace.tls import CertificateFiles
+from headrace.env.server import serving
+from headrace.net.credentials import Credentials
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import bind, create_app, serve_http, stop_on_signals
 
 HOST = "127.0.0.1"
 

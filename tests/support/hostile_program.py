@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import grpc
 
 import headrace
+from headrace.env.wire import episode_to_wire
 from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc
-from headrace.wire import episode_to_wire
 
 
 def play(e: headrace.Episode) -> float:

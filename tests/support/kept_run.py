@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from headrace.cli import runs
+from headrace.launch import runs
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from headrace.base.errors import ReplayUnavailable, ServiceError
 from headrace.config import Config
-from headrace.credentials import buffer_url
-from headrace.errors import ReplayUnavailable, ServiceError
-from headrace.http_access import HttpAccess
+from headrace.net.credentials import buffer_url
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
-from headrace.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 from tests.support.forks import command, fork
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.history import recorded
-from headrace.journal import JOURNAL, Journal
+from headrace.run.history import recorded
+from headrace.run.journal import JOURNAL, Journal
 
 
 class Stopped(Exception):

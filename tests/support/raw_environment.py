@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from headrace import rpc
+from headrace.net import rpc
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc, episode_pb2, trajectory_pb2
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from headrace.records.trajectory import Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.connection import BufferConnection, function_name
-from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
     generate,

@@ -12,7 +12,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from headrace.service import die_with_parent
+from headrace.net.service import die_with_parent
 
 REDIS = shutil.which("redis-server")
 

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import Sample, rpc
+from headrace import Sample
 from headrace.config import Config
-from headrace.credentials import Credentials
+from headrace.env.wire import sample_to_wire, score_from_wire
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
+from headrace.records.trajectory import Score
 from headrace.replay import ReplayClient
-from headrace.trajectory import Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from headrace.wire import sample_to_wire, score_from_wire
 from headrace_services.replay.scorer import run_scorer
 from headrace_services.reward.main import Running, running
 

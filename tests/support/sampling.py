@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.trajectory import Float32, Int32
+from headrace.records.trajectory import Float32, Int32
 from headrace_services.trainer.data import arithmetic
 from headrace_services.trainer.learning.batch import Batch
 from tests.support.trainer import batch, trajectory

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import yaml
 
+from headrace.net.service import die_with_parent
 from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import die_with_parent
 from headrace_services.replay import library
 from tests.support.network import Network
 from tests.support.small_replica import SmallReplica, running, score_all

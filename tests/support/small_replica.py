@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.light_replica import LightReplica
-from headrace.errors import Fenced, InvalidCall
+from headrace.base.errors import Fenced, InvalidCall
+from headrace.records.trajectory import Float32, Int32, Score, Trajectory
 from headrace.replay import Lease, ReplayClient
-from headrace.trajectory import Float32, Int32, Score, Trajectory
 
 
 class SmallReplica(LightReplica):

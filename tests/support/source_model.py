@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.trajectory import Float32, Int32
+from headrace.records.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 
 Weights = Mapping[str, torch.Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.samples import Kind, SampleFiles, StoredCall, StoredSample
+from headrace.run.samples import Kind, SampleFiles, StoredCall, StoredSample
 
 
 def sample(group: str, index: int = 0, reward: float | None = 1.0, **changes: Any) -> StoredSample:

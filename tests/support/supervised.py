@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from headrace.cli.supervisor import Child, Supervisor
+from headrace.launch.supervisor import Child, Supervisor
 
 SERVICE = """
 import os, signal, subprocess, sys, time

@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from headrace.replica_client import Sampled, SampleRequest
-from headrace.trajectory import Message, Span
+from headrace.net.replica_client import Sampled, SampleRequest
+from headrace.records.trajectory import Message, Span
 
 BOS, END, SYSTEM, USER, ASSISTANT, TOOL, THINK, THOUGHT, CALL, CALLED = range(1, 11)
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}

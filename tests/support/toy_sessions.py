@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.replica_client import SampleRequest
-from headrace.trajectory import Message
+from headrace.net.replica_client import SampleRequest
+from headrace.records.trajectory import Message
 from headrace_services.agents import conversation
 from headrace_services.agents.session import (
     CallRequest,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from headrace.trajectory import AnyTrajectory, FinishReason, Score, Span, Trajectory
+from headrace.records.trajectory import AnyTrajectory, FinishReason, Score, Span, Trajectory
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch
 

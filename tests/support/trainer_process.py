@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from headrace.config import Config
-from headrace.journal import Journal, Line, surviving
-from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
-from headrace.samples import SampleFiles
+from headrace.run.journal import Journal, Line, surviving
+from headrace.run.lineage import FOLDER, LineageFiles, timeline_of
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
 from tests.support.forks import ROOT, Forked, fork, fork_ranks

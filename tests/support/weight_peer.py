@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.errors import WeightChannelError
+from headrace.base.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 

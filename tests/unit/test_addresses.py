@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.addresses import hosts_of, own_address
-from headrace.errors import ServiceError
+from headrace.base.addresses import hosts_of, own_address
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.control import weight_sender
 from headrace_services.trainer.control.weight_sender import host_towards
 from headrace_services.trainer.distributed import gloo_problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.backoff import pause_after
+from headrace.base.backoff import pause_after
 
 
 def test_pauses_double_from_the_first_to_the_last_however_often() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoints import (
+from headrace.base.errors import ServiceError
+from headrace.run.checkpoints import (
     CHAIN,
     FolderLock,
     Start,
@@ -22,7 +23,6 @@ from headrace.checkpoints import (
     removable,
     timeline_of,
 )
-from headrace.errors import ServiceError
 
 # what happens next: a trainer starts, `rewind` goes back some checkpoints, or the trainer that started so many starts ago publishes
 events = st.lists(

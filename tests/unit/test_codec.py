@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codec import schema_of
-from headrace.errors import CodecError
-from headrace.trajectory import (
+from headrace.base.errors import CodecError
+from headrace.records.codec import schema_of
+from headrace.records.trajectory import (
     SCORE_BYTES,
     Call,
     EpisodeTrajectory,

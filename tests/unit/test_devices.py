@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.devices import (
+from headrace.base.devices import (
     Device,
     DevicePlan,
     Inventory,
@@ -23,7 +23,7 @@ from headrace.devices import (
     is_for_cuda,
     plan,
 )
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from tests.support import nvml
 
 
@@ -130,7 +130,7 @@ Find = Callable[..., Any]
 
 FOUND = """
 import dataclasses, json, os
-from headrace import devices
+from headrace.base import devices
 try:
     print(json.dumps(dataclasses.asdict(devices.visible(os.environ))))
 except Exception as error:

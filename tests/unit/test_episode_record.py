@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from headrace.errors import CodecError
-from headrace.trajectory import (
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import (
     JSON_DEPTH,
     Call,
     EpisodeTrajectory,

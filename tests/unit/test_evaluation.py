@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.evaluation import data_set_of, pass_at_k, report, validation_id
+from headrace.run.evaluation import data_set_of, pass_at_k, report, validation_id
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

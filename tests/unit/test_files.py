@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.files import atomic_write, folder_for_sockets, is_gone
+from headrace.base.files import atomic_write, folder_for_sockets, is_gone
 
 
 def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.headlines import accuracy_name, alarms, build_changes, seconds_per_step, waiting
+from headrace.run.headlines import accuracy_name, alarms, build_changes, seconds_per_step, waiting
 
 TOTAL = "timing/train/total_step_time"
 GENERATION, SCORES = "timing/train/wait_for_generation", "timing/train/wait_for_scores"

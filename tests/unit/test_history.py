@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace import history
-from headrace.checkpoints import LOCK
+from headrace.base.errors import CodecError
 from headrace.config import Config
-from headrace.errors import CodecError
-from headrace.history import RECORD, RUN_LOCK, Best, best_of, parse_metric, recorded
-from headrace.journal import JOURNAL, Journal, Line
+from headrace.run import history
+from headrace.run.checkpoints import LOCK
+from headrace.run.history import RECORD, RUN_LOCK, Best, best_of, parse_metric, recorded
+from headrace.run.journal import JOURNAL, Journal, Line
 
 
 class Stopped(Exception):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace.http_client import AnswerTooLarge, HttpClient
+from headrace.base.http_client import AnswerTooLarge, HttpClient
 
 
 class Server:

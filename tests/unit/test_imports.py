@@ -26,16 +26,16 @@ NOT_FOR_ENVIRONMENTS = {
 }
 SDK = {
     "headrace",
-    "headrace.codec",
-    "headrace.environment",
-    "headrace.episode",
-    "headrace.errors",
-    "headrace.source_build",
-    "headrace.trajectory",
+    "headrace.records.codec",
+    "headrace.env.environment",
+    "headrace.env.episode",
+    "headrace.base.errors",
+    "headrace.env.source_build",
+    "headrace.records.trajectory",
 }
 SERVED = """
 import asyncio, headrace
-from headrace.environment_server import serving
+from headrace.env.server import serving
 
 async def main():
     async with serving(headrace.Environment()):
@@ -57,7 +57,7 @@ def top_level(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["headrace.replay", "headrace.cli", "headrace.service", "headrace.weights.rendezvous"]
+    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace.weights.rendezvous"]
 )
 def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
     assert not top_level(modules_after(f"import {module}")) & HEAVY
@@ -69,12 +69,12 @@ def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
 
 
-@pytest.mark.parametrize("code", [SERVED, "import headrace.attachment", "import headrace.testing"])
+@pytest.mark.parametrize("code", [SERVED, "import headrace.env.attachment", "import headrace.testing"])
 def test_serving_attaching_or_testing_an_environment_loads_no_service_supervisor_client_or_configuration(
     code: str,
 ) -> None:
     loaded = modules_after(code)
-    assert "headrace.environment_server" in loaded
+    assert "headrace.env.server" in loaded
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
     assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.weights"} & loaded
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import journal as journal_module
-from headrace.errors import ServiceError
-from headrace.journal import Journal, Line, read_bytes, read_journal, size, surviving
+from headrace.base.errors import ServiceError
+from headrace.run import journal as journal_module
+from headrace.run.journal import Journal, Line, read_bytes, read_journal, size, surviving
 from headrace_services.trainer.telemetry.plots import draw_curve
 
 

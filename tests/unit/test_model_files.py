@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.errors import ServiceError
-from headrace.model_files import problem_of_model
-from headrace.model_name import check_model_name
+from headrace.base.errors import ServiceError
+from headrace.base.model_files import problem_of_model
+from headrace.base.model_name import check_model_name
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daa\nsize 12345\n"
 PAGE = b"\n<!DOCTYPE html><html><title>Sign in</title></html>"

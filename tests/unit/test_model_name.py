@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ServiceError
-from headrace.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
+from headrace.base.errors import ServiceError
+from headrace.base.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
 from tests.support.ports import free_port
 
 KEY = "policy.model_name"

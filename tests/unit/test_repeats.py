@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.repeats import Repeats, alike
+from headrace.base.repeats import Repeats, alike
 
 
 class Clock:

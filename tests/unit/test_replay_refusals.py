@@ -6,7 +6,7 @@ import pytest
 from redis._parsers.base import BaseParser
 from redis.exceptions import ResponseError
 
-from headrace.errors import ReplayUnavailable
+from headrace.base.errors import ReplayUnavailable
 from headrace.replay.connection import BufferConnection, open_redis, unavailable
 
 REFUSALS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.rescoring import Rescored, compare, rewards
-from headrace.trajectory import Score
+from headrace.env.kit.rescoring import Rescored, compare, rewards
+from headrace.records.trajectory import Score
 from tests.support.buffer import make_group
 
 

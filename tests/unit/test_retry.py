@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, ReplayDenied, ReplayUnavailable, ServiceError
+from headrace.base.errors import InvalidCall, ReplayDenied, ReplayUnavailable, ServiceError
 from headrace.replay import BufferRetry
 
 

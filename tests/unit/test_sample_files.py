@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.errors import CodecError
-from headrace.samples import (
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import Group, Sampling, Score, Span
+from headrace.run.samples import (
     FAILED,
     SampleFiles,
     StoredSample,
@@ -20,7 +21,6 @@ from headrace.samples import (
     record,
     sample_of,
 )
-from headrace.trajectory import Group, Sampling, Score, Span
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample, write
 

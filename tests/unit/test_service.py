@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from headrace.service import bind, importing
+from headrace.net.service import bind, importing
 
 
 def test_what_is_garbage_before_an_import_is_not_kept() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace import threads
-from headrace.config import Config
+from headrace.config import Config, threads
 from headrace.config.loading import examine
-from headrace.threads import Threads
+from headrace.config.threads import Threads
 
 
 def planned(cores: int, *, omp: str = "", trains: bool = True, generates: bool = True, **sections: Any) -> Threads:

@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from headrace.config.data import DataSourceConfig, EnvConfig, Extract
-from headrace.environment import Environment, Sample
-from headrace.trajectory import Score
+from headrace.env.environment import Environment, Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.build import build_of
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).

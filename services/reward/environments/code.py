@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.errors import ServiceError
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.environment import Sample
-from headrace.errors import ServiceError
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
 from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame

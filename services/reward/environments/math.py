@@ -11,8 +11,8 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.environment import Sample
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.build import version_of
 from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shown
 

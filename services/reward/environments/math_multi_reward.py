@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from headrace.config.data import EnvConfig
-from headrace.environment import Sample
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import BuiltInEnvironment, shown
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)

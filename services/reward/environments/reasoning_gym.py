@@ -9,11 +9,11 @@ from typing import Any
 
 import reasoning_gym
 
+from headrace.base.errors import ConfigError
+from headrace.base.tagged_json import from_json
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.environment import Sample
-from headrace.errors import ConfigError
-from headrace.tagged_json import from_json
-from headrace.trajectory import Score
+from headrace.env.environment import Sample
+from headrace.records.trajectory import Score
 from headrace_services.reward.build import version_of
 from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound

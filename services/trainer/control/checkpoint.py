@@ -2,7 +2,7 @@
 
 A checkpoint is written under a name that readers ignore, flushed to disk file by file, and renamed. Whatever stops the writer (SIGKILL, a
 full disk, a power cut) leaves the earlier checkpoints intact. The next trainer removes the remains. If another trainer of the run wakes up
-late, the chain beside the checkpoints decides which of them are the run's (`headrace.checkpoints`). Layout:
+late, the chain beside the checkpoints decides which of them are the run's (`headrace.run.checkpoints`). Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/policy/adapter/  with `policy.lora_cfg`: the adapter in PEFT's format; the weights beside it are merged with it
@@ -37,12 +37,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pyroaring import BitMap
 
-from headrace import checkpoints as folders
-from headrace.checkpoints import DAMAGE, STATE, FolderLock, Start, cannot_write_checkpoint
+from headrace.base.errors import Restartable, ServiceError
+from headrace.base.files import fsync
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import Restartable, ServiceError
-from headrace.files import fsync
 from headrace.replay import Ended
+from headrace.run import checkpoints as folders
+from headrace.run.checkpoints import DAMAGE, STATE, FolderLock, Start, cannot_write_checkpoint
 
 log = logging.getLogger(__name__)
 

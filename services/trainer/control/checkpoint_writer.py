@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from headrace.errors import ReplayUnavailable, ServiceError, WrongStep
+from headrace.base.errors import ReplayUnavailable, ServiceError, WrongStep
 from headrace_services.trainer.control.checkpoint import CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 

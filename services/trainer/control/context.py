@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.config import Config
-from headrace.credentials import buffer_url
-from headrace.journal import Journal
+from headrace.net.credentials import buffer_url
 from headrace.replay import BufferRetry, ReplayClient
+from headrace.run.journal import Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.lineage_writer import LineageWriter

@@ -16,7 +16,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.backoff import pause_after
+from headrace.base.backoff import pause_after
 from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, Waiting
 

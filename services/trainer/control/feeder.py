@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from headrace.base.errors import WrongStep
 from headrace.config import Config
-from headrace.errors import WrongStep
-from headrace.journal import Journal, retried
 from headrace.replay import BufferRetry, ReplayClient, RunState
+from headrace.run.journal import Journal, retried
 from headrace_services.trainer.data import Prompts
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Writes the lineage of each step beside the checkpoints; `headrace.lineage` describes the files and reads them."""
+"""Writes the lineage of each step beside the checkpoints; `headrace.run.lineage` describes the files and reads them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.errors import ServiceError
-from headrace.files import atomic_write, fsync
-from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
-from headrace.trajectory import Group
+from headrace.base.errors import ServiceError
+from headrace.base.files import atomic_write, fsync
+from headrace.records.trajectory import Group
+from headrace.run.lineage import (
+    ABANDONED,
+    SCHEMA,
+    GroupLineage,
+    Header,
+    LineageFiles,
+    Origin,
+    timeline_of,
+    with_timelines,
+)
 
 
 class LineageWriter:

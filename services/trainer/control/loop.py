@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
-from headrace.config import Config
-from headrace.errors import (
+from headrace.base.errors import (
     EnvironmentBroken,
     Fenced,
     InvalidCall,
@@ -24,12 +23,13 @@ from headrace.errors import (
     ServiceError,
     WrongTimeline,
 )
-from headrace.headlines import accuracy_name, build_changes
-from headrace.journal import surviving
-from headrace.lineage import Origin
+from headrace.config import Config
+from headrace.records.trajectory import Float32, Group, Int32
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
-from headrace.trajectory import Float32, Group, Int32
+from headrace.run.headlines import accuracy_name, build_changes
+from headrace.run.journal import surviving
+from headrace.run.lineage import Origin
 from headrace.weights.probe import (
     Differences,
     choose_token_ids,

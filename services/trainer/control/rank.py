@@ -21,12 +21,12 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.checkpoints import changed
+from headrace.base.errors import CodecError, HeadraceError, ServiceError
 from headrace.config import Config
-from headrace.errors import CodecError, HeadraceError, ServiceError
-from headrace.lineage import Origin, origin_of
+from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.replay import Reservation
-from headrace.trajectory import AnyTrajectory, Float32, Group, Score
+from headrace.run.checkpoints import changed
+from headrace.run.lineage import Origin, origin_of
 from headrace.weights.probe import rollout_dtype
 from headrace_services.trainer.distributed import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyroaring import BitMap
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
 from headrace_services.trainer.control.checkpoint import (
     ENDED,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headrace.errors import InvalidCall
+from headrace.base.errors import InvalidCall
+from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
-from headrace.trajectory import Group
 from headrace_services.trainer.telemetry.metrics import score_metrics
 
 

@@ -22,10 +22,9 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace import devices
-from headrace.addresses import LOOPBACK, hosts_of, is_loopback, own_address, with_port
-from headrace.config import Config
-from headrace.errors import (
+from headrace.base import devices
+from headrace.base.addresses import LOOPBACK, hosts_of, is_loopback, own_address, with_port
+from headrace.base.errors import (
     Fenced,
     InvalidCall,
     ReplayUnavailable,
@@ -34,8 +33,9 @@ from headrace.errors import (
     WeightChannelError,
     WrongTimeline,
 )
+from headrace.config import Config
+from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
-from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.probe import Differences, rollout_dtype, tolerance

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
 
 
 @dataclasses.dataclass(frozen=True)

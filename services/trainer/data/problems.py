@@ -13,9 +13,9 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any
 
+from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig, DataSourceConfig, EnvConfig
-from headrace.errors import ConfigError
-from headrace.trajectory import Message
+from headrace.records.trajectory import Message
 from headrace_services.trainer.data.sources import Problem, on_the_hub, read, repeats
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from jinja2 import TemplateError
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.evaluation import validation_id
-from headrace.prompt_counts import PromptCounts
-from headrace.trajectory import Group, Lane, Message, Sampling
+from headrace.records.trajectory import Group, Lane, Message, Sampling
+from headrace.run.evaluation import validation_id
+from headrace.run.prompt_counts import PromptCounts
 from headrace_services.trainer.data.model_tokens import ModelTokens
 from headrace_services.trainer.data.problems import load_evaluated, load_problems
 from headrace_services.trainer.data.sources import Problem

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from headrace import strict_json
-from headrace.environment_file import run_file
-from headrace.errors import ConfigError
+from headrace.base import strict_json
+from headrace.base.errors import ConfigError
+from headrace.env.environment_file import run_file
 
 # Characters. A longer line is not a line of prompts, and would fill the memory.
 _LONGEST_LINE = 64 << 20

@@ -16,12 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace import program_verifiers
-from headrace.addresses import url_through_proxy
+from headrace.base.addresses import url_through_proxy
+from headrace.base.errors import CodecError, ConfigError
+from headrace.base.tagged_json import to_json
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.errors import CodecError, ConfigError
-from headrace.tagged_json import to_json
-from headrace.trajectory import Message
+from headrace.env.verifiers import program
+from headrace.records.trajectory import Message
 from headrace_services.trainer.data import arithmetic, rows
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
@@ -173,7 +173,7 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterator[Problem]:
     """Yield the environment's tasks. `extra_env_info` only identifies a task; its content stays with the environment."""
     name = str(source.env_name)
-    for row in program_verifiers.tasks(name, env[name], source.task_config, source.size):
+    for row in program.tasks(name, env[name], source.task_config, source.size):
         problem = _problem(source, row["messages"], {"task": row["task"]}, env[name].verifiers["taskset"]["id"])
         yield dataclasses.replace(problem, key=row["task"]["key"])
 

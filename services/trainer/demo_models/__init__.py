@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 
 log = logging.getLogger(__name__)
 

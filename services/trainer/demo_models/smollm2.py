@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.demo_models import already_made, publish
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
+from headrace.records.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
 from headrace.replay import ReservedTrajectory
-from headrace.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
 from headrace_services.trainer.distributed import Ranks, on_device
 
 Bool = npt.NDArray[np.bool_]

@@ -17,11 +17,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from headrace import threads
-from headrace.checkpoints import cannot_write_checkpoint
-from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.trajectory import Float32, Int32
+from headrace.base.errors import ServiceError
+from headrace.config import Config, threads
+from headrace.records.trajectory import Float32, Int32
+from headrace.run.checkpoints import cannot_write_checkpoint
 from headrace_services.trainer.data import ModelTokens
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import required_passes

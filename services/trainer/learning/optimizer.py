@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
+from headrace.base.errors import ServiceError
+from headrace.base.files import fsync
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
-from headrace.errors import ServiceError
-from headrace.files import fsync
 from headrace_services.trainer.distributed import (
     Place,
     full_tensor,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.base.errors import ServiceError
 from headrace.config.loss import LossConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
 from headrace_services.trainer.learning.algorithms.statistics import all_equal

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
-from headrace.errors import ServiceError
 from headrace.weights.manifest import ADAPTER
 from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank, saved_tensors
 

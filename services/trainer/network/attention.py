@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from headrace.base.errors import ServiceError
 from headrace.config.policy import PolicyConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import on_device
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 

@@ -42,9 +42,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from headrace.base.errors import ServiceError
+from headrace.base.model_name import is_no_hub_name
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.model_name import is_no_hub_name
 from headrace_services.trainer.distributed import (
     end_pass,
     full_tensor,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.config.policy import PolicyConfig
-from headrace.trajectory import Int32, Trajectory
+from headrace.records.trajectory import Int32, Trajectory
 from headrace_services.trainer.distributed import on_device
 
 Tree = tuple[int, ...]  # indices of its paths among those that are planned

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.config.root import TEACHER_KEY
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import saved_tensors
 from headrace_services.trainer.network import adapter as adapters
 from headrace_services.trainer.network import backbone

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.base.files import keep_newest
 from headrace.config import Config
-from headrace.files import keep_newest
 from headrace.weights.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch, Float64
 

@@ -14,12 +14,12 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from headrace.base.errors import CodecError
 from headrace.config import Config
-from headrace.errors import CodecError
-from headrace.http_access import FORM_PAGE
-from headrace.journal import JOURNAL, size
-from headrace.samples import SampleFiles
-from headrace.service import Ready, create_app, problems
+from headrace.net.http_access import FORM_PAGE
+from headrace.net.service import Ready, create_app, problems
+from headrace.run.journal import JOURNAL, size
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry.plots import on_drawing_thread, read_shown, render_page
 from headrace_services.trainer.telemetry.samples import OF, Order, render_samples

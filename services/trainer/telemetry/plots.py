@@ -21,11 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headrace.files import atomic_write
-from headrace.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step, waiting
-from headrace.history import Metric
-from headrace.journal import Kind, Line, iter_journal, surviving
-from headrace.printable import printable
+from headrace.base.files import atomic_write
+from headrace.base.printable import printable
+from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step, waiting
+from headrace.run.history import Metric
+from headrace.run.journal import Kind, Line, iter_journal, surviving
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
 

@@ -1,4 +1,4 @@
-"""The samples of a trainer's batches and validations: lines of sample files (`headrace.samples`), blocks on a terminal, Markdown for
+"""The samples of a trainer's batches and validations: lines of sample files (`headrace.run.samples`), blocks on a terminal, Markdown for
 trackers, and one HTML page without scripts, with a form that picks step, ranking and prompt."""
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from headrace.files import atomic_write
-from headrace.printable import printable
-from headrace.samples import (
+from headrace.base.files import atomic_write
+from headrace.base.printable import printable
+from headrace.records.trajectory import AnyTrajectory, Float32, Score
+from headrace.records.trajectory import Group as TrajectoryGroup
+from headrace.run.samples import (
     Kind,
     SampleFiles,
     SampleGroup,
@@ -26,8 +28,6 @@ from headrace.samples import (
     record,
     rounded,
 )
-from headrace.trajectory import AnyTrajectory, Float32, Score
-from headrace.trajectory import Group as TrajectoryGroup
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.telemetry.plots import html_page, safe

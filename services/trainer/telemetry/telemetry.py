@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.journal import Journal, Line
+from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
-from headrace.samples import SampleFiles, sample_of
-from headrace.trajectory import Group
+from headrace.run.journal import Journal, Line
+from headrace.run.samples import SampleFiles, sample_of
 from headrace.weights.probe import Differences
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch

@@ -28,14 +28,14 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from headrace.addresses import url_through_proxy
+from headrace.base.addresses import url_through_proxy
+from headrace.base.errors import ServiceError
+from headrace.base.files import atomic_write, fsync
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
-from headrace.errors import ServiceError
-from headrace.files import atomic_write, fsync
-from headrace.journal import Line, parse_lines, read_bytes, size, surviving
-from headrace.samples import SampleFiles
+from headrace.run.journal import Line, parse_lines, read_bytes, size, surviving
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.metric_names import tracked_name
 from headrace_services.trainer.telemetry.samples import as_markdown, choose

@@ -13,10 +13,10 @@ import msgspec
 import openai
 
 from headrace.config import Config
-from headrace.episode import Episode, EpisodeOutcome
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net.service import bind, serve_openly
+from headrace.records.trajectory import Sampling, Score
 from headrace.replay import ReplayClient
-from headrace.service import bind, serve_openly
-from headrace.trajectory import Sampling, Score
 from headrace_services.agents.fleet import Fleet, ReplicaApi, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.programs import ProgramApi

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from headrace.trajectory import Message
+from headrace.records.trajectory import Message
 from headrace_services.agents.session import SessionSummary
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace import rpc
+from headrace.net import rpc
+from headrace.net.replica_client import ReplicaFenced, SampleRequest
 from headrace.replay import Limits, Reservation
-from headrace.replica_client import ReplicaFenced, SampleRequest
 from headrace_services.agents.programs import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import eventually, make_group, refit

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.config import Config
-from headrace.trajectory import EpisodeTrajectory, Sampling
+from headrace.records.trajectory import EpisodeTrajectory, Sampling
 from headrace_services.agents.programs import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import make_group

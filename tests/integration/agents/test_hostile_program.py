@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import yaml
 
-from headrace import rpc
 from headrace.config import Config
-from headrace.credentials import Credentials, complete
-from headrace.episode import Episode, EpisodeOutcome
-from headrace.service import bind
-from headrace.trajectory import Sampling
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net import rpc
+from headrace.net.credentials import Credentials, complete
+from headrace.net.service import bind
+from headrace.records.trajectory import Sampling
 from headrace_services.agents.programs import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import make_group
@@ -135,8 +135,6 @@ async def test_a_hostile_program_gets_nothing_and_earns_nothing(
 
 def listener_of(port: int) -> str:
     """The hidden hub as another process of its user finds it: by its configuration."""
-    code = (
-        "import sys; from headrace.listeners import *; at = listener(int(sys.argv[1])); print(at.pid, saved_config(at))"
-    )
+    code = "import sys; from headrace.net.listeners import *; at = listener(int(sys.argv[1])); print(at.pid, saved_config(at))"
     command = (*UNPRIVILEGED, sys.executable, "-c", code, str(port))
     return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.strip()

@@ -19,10 +19,10 @@ import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
 
+from headrace.net.replica_client import RENDER, SAMPLE, Rendered, RenderRequest, SampleRequest
+from headrace.net.service import bind, serve_openly
+from headrace.records.trajectory import EpisodeTrajectory, Sampling, decode_trajectory
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
-from headrace.replica_client import RENDER, SAMPLE, Rendered, RenderRequest, SampleRequest
-from headrace.service import bind, serve_openly
-from headrace.trajectory import EpisodeTrajectory, Sampling, decode_trajectory
 from tests.support.buffer import contents, eventually, make_group, nonce, payloads, refit, reserve, tighten
 from tests.support.gateways import ToyReplica
 from tests.support.noted_program import CALLS

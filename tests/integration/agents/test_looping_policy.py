@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.episode import Episode, EpisodeOutcome
-from headrace.errors import ChatError
+from headrace.base.errors import ChatError
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net.replica_client import Sampled, SampleRequest
+from headrace.records.trajectory import Message, Score, Span
 from headrace.replay import Limits, Reservation
-from headrace.replica_client import Sampled, SampleRequest
-from headrace.trajectory import Message, Score, Span
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.agents.stage import Played, Stage, scored

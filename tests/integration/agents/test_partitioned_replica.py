@@ -16,10 +16,10 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.episode import Episode, EpisodeOutcome
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net.replica_client import Sampled, SampleRequest
+from headrace.records.trajectory import EpisodeTrajectory, Message, decode_trajectory
 from headrace.replay import ReplayClient, Reservation
-from headrace.replica_client import Sampled, SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Message, decode_trajectory
 from tests.integration.agents.stage import Played, Stage, scored
 from tests.support.buffer import contents, eventually, nonce, refit, rewind
 from tests.support.gateways import ToyReplica

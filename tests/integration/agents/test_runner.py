@@ -13,11 +13,11 @@ import openai
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace.episode import Episode, EpisodeOutcome
-from headrace.errors import ChatError, ServiceError
+from headrace.base.errors import ChatError, ServiceError
+from headrace.env.episode import Episode, EpisodeOutcome
+from headrace.net.replica_client import SampleRequest
+from headrace.records.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
 from headrace.replay import Limits, ReplayClient
-from headrace.replica_client import SampleRequest
-from headrace.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
 from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.runner import EpisodeRunner
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns

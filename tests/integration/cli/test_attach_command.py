@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace import Sample, rpc
-from headrace.cli import runs
+from headrace import Sample
 from headrace.cli.app import app
 from headrace.config import Config
-from headrace.credentials import Credentials
+from headrace.env.wire import sample_to_wire
+from headrace.launch import runs
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from headrace.wire import sample_to_wire
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S
 

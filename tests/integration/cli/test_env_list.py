@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.cli import runs
-from headrace.credentials import FILE, complete
+from headrace.launch import runs
+from headrace.net.credentials import FILE, complete
 from headrace.replay import Limits, ReplayClient
 from tests.support.command import headrace, refused
 from tests.support.kept_run import kept_run

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import runs, weights
+from headrace.cli import weights
 from headrace.cli.env_try import _first, evaluation, summary
-from headrace.cli.served_file import environment_at
 from headrace.config import load
-from headrace.samples import by_group
+from headrace.launch import runs
+from headrace.launch.served_file import environment_at
+from headrace.run.samples import by_group
 from tests.support.command import refused
 from tests.support.light_services import instead_of
 from tests.support.stored_samples import sample

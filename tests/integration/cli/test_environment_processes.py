@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment_processes import children
+from headrace.base.tls import CertificateFiles
 from headrace.config import Config
-from headrace.tls import CertificateFiles
+from headrace.launch.environment_processes import children
 from tests.support.command import said
 
 # Its first argument is a port on this machine, its second the URL of the same port.

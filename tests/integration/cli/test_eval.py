@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import runs
 from headrace.config import load
+from headrace.launch import runs
 from tests.support.light_services import instead_of
 from tests.support.processes import descendants, eventually, gone
 

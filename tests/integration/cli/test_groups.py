@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace import export
-from headrace.lineage import FOLDER
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
-from headrace.trajectory import Score
+from headrace.run import export
+from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
 from tests.support.command import refused, said

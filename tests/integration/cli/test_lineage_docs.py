@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.lineage import FOLDER, Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
+from headrace.run.lineage import FOLDER, Origin, TokenRange
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, generate, healthy_replica, make_group
 from tests.support.kept_run import kept_run

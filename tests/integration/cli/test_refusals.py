@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import CheckpointingConfig
-from headrace.journal import JOURNAL, Journal
+from headrace.launch import runs
+from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.data import digest_of, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.history import RUN_LOCK
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.run.history import RUN_LOCK
 from tests.support.buffer import contents, enqueue, generate, healthy_replica, reserve
 from tests.support.command import error_of, headrace, refused, said
 from tests.support.kept_run import kept_run

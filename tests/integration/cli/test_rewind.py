@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints import CHAIN
-from headrace.cli import runs
+from headrace.base.errors import ServiceError
 from headrace.config import load
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import ServiceError
+from headrace.launch import runs
+from headrace.run.checkpoints import CHAIN
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 

@@ -6,10 +6,10 @@ import asyncio
 import json
 from pathlib import Path
 
-from headrace.lineage import FOLDER
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
-from headrace.samples import SampleFiles, failed_record
-from headrace.trajectory import Score
+from headrace.run.lineage import FOLDER
+from headrace.run.samples import SampleFiles, failed_record
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
 from tests.support.command import headrace, refused, said

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
-from headrace.service import reserve
+from headrace.launch.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
+from headrace.net.service import reserve
 from tests.support.processes import descendants, eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
@@ -57,7 +57,7 @@ async def test_a_reserved_port_is_nobody_elses_after_a_service_that_was_killed_w
 ) -> None:
     code = """
 import os, signal
-from headrace.service import admit, bind, reservations
+from headrace.net.service import admit, bind, reservations
 port = int(os.environ["THE_PORT"])
 with bind("127.0.0.1", port, "port"):
     assert len(reservations()) == 1
@@ -89,8 +89,8 @@ import sys
 from pathlib import Path
 lives = Path(sys.argv[1]) / "lives"
 lives.open("a").write("x")
-from headrace.files import keep_newest
-from headrace.service import ending_recorded
+from headrace.base.files import keep_newest
+from headrace.net.service import ending_recorded
 try:
     with ending_recorded():
         {work}
@@ -235,7 +235,7 @@ import signal; signal.pause()
 
 
 async def test_a_running_services_log_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.cli.supervisor._LOOK_AT_LOGS_S", 0.01)
+    monkeypatch.setattr("headrace.launch.supervisor._LOOK_AT_LOGS_S", 0.01)
     supervisor = Supervisor(os.environ, lambda line: None, QUICK, grace_s=1.0, log_bytes=10_000)
     code = "import time\nwhile True: print('x' * 99, flush=True); time.sleep(0.001)"
     service = child(tmp_path, code)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from headrace.cli import samples
 from headrace.cli.app import app
-from headrace.lineage import FOLDER
 from headrace.replay import Limits, ReplayClient
+from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, healthy_replica, make_group
 from tests.support.kept_run import kept_run

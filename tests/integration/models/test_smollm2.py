@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.demo_models import smollm2
 
 

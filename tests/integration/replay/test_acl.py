@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import ReplayDenied, ReplayUnavailable
 from headrace.cli.app import app
-from headrace.credentials import REDIS_ROLES
-from headrace.errors import ReplayDenied, ReplayUnavailable
+from headrace.net.credentials import REDIS_ROLES
+from headrace.records.trajectory import Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import function_name, open_redis
 from headrace.replay.leases import CARRIED_BYTES
 from headrace.replay.retry import BufferRetry
-from headrace.trajectory import Score
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.buffer import make_call, make_group, make_trajectory, nonce, reserve
@@ -358,7 +358,7 @@ def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | Non
     """As `aclfile`, which is read more strictly than ACL SETUSER."""
     import subprocess
 
-    from headrace.service import die_with_parent
+    from headrace.net.service import die_with_parent
     from headrace_services.replay.embedded import _bundled
 
     path = tmp_path / "users.acl"

@@ -11,12 +11,12 @@ import httpx
 import msgspec
 import pytest
 
-from headrace import export
+from headrace.base.errors import CodecError, InvalidCall
 from headrace.cli.status import show
-from headrace.errors import CodecError, InvalidCall
-from headrace.lineage import LineageFiles
+from headrace.records.trajectory import Score
 from headrace.replay import ReplayClient
-from headrace.trajectory import Score
+from headrace.run import export
+from headrace.run.lineage import LineageFiles
 from headrace.weights.rendezvous import Announcement
 from headrace_services.replay.http import build_app
 from tests.support.buffer import (

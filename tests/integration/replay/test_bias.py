@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from headrace.cli.status import show
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
-from headrace.trajectory import Score
 from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import (
     enqueue,

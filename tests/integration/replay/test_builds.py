@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ReplayUnavailable, WrongBuild, WrongTimeline
+from headrace.base.errors import ReplayUnavailable, WrongBuild, WrongTimeline
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from redis.exceptions import ResponseError
 
-from headrace.errors import CodecError, InvalidCall, LeaseLost
+from headrace.base.errors import CodecError, InvalidCall, LeaseLost
+from headrace.records.trajectory import SCORE_BYTES, Score, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.connection import function_name
 from headrace.replay.leases import CARRIED_BYTES
-from headrace.trajectory import SCORE_BYTES, Score, Trajectory
 from headrace_services.replay import library
 from tests.support.buffer import (
     contents,

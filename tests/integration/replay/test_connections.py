@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.errors import ConfigError, ReplayUnavailable
+from headrace.base.errors import ConfigError, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from tests.support.buffer import enqueue, nonce, push_all, refit, score_all

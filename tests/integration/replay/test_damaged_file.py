@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from headrace.errors import ReplayDenied, ServiceError
+from headrace.base.errors import ReplayDenied, ServiceError
 from headrace.replay.connection import BufferConnection
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer

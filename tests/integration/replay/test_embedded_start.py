@@ -10,7 +10,7 @@ from tests.support.ports import free_port
 
 RESERVED = """
 import asyncio, os, pathlib, socket, sys
-from headrace.service import inherited, reserve
+from headrace.net.service import inherited, reserve
 from headrace_services.replay.embedded import EmbeddedServer
 
 def steal():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongStep
+from headrace.base.errors import InvalidCall, WrongStep
 from headrace.replay import Ended, Limits, ReplayClient
 from tests.support.buffer import (
     enqueue,

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace import export
-from headrace.errors import CodecError
+from headrace.base.errors import CodecError
+from headrace.env.wire import scoring_sample
+from headrace.records.trajectory import EpisodeTrajectory, Score
 from headrace.replay import Limits, ReplayClient
-from headrace.samples import sample_of
-from headrace.trajectory import EpisodeTrajectory, Score
-from headrace.wire import scoring_sample
+from headrace.run import export
+from headrace.run.samples import sample_of
 from headrace_services.trainer.learning.batch import check_invariants
 from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import enqueue, generate, healthy_replica, make_group, make_trajectory, reserve, tighten

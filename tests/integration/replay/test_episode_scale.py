@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.config.agents import AgentsConfig
+from headrace.records.trajectory import EpisodeTrajectory, Score, episode_record
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
-from headrace.trajectory import EpisodeTrajectory, Score, episode_record
 from tests.support.buffer import healthy_replica, make_call, make_group, nonce, refit
 
 CALLS, TOKENS = 500, 100_000

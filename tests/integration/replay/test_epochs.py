@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import Fenced, InvalidCall, NotVerified, WrongTimeline
+from headrace.base.errors import Fenced, InvalidCall, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient
 from tests.support.buffer import enqueue, group_of, healthy_replica, nonce, refit, rewind
 

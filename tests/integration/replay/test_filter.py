@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.base.errors import InvalidCall, SamplingStarved
 from headrace.config import Config
-from headrace.errors import InvalidCall, SamplingStarved
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient, Waiting
-from headrace.trajectory import Score
 from headrace_services.replay.main import limits_of
 from tests.support.buffer import (
     enqueue,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
+from headrace.base.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
 from headrace.replay import ReplayClient, Reservation
 from tests.support.buffer import (
     enqueue,

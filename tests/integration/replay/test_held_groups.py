@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace import export
-from headrace.errors import CodecError
-from headrace.lineage import TokenRange, origin_of
+from headrace.base.errors import CodecError
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
-from headrace.trajectory import Score
+from headrace.run import export
+from headrace.run.lineage import TokenRange, origin_of
 from tests.support.buffer import (
     enqueue,
     generate,

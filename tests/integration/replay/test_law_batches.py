@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongStep
+from headrace.base.errors import InvalidCall, WrongStep
+from headrace.records.trajectory import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
-from headrace.trajectory import Score
 from tests.support.buffer import (
     contents,
     enqueue,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.config.agents import MOST_SLOTS
-from headrace.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.records.trajectory import Call, EpisodeTrajectory, Score, Status
 from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Waiting
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Call, EpisodeTrajectory, Score, Status
 from tests.support.buffer import (
     contents,
     eventually,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
+from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, RefitVerdict, ReplayClient
-from headrace.trajectory import Score
 from tests.support.buffer import (
     contents,
     enqueue,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import LeaseLost, NotVerified
+from headrace.base.errors import LeaseLost, NotVerified
+from headrace.records.trajectory import Score, Status
 from headrace.replay import Limits, ReplayClient, ScoringJob, Waiting
-from headrace.trajectory import Score, Status
 from tests.support.buffer import (
     died,
     enqueue,

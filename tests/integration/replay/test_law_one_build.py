@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.errors import LeaseLost
+from headrace.base.errors import LeaseLost
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient, ScoringJob
-from headrace.trajectory import Score
 from tests.support.buffer import eventually, healthy_replica, make_group, push_all, reserve, rewind
 
 N = 4

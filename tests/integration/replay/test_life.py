@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.records.trajectory import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
-from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
     generate,

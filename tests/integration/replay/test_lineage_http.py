@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace import export
-from headrace.lineage import FOLDER
+from headrace.run import export
+from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory

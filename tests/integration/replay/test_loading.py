@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from headrace.base.errors import NotVerified
 from headrace.config import Config
-from headrace.errors import NotVerified
 from headrace.replay import ReplayClient
 from headrace_services.rollout.loading import announced
 from headrace_services.trainer.control.decisions import alive, is_loading

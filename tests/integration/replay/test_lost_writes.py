@@ -19,10 +19,10 @@ import pytest
 from pyroaring import BitMap
 from redis.asyncio import Redis
 
-from headrace.errors import Fenced, InvalidCall, WrongStep
+from headrace.base.errors import Fenced, InvalidCall, WrongStep
+from headrace.records.trajectory import Score
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Score
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.errors import ReplayFull
+from headrace.base.errors import ReplayFull
+from headrace.records.trajectory import Trajectory
 from headrace.replay import Lease, Limits, ReplayClient, Waiting
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Trajectory
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.buffer import (

@@ -12,11 +12,11 @@ import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
-from headrace import credentials
+from headrace.base.errors import ReplayUnavailable
 from headrace.cli.app import app
 from headrace.config import Config
-from headrace.credentials import REDIS_ROLES
-from headrace.errors import ReplayUnavailable
+from headrace.net import credentials
+from headrace.net.credentials import REDIS_ROLES
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.errors import InvalidCall, LeaseLost, WrongTimeline
+from headrace.base.errors import InvalidCall, LeaseLost, WrongTimeline
+from headrace.records.trajectory import Score, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
-from headrace.trajectory import Score, Trajectory
 from tests.support.buffer import (
     contents,
     died,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from headrace.errors import Fenced, LeaseLost, NotVerified, WrongTimeline
+from headrace.base.errors import Fenced, LeaseLost, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient, Reservation
 from headrace_services.replay.gauges import LatestStats, exported
 from tests.support.buffer import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongTimeline
+from headrace.base.errors import InvalidCall, WrongTimeline
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     contents,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongStep, WrongTimeline
+from headrace.base.errors import InvalidCall, WrongStep, WrongTimeline
 from headrace.replay import Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     enqueue,

@@ -17,11 +17,11 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
+from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
 from headrace.config import Config
-from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Score
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks

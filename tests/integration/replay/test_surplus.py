@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from headrace.errors import InvalidCall, LeaseLost, Surplus
+from headrace.base.errors import InvalidCall, LeaseLost, Surplus
+from headrace.records.trajectory import Score
 from headrace.replay import Lease, Limits, ReplayClient
-from headrace.trajectory import Score
 from tests.support.buffer import (
     contents,
     enqueue,

@@ -9,7 +9,7 @@ import pytest
 import trustme
 from redis.asyncio import Redis
 
-from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable
+from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis, shown
 from headrace_services.replay import library

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.journal import JOURNAL, Journal
+from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, End, Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.trajectory import Group
+from headrace.run.journal import JOURNAL, Journal
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.main import _Buffer

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from headrace.credentials import REDIS_ROLES
+from headrace.net.credentials import REDIS_ROLES
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library

@@ -18,8 +18,8 @@ import pytest
 
 import headrace
 from headrace import Sample
-from headrace.errors import ConfigError
-from headrace.trajectory import Score
+from headrace.base.errors import ConfigError
+from headrace.records.trajectory import Score
 from headrace.v1 import environment_pb2, reward_pb2, trajectory_pb2
 from tests.chaos import runs
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub, until
@@ -449,7 +449,7 @@ async def test_a_score_of_100_mb_is_failed_and_those_beside_it_keep_their_reward
 
 HUGE = """
 import asyncio, sys
-from headrace import rpc
+from headrace.net import rpc
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from tests.integration.reward.test_attach import Peer
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from headrace import Environment, Sample
-from headrace.environment_server import serving
-from headrace.errors import EnvironmentBroken
+from headrace.base.errors import EnvironmentBroken
+from headrace.env.server import serving
+from headrace.records.trajectory import Group, Score
 from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
-from headrace.trajectory import Group, Score
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory, refit
 from tests.support.judge_server import JudgeServer, said
 from tests.support.ports import free_port

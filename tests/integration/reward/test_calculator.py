@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace import environment_file
 from headrace.config import load
-from headrace.environment import Environment
+from headrace.env import environment_file
+from headrace.env.environment import Environment
 from headrace.testing import Served
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

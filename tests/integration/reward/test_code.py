@@ -16,10 +16,10 @@ import pytest
 
 import headrace_services.reward.pool
 from headrace import Sample
+from headrace.base.errors import ServiceError
 from headrace.config.data import EnvConfig
-from headrace.errors import ServiceError
+from headrace.env.wire import sample_to_wire
 from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
-from headrace.wire import sample_to_wire
 from headrace_services.reward.environments.code import Code, refusal
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level

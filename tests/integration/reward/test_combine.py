@@ -9,10 +9,11 @@ import prometheus_client
 import pytest
 import reasoning_gym
 
-from headrace import Environment, Sample, environment_server
+from headrace import Environment, Sample
+from headrace.base.tagged_json import to_json
 from headrace.config import Config
-from headrace.tagged_json import to_json
-from headrace.trajectory import Score
+from headrace.env import server
+from headrace.records.trajectory import Score
 from headrace_services.reward.main import sources_of_parts
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub
@@ -96,7 +97,7 @@ class Odd(Environment):
 
 
 async def test_law_7_failure_is_not_zero_a_part_that_fails_fails_the_whole_with_its_reason() -> None:
-    async with environment_server.serving(Odd()) as port:
+    async with server.serving(Odd()) as port:
         env = {
             "odd": {"target": f"127.0.0.1:{port}", "timeout_s": 20.0},
             "math": {"timeout_s": 20.0},

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace import Environment, Sample, rpc
-from headrace.conformance import REMEDIES, Finding, examine
-from headrace.environment_server import serving
-from headrace.errors import ServiceError
-from headrace.example_samples import GoldenSample
+from headrace import Environment, Sample
+from headrace.base.errors import ServiceError
+from headrace.env.kit.conformance import REMEDIES, Finding, examine
+from headrace.env.kit.example_samples import GoldenSample
+from headrace.env.server import serving
+from headrace.net import rpc
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.support.command import error_of, headrace
 from tests.support.raw_environment import Answer, Request, raw_environment, scored

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace import Episode, conformance, rpc
-from headrace.conformance import examine
-from headrace.conformance_episodes import REMEDIES
-from headrace.environment_server import serving
-from headrace.example_samples import GoldenSample
+from headrace import Episode
+from headrace.env.kit import conformance
+from headrace.env.kit.conformance import examine
+from headrace.env.kit.conformance_episodes import REMEDIES
+from headrace.env.kit.example_samples import GoldenSample
+from headrace.env.server import serving
+from headrace.net import rpc
 from tests.support.command import headrace as command
 
 FILE = """

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace import environment_file
 from headrace.config import Config
-from headrace.environment import Environment
+from headrace.env import environment_file
+from headrace.env.environment import Environment
 from headrace.testing import Served
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"

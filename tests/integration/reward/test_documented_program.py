@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from headrace.config import Config
-from headrace.environment_file import load
+from headrace.env.environment_file import load
 from headrace.testing import sample, served
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

@@ -15,14 +15,15 @@ import grpc
 import psutil
 import pytest
 
-from headrace import Episode, Sample, Score, rpc
+from headrace import Episode, Sample, Score
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.credentials import Credentials, complete
-from headrace.episode import EpisodeOutcome
-from headrace.errors import ServiceError
-from headrace.scripted_policy import ScriptedPolicy, ScriptedSession
+from headrace.env.episode import EpisodeOutcome
+from headrace.env.kit.scripted_policy import ScriptedPolicy, ScriptedSession
+from headrace.env.wire import episode_to_wire, outcome_from_wire
+from headrace.net import rpc
+from headrace.net.credentials import Credentials, complete
 from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
-from headrace.wire import episode_to_wire, outcome_from_wire
 from headrace_services.reward import hub as hub_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headrace import Episode, Sample, rpc
+from headrace import Episode, Sample
+from headrace.base.errors import ServiceError
+from headrace.base.tls import CertificateFiles
 from headrace.config import load
-from headrace.credentials import Credentials
-from headrace.errors import ServiceError
-from headrace.scripted_policy import ScriptedPolicy
-from headrace.tls import CertificateFiles
+from headrace.env.kit.scripted_policy import ScriptedPolicy
+from headrace.env.wire import episode_to_wire, outcome_from_wire, sample_to_wire
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 from tests.support.command import said
 from tests.support.ports import free_ports, listens
 from tests.support.processes import eventually

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace import Environment, Episode, Sample, Score, rpc
-from headrace.environment_server import serving
+from headrace import Environment, Episode, Sample, Score
+from headrace.env.server import serving
+from headrace.env.wire import episode_to_wire, outcome_from_wire
+from headrace.net import rpc
 from headrace.v1 import reward_pb2
-from headrace.wire import episode_to_wire, outcome_from_wire
 from tests.support.reward_hub import WAIT_S, Hub, start_hub
 
 MOST = 1 << 20

@@ -13,11 +13,11 @@ import pytest
 import trustme
 
 from headrace import Sample
+from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.errors import ConfigError
-from headrace.exposure import check
-from headrace.trajectory import Score
+from headrace.launch.exposure import check
+from headrace.records.trajectory import Score
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace import environment_file
 from headrace.config import load
-from headrace.environment import Environment
+from headrace.env import environment_file
+from headrace.env.environment import Environment
 from headrace.testing import Served
 from headrace_services.trainer.demo_models import tiny
 

@@ -18,14 +18,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from headrace import Environment, Sample, rpc
+from headrace import Environment, Sample
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.environment_server import serving
-from headrace.errors import ConfigError, ServiceError
-from headrace.service import bind
+from headrace.env.server import serving
+from headrace.env.wire import sample_to_wire
+from headrace.net import rpc
+from headrace.net.service import bind
 from headrace.v1 import reward_pb2, trajectory_pb2
-from headrace.wire import sample_to_wire
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
 from tests.support.raw_environment import Request, raw_environment, scored

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from headrace import Sample
+from headrace.base.errors import ServiceError
 from headrace.config.data import EnvConfig
-from headrace.errors import ServiceError
 from headrace_services.reward.model_process import Conversation, ModelSpecification, RewardModelOnDevice
 from headrace_services.reward.reward_model import ModelProcess, RewardModel
 from headrace_services.trainer.demo_models.tiny import make_tokenizer

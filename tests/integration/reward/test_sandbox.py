@@ -14,11 +14,11 @@ import pytest
 import reasoning_gym
 
 from headrace import Sample
+from headrace.base.errors import ServiceError
+from headrace.base.tagged_json import to_json
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.errors import ServiceError
-from headrace.tagged_json import to_json
-from headrace.trajectory import Score
-from headrace.wire import sample_to_wire, score_from_wire
+from headrace.env.wire import sample_to_wire, score_from_wire
+from headrace.records.trajectory import Score
 from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
 from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
@@ -202,7 +202,9 @@ async def test_a_worker_that_dies_over_what_it_looks_through_is_the_fault_of_non
 
 
 async def test_whose_result_it_is_is_not_for_the_child_to_say() -> None:
-    claim = "from headrace.trajectory import Score\nreward = Score('SCORED', 1.0, environment='math', build='9')"
+    claim = (
+        "from headrace.records.trajectory import Score\nreward = Score('SCORED', 1.0, environment='math', build='9')"
+    )
     async with evaluating(Level.A, Level.B) as worker:
         result = await worker.run(claim)
     assert (result.environment, result.build) == ("evaluating", "1")

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from headrace import Environment, Sample
-from headrace.environment_server import serving
+from headrace.env.server import serving
+from headrace.env.wire import sample_to_wire
+from headrace.net.service import bind
+from headrace.records.trajectory import Group, Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
-from headrace.samples import SampleFiles
-from headrace.service import bind
-from headrace.trajectory import Group, Score
-from headrace.wire import sample_to_wire
+from headrace.run.samples import SampleFiles
 from headrace_services.replay.scorer import in_batches
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory
 from tests.support.reward_hub import WAIT_S, scoring, start_hub

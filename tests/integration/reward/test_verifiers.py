@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from headrace import Episode, Score
+from headrace.base.errors import ConfigError
 from headrace.config import load
 from headrace.config.data import EnvConfig
-from headrace.episode import EpisodeOutcome
-from headrace.errors import ConfigError
-from headrace.program_verifiers import check, playing, tasks
-from headrace.programs import Programs
-from headrace.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
-from headrace.trajectory import Message
+from headrace.env.episode import EpisodeOutcome
+from headrace.env.kit.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
+from headrace.env.programs import Programs
+from headrace.env.verifiers.program import check, playing, tasks
+from headrace.env.wire import episode_to_wire, outcome_from_wire
+from headrace.records.trajectory import Message
 from headrace.v1 import reward_pb2
-from headrace.wire import episode_to_wire, outcome_from_wire
 from tests.support.gateways import open_episode
 from tests.support.own_python import own_python, pip, uv
 from tests.support.ports import free_ports, listens

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from headrace.config import Config
+from headrace.net.replica_client import RenderRefused, ReplicaFenced, SampleRequest
 from headrace.replay import HeartbeatReply
-from headrace.replica_client import RenderRefused, ReplicaFenced, SampleRequest
 from headrace_services.rollout.decisions import EndCalls
 from headrace_services.rollout.worker import RolloutWorker
 

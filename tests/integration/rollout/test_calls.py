@@ -17,10 +17,8 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
-from headrace.credentials import Credentials
-from headrace.replay import ReplayClient
-from headrace.replay.connection import open_redis
-from headrace.replica_client import (
+from headrace.net.credentials import Credentials
+from headrace.net.replica_client import (
     PATHS,
     RenderRefused,
     ReplicaClient,
@@ -29,6 +27,8 @@ from headrace.replica_client import (
     Sampled,
     SampleRequest,
 )
+from headrace.replay import ReplayClient
+from headrace.replay.connection import open_redis
 from tests.integration.rollout.test_service import IN_FLIGHT, LIMITS
 from tests.support import tool_model
 from tests.support.mutation import Mutator

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.replica_client import RenderRefused, RenderRequest
+from headrace.net.replica_client import RenderRefused, RenderRequest
 from headrace_services.rollout.chat_format import ChatFormat, Written, check_parser_names
 from headrace_services.rollout.engine import engine_arguments
 from headrace_services.trainer.demo_models import tiny_calculator

@@ -17,11 +17,11 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.base.errors import LeaseLost
 from headrace.config import Config
-from headrace.errors import LeaseLost
+from headrace.net.replica_client import SampleRequest
+from headrace.records.trajectory import Group, Sampling, Span, Trajectory
 from headrace.replay import Lease
-from headrace.replica_client import SampleRequest
-from headrace.trajectory import Group, Sampling, Span, Trajectory
 from headrace_services.rollout.calls import complete
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.generate import (

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from headrace.errors import LeaseLost, ReplayUnavailable
+from headrace.base.errors import LeaseLost, ReplayUnavailable
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.rollout.pushes import Pushes

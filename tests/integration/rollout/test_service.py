@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from headrace.net.replica_client import ReplicaClient, ReplicaFenced, Sampled, SampleRequest
+from headrace.net.service import EXIT_INTERNAL_ERROR
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.replica_client import ReplicaClient, ReplicaFenced, Sampled, SampleRequest
-from headrace.service import EXIT_INTERNAL_ERROR
 from tests.support.buffer import tighten
 from tests.support.mutation import Mutator
 from tests.support.rollout_fleet import LONG, PROMPT, Fleet, Policy, Process, eventually

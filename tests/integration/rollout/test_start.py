@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.base.errors import ServiceError
 from headrace.cli import serve
 from headrace.cli.weights import NamedModel, RunCheckpoint
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace.replay import ReplayClient
 from headrace_services.rollout.engine import running_engine
 

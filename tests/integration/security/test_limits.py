@@ -21,13 +21,13 @@ from fastapi import FastAPI
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from headrace import http_connection, rpc, service
+from headrace.base.tls import CertificateFiles, client_context
 from headrace.cli.app import app as cli
 from headrace.config import Config
-from headrace.environment_server import serving
-from headrace.http_access import HttpAccess
-from headrace.service import bind, create_app, most_connections, serve_http, serve_openly
-from headrace.tls import CertificateFiles, client_context
+from headrace.env.server import serving
+from headrace.net import http_connection, rpc, service
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import bind, create_app, most_connections, serve_http, serve_openly
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.support.guarded_ports import HOST, Half
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from headrace.credentials import Credentials
+from headrace.net.credentials import Credentials
 from headrace.replay import ReplayClient
 from tests.support.command import headrace
 from tests.support.light_services import instead_of
@@ -127,7 +127,7 @@ def signs_in_once(run: Up) -> None:
 
 
 async def reader_may_not_write(port: int, credentials: Credentials) -> bool:
-    from headrace.errors import ReplayDenied
+    from headrace.base.errors import ReplayDenied
 
     url = f"redis://test-reader:{credentials.token('redis reader')}@127.0.0.1:{port}/0"
     client = await ReplayClient.connect(url, "test")

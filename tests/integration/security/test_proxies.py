@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from headrace import rpc
-from headrace.addresses import GRPC_PROXIES, HTTP_PROXIES, LOOPBACK, through_proxy, url_through_proxy
-from headrace.cli.supervisor import child_environ
+from headrace.base.addresses import GRPC_PROXIES, HTTP_PROXIES, LOOPBACK, through_proxy, url_through_proxy
+from headrace.launch.supervisor import child_environ
+from headrace.net import rpc
 from tests.support.processes import eventually
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")

@@ -20,18 +20,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 import headrace
-from headrace import rpc
+from headrace.base.tls import CertificateFiles, client_context
 from headrace.cli.app import app as cli
 from headrace.config import Config
 from headrace.config.data import EnvConfig
-from headrace.credentials import Credentials
-from headrace.environment_server import serving
-from headrace.exposure import check
-from headrace.http_access import HttpAccess
-from headrace.service import bind, create_app, serve_http
-from headrace.tls import CertificateFiles, client_context
+from headrace.env.server import serving
+from headrace.env.wire import sample_to_wire
+from headrace.launch.exposure import check
+from headrace.net import rpc
+from headrace.net.credentials import Credentials
+from headrace.net.http_access import HttpAccess
+from headrace.net.service import bind, create_app, serve_http
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from headrace.wire import sample_to_wire
 from headrace_services.reward.main import running
 
 READY = Path(__file__).parents[3] / "deploy" / "bin" / "ready"

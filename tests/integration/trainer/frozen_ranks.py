@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
+from headrace.records.trajectory import Score
 from headrace.replay import Reservation, ReservedTrajectory
-from headrace.trajectory import Score
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, follow
 from headrace_services.trainer.distributed import join_ranks
 from tests.support.trainer import trajectory

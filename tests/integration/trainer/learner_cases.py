@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
-from headrace.trajectory import Trajectory
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.learning.batch import Batch, MicroBatch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.network.packing import PackedRows, Packing, pack

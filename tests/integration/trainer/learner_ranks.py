@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.control.rank import TrainerRank
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch

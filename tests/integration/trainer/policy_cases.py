@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.config import Config
-from headrace.trajectory import Trajectory
+from headrace.records.trajectory import Trajectory
 from tests.integration.trainer.learner_cases import config
 from tests.support.trainer import trajectory
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace.weights.probe import differences
 from headrace_services.trainer import distributed
 from headrace_services.trainer.distributed import full_tensor, local_part

@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch, weights

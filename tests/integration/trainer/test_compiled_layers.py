@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.policy_cases import MODES, SIZES, factors, groups, settings, weights_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

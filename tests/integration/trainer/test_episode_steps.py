@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.config import Config
-from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Trajectory
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Trajectory
 from headrace_services.trainer.learning.batch import BatchRejected
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

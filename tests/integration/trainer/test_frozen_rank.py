@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.service import EXIT_INTERNAL_ERROR
+from headrace.net.service import EXIT_INTERNAL_ERROR
 from tests.integration.trainer import frozen_ranks
 from tests.support.forks import fork_ranks
 from tests.support.processes import is_stopped

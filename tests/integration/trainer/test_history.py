@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.base.errors import NotVerified
 from headrace.cli.rewind import set_aside
-from headrace.errors import NotVerified
+from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
-from headrace.trajectory import Span, Trajectory
 from headrace_services.trainer.data import PromptOrder, load_problems
 from tests.support.small_replica import SmallReplica, running, score_all
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.service import EXIT_INTERNAL_ERROR
+from headrace.net.service import EXIT_INTERNAL_ERROR
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.base.errors import ServiceError
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.trajectory import LARGEST_REWARD, Span
+from headrace.records.trajectory import LARGEST_REWARD, Span
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

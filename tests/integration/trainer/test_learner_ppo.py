@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import policy_loss

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from headrace.errors import ServiceError
-from headrace.trajectory import Trajectory
+from headrace.base.errors import ServiceError
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, GlobalCounts
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import policy_loss

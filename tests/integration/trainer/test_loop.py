@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import Fenced, InvalidCall
-from headrace.evaluation import report
+from headrace.base.errors import Fenced, InvalidCall
+from headrace.net.service import EXIT_STOPPED, EXIT_USER_ERROR
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
-from headrace.samples import SampleFiles
-from headrace.service import EXIT_STOPPED, EXIT_USER_ERROR
-from headrace.trajectory import Score
+from headrace.run.evaluation import report
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.buffer import eventually as until

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient
-from headrace.samples import SampleFiles
+from headrace.run.lineage import FOLDER, LineageFiles
+from headrace.run.samples import SampleFiles
 from tests.support.buffer import eventually
 from tests.support.notebook import notebook
 from tests.support.reward_hub import scoring, start_hub

@@ -26,8 +26,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from headrace.errors import ServiceError
-from headrace.trajectory import Trajectory
+from headrace.base.errors import ServiceError
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import token_ids

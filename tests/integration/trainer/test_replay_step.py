@@ -10,9 +10,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from headrace.cli import runs
+from headrace.base.errors import ServiceError
 from headrace.cli.app import app
-from headrace.errors import ServiceError
+from headrace.launch import runs
 from headrace.replay import Limits, ReplayClient
 from headrace_services.trainer import replay_step
 from tests.support.small_replica import SmallReplica, running, score_all

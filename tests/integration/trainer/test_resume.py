@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headrace.base.errors import WrongStep
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import WrongStep
-from headrace.journal import surviving
 from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.run.journal import surviving
 from headrace_services.trainer.control.checkpoint import (
     ENDED,
     FAILURES,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.trajectory import Float32
+from headrace.records.trajectory import Float32
 from headrace.weights.probe import Differences, choose_token_ids, differences, tolerance
 from headrace_services.trainer.learning.learner import Learner
 from tests.integration.trainer.learner_cases import config

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.memory import plan

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config, load
 from headrace.config.text import dump
-from headrace.errors import ServiceError
-from headrace.journal import Journal
-from headrace.samples import SampleFiles
+from headrace.run.journal import Journal
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry import trackers
 from headrace_services.trainer.telemetry.alarm import picture_path
 from headrace_services.trainer.telemetry.trackers import (

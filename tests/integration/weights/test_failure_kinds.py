@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import Restartable, WeightChannelAborted, WeightChannelError
+from headrace.base.errors import Restartable, WeightChannelAborted, WeightChannelError
 from headrace_services.rollout.weight_receiver import RefitFailure, TransferInterrupted
 
 

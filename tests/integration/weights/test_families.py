@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids, differences, tolerance

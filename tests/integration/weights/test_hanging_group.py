@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
-from headrace.errors import Restartable, WeightChannelTimeout
 from headrace.weights import nccl
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.weight_channel import transport

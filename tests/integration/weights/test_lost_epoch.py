@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.errors import Fenced, ReplayUnavailable, WrongTimeline
 from headrace.config import Config
-from headrace.errors import Fenced, ReplayUnavailable, WrongTimeline
 from headrace.replay import BufferRetry, Epoch, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
 from headrace_services.weight_channel.checksum import checksum

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace.replay import RefitVerdict, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.trajectory import JSON_DEPTH
+from headrace.records.trajectory import JSON_DEPTH
 from headrace_services.agents import conversation, dialect
 from headrace_services.agents.dialect import TRAIN_HEADER, BadRequest, ChatRequest
 from headrace_services.agents.json_values import MOST_VALUES

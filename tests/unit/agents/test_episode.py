@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.replica_client import SampleRequest
+from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import dialect
 from headrace_services.agents.dialect import BadRequest, ChatRequest
 from headrace_services.agents.session import SessionCall

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from headrace.errors import LeaseLost
-from headrace.replica_client import SampleRequest
+from headrace.base.errors import LeaseLost
+from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import gateway as gateway_module
 from tests.support.gateways import HI, ask, gate, open_episode, renders_anything, until
 from tests.support.toy_sessions import LIMITS, TOOLS, user

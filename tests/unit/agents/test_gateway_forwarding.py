@@ -13,9 +13,9 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.tls import client_context
 from headrace.cli.app import app as cli
 from headrace.config import Config
-from headrace.tls import client_context
 from headrace_services.agents import gateway as gateway_module
 from headrace_services.agents import metrics
 from tests.support.gateways import HI, ask, gate, open_episode, until

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from headrace.net.replica_client import ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 from headrace.replay import Replica
-from headrace.replica_client import ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 from headrace_services.agents import fleet as fleet_module
 from tests.support.gateways import ask, elsewhere, gate, open_episode, replica, unavailable, until
 from tests.support.toy_policy import ToyPolicy

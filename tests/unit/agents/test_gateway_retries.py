@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from headrace.replica_client import SampleRequest
+from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import gateway as gateway_module
 from headrace_services.agents import metrics
 from tests.support.faulty_way import FAULTS, Fault, faulty_way

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.replica_client import Sampled, SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Message, Span, episode_record
+from headrace.net.replica_client import Sampled, SampleRequest
+from headrace.records.trajectory import EpisodeTrajectory, Message, Span, episode_record
 from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, _size
 from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, THINK, THOUGHT, USER, ToyPolicy, decode, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, user

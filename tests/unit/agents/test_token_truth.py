@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.replica_client import Sampled, SampleRequest
-from headrace.trajectory import EpisodeTrajectory, Message, Span
+from headrace.net.replica_client import Sampled, SampleRequest
+from headrace.records.trajectory import EpisodeTrajectory, Message, Span
 from headrace_services.agents.session import Refused, Session, SessionCall, SessionLimits, SessionSummary
 from tests.support.toy_policy import END, THINK, THOUGHT, ToyPolicy, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
-from headrace.credentials import REDIS_ROLES, Credentials
-from headrace.errors import ConfigError
+from headrace.net.credentials import REDIS_ROLES, Credentials
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace import credentials
 from headrace.cli.display import Display
-from headrace.cli.pipeline import Pipeline
 from headrace.config import Config
+from headrace.launch.pipeline import Pipeline
+from headrace.net import credentials
 
 REASON = "it is a replica of 10.0.0.2:6379; give the primary"
 

@@ -10,9 +10,9 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
-from headrace.credentials import Credentials
-from headrace.errors import ConfigError
+from headrace.net.credentials import Credentials
 
 
 def run(*words: str | Path) -> str:

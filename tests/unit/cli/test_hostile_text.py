@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
+from headrace.base.errors import HeadraceError
 from headrace.cli import groups
 from headrace.cli.common import print_error
 from headrace.cli.display import Display, LiveDisplay, RunSummary, ServiceLine
 from headrace.cli.samples import TokenText, draw_group
 from headrace.cli.status import show as show_status
 from headrace.config import Config
-from headrace.errors import HeadraceError
-from headrace.lineage import GroupLineage
 from headrace.replay import Replica, Runner, RunState
 from headrace.replay.bias import meters_of
-from headrace.samples import StoredCall, by_group
+from headrace.run.lineage import GroupLineage
+from headrace.run.samples import StoredCall, by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
 from tests.support.stored_samples import hostile_episode, hostile_sample, sample
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cli.pipeline import LONGEST_PROBE_GAP_S, patience_s
 from headrace.config import Config
+from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience_s
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
-from headrace.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = """

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from headrace.cli.supervisor import Finished, GiveUp, Restart, RestartPolicy
-from headrace.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError
-from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR, Ending
+from headrace.base.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError
+from headrace.launch.supervisor import Finished, GiveUp, Restart, RestartPolicy
+from headrace.net.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR, Ending
 
 POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 

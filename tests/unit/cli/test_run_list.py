@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.cli.run_list import SHOWN_STEPS
-from headrace.history import recorded
-from headrace.journal import JOURNAL
+from headrace.run.history import recorded
+from headrace.run.journal import JOURNAL
 from tests.support.command import refused, said
 from tests.support.past_run import Stopped, past_run
 

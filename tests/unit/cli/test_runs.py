@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace import history, rpc
-from headrace.addresses import LOOPBACK
-from headrace.cli import common, runs
+from headrace.base.addresses import LOOPBACK
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.cli import common
 from headrace.cli.app import app
 from headrace.config import Config, load
-from headrace.errors import ConfigError, ServiceError
-from headrace.history import RECORD, recorded
-from headrace.journal import JOURNAL, Journal
-from headrace.service import bind, inherited
+from headrace.launch import runs
+from headrace.net import rpc
+from headrace.net.service import bind, inherited
+from headrace.run import history
+from headrace.run.history import RECORD, recorded
+from headrace.run.journal import JOURNAL, Journal
 from tests.support.past_run import Stopped, past_run
 from tests.support.ports import free_port
 

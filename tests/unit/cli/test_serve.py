@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from headrace import api_key
+from headrace.base.errors import ConfigError
 from headrace.cli import serve
 from headrace.cli.weights import NamedModel, RunCheckpoint
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.net import api_key
 from tests.support.ports import free_port
 from tests.support.processes import descendants, gone
 
@@ -53,7 +53,7 @@ def test_beyond_the_loopback_interface_there_is_a_guard_and_the_certificate() ->
         "--ssl-keyfile",
         "key",
         "--middleware",
-        "headrace.api_key.KeyGuard",
+        "headrace.net.api_key.KeyGuard",
     ]
 
 

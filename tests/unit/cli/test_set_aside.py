@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace import credentials
-from headrace.checkpoints import DAMAGE
 from headrace.cli.display import Display
-from headrace.cli.pipeline import Pipeline
 from headrace.config import Config
+from headrace.launch.pipeline import Pipeline
+from headrace.net import credentials
+from headrace.run.checkpoints import DAMAGE
 from tests.support.command import said
 from tests.support.past_run import past_run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import shell
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.launch import shell
 
 CHECK = "from headrace.cli import shell; shell.check()"
 
@@ -86,7 +86,7 @@ def test_a_limit_that_no_run_keeps_is_refused(before: Callable[[], object], word
 
 OPENED = """
 import os, sys
-from headrace.cli.shell import open_standard_streams
+from headrace.launch.shell import open_standard_streams
 open_standard_streams()
 print(os.open("/", os.O_RDONLY), file=open(f"/dev/fd/{sys.argv[1]}", "w"))
 """

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace import credentials
-from headrace.cli import pipeline as pipeline_module
+from headrace.base.errors import ServiceError
 from headrace.cli.display import Display
-from headrace.cli.pipeline import Pipeline
 from headrace.config import Config
-from headrace.errors import ServiceError
+from headrace.launch import pipeline as pipeline_module
+from headrace.launch.pipeline import Pipeline
+from headrace.net import credentials
 
 
 async def test_a_file_server_that_is_away_for_a_moment_ends_no_run_and_a_deleted_folder_does(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints import Start, append_start, metrics_name
-from headrace.cli import runs, weights
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.cli import weights
 from headrace.cli.export import CARD
 from headrace.config import load
-from headrace.errors import ConfigError, ServiceError
+from headrace.launch import runs
+from headrace.run.checkpoints import Start, append_start, metrics_name
 from tests.support.command import error_of, headrace
 
 METRICS = {2: {"val:accuracy": 0.8}, 4: {"val:accuracy": 0.7}, 6: {}}

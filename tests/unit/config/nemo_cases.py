@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.config.nemo_rl import Translation
-from headrace.errors import ConfigError
 
 # a base as theirs are written, in our words
 BASE = """

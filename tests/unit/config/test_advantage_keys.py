@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
 from headrace.config import Config, load
-from headrace.errors import ConfigError
 
 
 def check(tmp_path: Path, *overrides: str) -> Config:

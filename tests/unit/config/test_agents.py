@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.cli import runs
+from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.launch import runs
 
 PROGRAM = {"attached": True, "episodes": True}
 GROUPS = {"num_generations_per_prompt": 8}

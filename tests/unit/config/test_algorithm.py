@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import load
 from headrace.config.text import dump
-from headrace.errors import ConfigError
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.cli import environment_processes
+from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.launch import environment_processes
 
 PROGRAM = {"attached": True, "episodes": True}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import device_plan
+from headrace.base.devices import Device, Inventory
+from headrace.base.errors import ServiceError
 from headrace.config import load
-from headrace.devices import Device, Inventory
-from headrace.errors import ServiceError
-from headrace.service import EXIT_STOPPED
+from headrace.launch import device_plan
+from headrace.net.service import EXIT_STOPPED
 from tests.support.command import headrace
 from tests.support.processes import eventually
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.in_yaml import escape
 from headrace.config.interpolate import resolve
 from headrace.config.text import dump
-from headrace.errors import ConfigError
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.explain import known_keys, nearest, pattern
 from headrace.config.other_names import NAMES
 from headrace.config.text import dump
-from headrace.errors import ConfigError
 
 BASE = """
 run: {id: test}

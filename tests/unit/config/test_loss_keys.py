@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import LossConfig, ValueLossConfig, load
 from headrace.config.text import dump
-from headrace.errors import ConfigError
 
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
 ICEPOP = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config.loading import examine
-from headrace.errors import ConfigError
 from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
 MEGATRON = "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 8}}"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
 from headrace.config import load
 from headrace.config.loading import examine
-from headrace.errors import ConfigError
 from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.text import dump
-from headrace.errors import ConfigError
 
 CANARY = "canary-7f3a'9\\"
 BASE = """\

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.cli import environment_processes
+from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.built_in import decisive_options
-from headrace.errors import ConfigError
+from headrace.launch import environment_processes
 
 ECHO = {"type": "verifiers", "python": "p", "verifiers": {"taskset": {"id": "echo-v1"}}}
 TASKS = {"dataset_name": "verifiers", "env_name": "echo"}

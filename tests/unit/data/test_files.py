@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import Sample
+from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig
-from headrace.errors import ConfigError
-from headrace.wire import sample_from_wire, sample_to_wire
+from headrace.env.wire import sample_from_wire, sample_to_wire
 from headrace_services.trainer.data import Problem, digest_of, load_problems, rows
 
 

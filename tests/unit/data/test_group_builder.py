@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
-from headrace.trajectory import Group
+from headrace.records.trajectory import Group
 from headrace_services.trainer.data import GroupBuilder, ModelTokens, Problem
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig, HubName
-from headrace.errors import ConfigError
 from headrace_services.trainer.data import HUB_DATASETS, Problem, load_problems
 
 

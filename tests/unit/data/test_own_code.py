@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.config import load
 from headrace.config.data import DataConfig
-from headrace.errors import ConfigError
 from headrace_services.trainer.data import Problem, load_problems
 from headrace_services.trainer.data.problems import look_at
 

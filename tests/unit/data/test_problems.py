@@ -10,9 +10,9 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from headrace.base.errors import ConfigError
+from headrace.base.tagged_json import from_json
 from headrace.config.data import DataConfig
-from headrace.errors import ConfigError
-from headrace.tagged_json import from_json
 from headrace_services.trainer.data import load_problems
 from headrace_services.trainer.data.arithmetic import held_out, training_pairs
 from headrace_services.trainer.data.problems import load_evaluated

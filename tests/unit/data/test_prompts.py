@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace import prompt_counts
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
-from headrace.errors import ConfigError, ServiceError
-from headrace.prompt_counts import PromptRecord
+from headrace.run import prompt_counts
+from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.data import ModelTokens, Prompts
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY

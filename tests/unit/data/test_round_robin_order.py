@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.errors import ConfigError
 from headrace_services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY

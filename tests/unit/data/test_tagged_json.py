@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import CodecError
-from headrace.tagged_json import from_json, to_json
+from headrace.base.errors import CodecError
+from headrace.base.tagged_json import from_json, to_json
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.fractions()
 keys = (

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.attachment import dial_options
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.env.attachment import dial_options
+from headrace.env.wire import fitted
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
-from headrace.wire import fitted
 
 
 def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_their_rewards() -> None:

@@ -10,10 +10,10 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from headrace import Sample, Score
+from headrace.base.tagged_json import to_json
 from headrace.config.data import EnvConfig
-from headrace.tagged_json import to_json
+from headrace.env.wire import sample_from_wire, sample_to_wire
 from headrace.v1.trajectory_pb2 import Trajectory
-from headrace.wire import sample_from_wire, sample_to_wire
 from headrace_services.reward.environments import make
 from headrace_services.reward.environments.base import Extract, extract_answer
 from headrace_services.reward.environments.math import Math

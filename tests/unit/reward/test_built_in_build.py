@@ -12,10 +12,10 @@ import pytest
 import reasoning_gym
 
 from headrace import Sample
+from headrace.base.tagged_json import to_json
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, EnvConfig, JudgeConfig
-from headrace.tagged_json import to_json
-from headrace.trajectory import BUILD_BYTES
+from headrace.records.trajectory import BUILD_BYTES
 from headrace_services.reward.build import build_of
 from headrace_services.reward.environments import make
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from headrace import Environment, Sample, Score
-from headrace.environment_server import BatchScorer
-from headrace.errors import ConfigError
-from headrace.repeats import Repeats
+from headrace.base.errors import ConfigError
+from headrace.base.repeats import Repeats
+from headrace.env.server import BatchScorer
 
 WAIT_S = 30.0
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace import Sample, environment_file
-from headrace.cli import environment_processes
+from headrace import Sample
+from headrace.base.errors import ConfigError
 from headrace.cli.app import app
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.env import environment_file
+from headrace.launch import environment_processes
 
 FINE = """
 import headrace

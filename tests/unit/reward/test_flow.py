@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.errors import CodecError
-from headrace.flow import Flow
+from headrace.base.errors import CodecError
+from headrace.env.flow import Flow
 
 
 class Stream(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace import control_groups
+from headrace.base import control_groups
 from headrace_services.reward.free_memory import free_memory
 
 

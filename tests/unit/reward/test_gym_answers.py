@@ -10,9 +10,9 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from headrace import Sample
+from headrace.base.tagged_json import to_json
 from headrace.config.data import EnvConfig
-from headrace.tagged_json import to_json
-from headrace.wire import sample_to_wire
+from headrace.env.wire import sample_to_wire
 from headrace_services.reward.environments.gym_answers import ACCEPTS, SOUND, TASKS, acceptable, sound
 from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 from headrace_services.reward.scoring_worker import score_one

@@ -8,7 +8,7 @@ import pytest
 
 from headrace import Sample, Score
 from headrace.config.data import EnvConfig
-from headrace.wire import sample_to_wire
+from headrace.env.wire import sample_to_wire
 from headrace_services.reward.environments import make
 from headrace_services.reward.environments.base import choice, extract_answer
 from headrace_services.reward.scoring_worker import score_one

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace import Episode, Score
-from headrace.chat import _authorities, chat
+from headrace.base.errors import ChatError, CodecError
 from headrace.cli.app import app as cli
-from headrace.episode import EpisodeOutcome
-from headrace.errors import ChatError, CodecError
-from headrace.programs import Programs
-from headrace.scripted_policy import ScriptedPolicy
+from headrace.env.chat import _authorities, chat
+from headrace.env.episode import EpisodeOutcome
+from headrace.env.kit.scripted_policy import ScriptedPolicy
+from headrace.env.programs import Programs
+from headrace.env.wire import episode_from_wire, episode_to_wire, outcome_from_wire, outcome_to_wire
 from headrace.testing import Served, served
 from headrace.v1 import episode_pb2
-from headrace.wire import episode_from_wire, episode_to_wire, outcome_from_wire, outcome_to_wire
 
 WAIT_S = 60.0
 
@@ -313,7 +313,7 @@ async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pyte
     create_default_context = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", loads)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    monkeypatch.setattr("headrace.chat._authorities", functools.cache(_authorities.__wrapped__))
+    monkeypatch.setattr("headrace.env.chat._authorities", functools.cache(_authorities.__wrapped__))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -329,7 +329,7 @@ async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_an_answer_that_is_too_large_is_an_error_that_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.chat.MOST_BYTES", 50)
+    monkeypatch.setattr("headrace.env.chat.MOST_BYTES", 50)
     with ScriptedPolicy() as policy:
         session = policy.session(["x" * 50, "y"])
         with pytest.raises(ChatError, match="more than 50 bytes"):
@@ -344,7 +344,7 @@ def test_an_episode_survives_the_wire() -> None:
     episode = given(
         messages=({"role": "user", "content": "2 + 2?", "name": "me"},),
         public={"board": [1, 2**60]},
-        limits=headrace.episode.EpisodeLimits(5, 4096),
+        limits=headrace.env.episode.EpisodeLimits(5, 4096),
         attempt=2,
         environment="mine",
         task_name="sum",

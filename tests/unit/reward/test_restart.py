@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.reward.pool import WorkerProcess
 from headrace_services.reward.scoring_worker import Specification
 

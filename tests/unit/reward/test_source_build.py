@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace import environment_file
-from headrace.environment import Environment
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.env import environment_file
+from headrace.env.environment import Environment
 
 FILE = """
 import headrace

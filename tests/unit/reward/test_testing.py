@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace import Environment, Sample, Score
-from headrace.errors import ConfigError
-from headrace.example_samples import read_samples
+from headrace.base.errors import ConfigError
+from headrace.env.kit.example_samples import read_samples
 from headrace.testing import ODD_COMPLETIONS, GoldenSample, Served, sample, served
 
 ServeEnvironment = Callable[[Environment], Served]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace import Environment, Episode, Sample, Score
-from headrace.environment_server import BatchScorer
-from headrace.programs import Programs
-from headrace.wire import outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
+from headrace.env.programs import Programs
+from headrace.env.server import BatchScorer
+from headrace.env.wire import outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
 
 
 class Speechless(Exception):

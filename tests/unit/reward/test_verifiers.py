@@ -16,12 +16,21 @@ import httpx
 import pytest
 
 from headrace import Episode, Score
+from headrace.base.errors import ConfigError
 from headrace.config.data import EnvConfig
-from headrace.errors import ConfigError
-from headrace.program_verifiers import VerifiersProgram, check
-from headrace.programs import Programs
-from headrace.scripted_policy import ScriptedPolicy
-from headrace.verifiers_worker import Relay, Tasks, UnsupportedEnvironment, outcome, policy_of, retried, row_of, sources
+from headrace.env.kit.scripted_policy import ScriptedPolicy
+from headrace.env.programs import Programs
+from headrace.env.verifiers.program import VerifiersProgram, check
+from headrace.env.verifiers.verifiers_worker import (
+    Relay,
+    Tasks,
+    UnsupportedEnvironment,
+    outcome,
+    policy_of,
+    retried,
+    row_of,
+    sources,
+)
 
 WAIT_S = 60.0
 TASK = {"index": 0, "key": "k0"}

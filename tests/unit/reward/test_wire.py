@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import Sample, Score
-from headrace.episode import EpisodeOutcome
-from headrace.errors import CodecError
-from headrace.trajectory import Status
-from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import (
+from headrace.base.errors import CodecError
+from headrace.env.episode import EpisodeOutcome
+from headrace.env.wire import (
     check_trajectory,
     outcome_from_wire,
     outcome_to_wire,
@@ -24,6 +22,8 @@ from headrace.wire import (
     score_to_wire,
     scoring_sample,
 )
+from headrace.records.trajectory import Status
+from headrace.v1 import trajectory_pb2 as pb
 from tests.support.buffer import make_group
 from tests.support.episodes import call, episode
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import CodecError
+from headrace.base.errors import CodecError
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.attached import AttachedStream

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.replica_client import RenderRefused, SampleRequest
-from headrace.trajectory import Span
+from headrace.net.replica_client import RenderRefused, SampleRequest
+from headrace.records.trajectory import Span
 from headrace_services.rollout.calls import Completion, _completion, check_request
 from headrace_services.rollout.chat_format import unknown_name
 from headrace_services.rollout.generate import GenerationError

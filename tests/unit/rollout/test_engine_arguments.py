@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.rollout import child, engine
 from headrace_services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
 from headrace_services.rollout.weight_receiver import refit_problem

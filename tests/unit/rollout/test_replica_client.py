@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.credentials import Credentials
-from headrace.replica_client import RenderRefused, ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
+from headrace.net.credentials import Credentials
+from headrace.net.replica_client import RenderRefused, ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 
 CALL = SampleRequest(token_ids=(3, 4), max_new_tokens=2, timeline="t", min_version=1)
 

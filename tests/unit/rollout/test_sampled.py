@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.records.trajectory import Group, Sampling, Span, Trajectory
 from headrace.replay import Lease
-from headrace.trajectory import Group, Sampling, Span, Trajectory
 from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, merge_spans
 
 

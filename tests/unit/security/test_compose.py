@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace import exposure
 from headrace.config import load
+from headrace.launch import exposure
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 FILE, GPU_FILE = DEPLOY / "docker-compose.yml", DEPLOY / "docker-compose.gpu.yml"

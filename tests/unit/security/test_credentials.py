@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.cli.credentials import needed
 from headrace.config import Config
-from headrace.credentials import REDIS_ROLES, Credentials, buffer_url, complete, names_of
-from headrace.errors import ConfigError
+from headrace.net.credentials import REDIS_ROLES, Credentials, buffer_url, complete, names_of
 
 
 def config_of(path: Path | None, **sections: Any) -> Config:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.addresses import is_loopback, reached, target_is_local, with_port
+from headrace.base.addresses import is_loopback, reached, target_is_local, with_port
+from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.exposure import check
+from headrace.launch.exposure import check
 
 FILES = {"tls_cert": "c.pem", "tls_key": "c.key", "tls_ca": "ca.pem", "credentials": "credentials"}
 TLS_ALONE = {key: FILES[key] for key in ("tls_cert", "tls_key", "tls_ca")}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.credentials import Credentials
-from headrace.http_access import HttpAccess, new_code
+from headrace.net.credentials import Credentials
+from headrace.net.http_access import HttpAccess, new_code
 
 NOW = 1_800_000_000.0
 HOST = {"host": "127.0.0.1:8390"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from headrace.printable import LineFormatter, printable
+from headrace.base.printable import LineFormatter, printable
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\r\nb\u202e\u2028\x9b1m\ud800é漢🙂"
 

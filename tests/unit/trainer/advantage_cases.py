@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.config import Config, LossConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
-from headrace.trajectory import Trajectory
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages
 from headrace_services.trainer.learning.batch import Batch, Float64

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from headrace.records.trajectory import Group, Sampling, Span, Trajectory
 from headrace.replay import Reservation, ReservedTrajectory, RunState
-from headrace.trajectory import Group, Sampling, Span, Trajectory
 
 
 def run_state(**changes: object) -> RunState:

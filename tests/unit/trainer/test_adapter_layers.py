@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from headrace.base.errors import ServiceError
 from headrace.config.policy import LoRAConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.network.adapter import linear_layers, targets
 
 IN_A_LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]

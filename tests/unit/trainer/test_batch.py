@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.errors import CodecError
 from headrace.config import Config
-from headrace.errors import CodecError
-from headrace.trajectory import Score
+from headrace.records.trajectory import Score
 from headrace_services.trainer.control.rank import shard_batch
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from headrace.checkpoints import SUMS, changed, set_aside
+from headrace.base.errors import Restartable, ServiceError
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import Restartable, ServiceError
+from headrace.run.checkpoints import SUMS, changed, set_aside
 from headrace_services.trainer.control.checkpoint import (
     ENDED,
     TRAINED,

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoints import cannot_write_checkpoint
+from headrace.base.errors import ReplayUnavailable, ServiceError, WrongStep
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import ReplayUnavailable, ServiceError, WrongStep
+from headrace.run.checkpoints import cannot_write_checkpoint
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace.replay import Reservation
 from headrace_services.trainer.control.rank import _COMMANDS, LeadRank, dismiss, follow
 from headrace_services.trainer.distributed import Progress, Ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.network.backbone import load_model
 
 

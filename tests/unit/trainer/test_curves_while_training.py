@@ -10,9 +10,9 @@ import httpx
 import pytest
 from matplotlib.figure import Figure
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
-from headrace.journal import JOURNAL, Journal
+from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry import telemetry as module

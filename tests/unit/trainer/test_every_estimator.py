@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config, LossConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.learning import algorithms
 from headrace_services.trainer.learning.batch import Batch
 from tests.unit.trainer.advantage_cases import KL, NO_KL, OPD, Estimator, batches, configured, estimates, grouped, made

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
+from headrace.records.trajectory import Score
 from headrace.replay import ReservedTrajectory
-from headrace.trajectory import Score
 from headrace_services.trainer.control.rank import check_reservation
 from headrace_services.trainer.learning.batch import check_invariants
 from tests.unit.trainer.loop_cases import group, reservation, trajectory

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from headrace.base.errors import Restartable
 from headrace.config import Config
-from headrace.errors import Restartable
 from headrace_services.trainer import distributed
 from headrace_services.trainer.distributed import join_ranks
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import TypeAdapter
 from torch.optim import lr_scheduler
 
+from headrace.base.errors import ServiceError
 from headrace.config.policy import OptimizerConfig, OptimizerKwargs, SchedulerConfig, SchedulerConfigs
-from headrace.errors import ServiceError
 from headrace_services.trainer.learning.optimizer import LearningRate, ModelOptimizer
 
 WARM_UP = [

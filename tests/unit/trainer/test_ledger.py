@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace.replay import Ended
 from headrace_services.trainer.control.checkpoint import Ledger, ended_orders
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.checkpoints import Start, append_start
-from headrace.errors import CodecError, ServiceError
-from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.base.errors import CodecError, ServiceError
+from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.run.checkpoints import Start, append_start
+from headrace.run.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace_services.trainer.control import lineage_writer
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from headrace.trajectory import AnyTrajectory, Score
+from headrace.records.trajectory import AnyTrajectory, Score
 from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from headrace_services.trainer.main import main

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headrace.config.policy import PolicyConfig
-from headrace.trajectory import Trajectory
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.learning.batch import MicroBatch
 from headrace_services.trainer.network.attention import Sequences
 from headrace_services.trainer.network.packing import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.errors import ServiceError
 from headrace_services.trainer.network.policy_model import NOT_REFITTED, check_refit, refit_problem
 
 SIZES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pyroaring import BitMap
 
-from headrace.errors import ServiceError
+from headrace.base.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
 from headrace_services.trainer.control.resume import ResumeState, check_prompts, lost_writes, restore_reason
 from tests.unit.trainer.loop_cases import run_state

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.errors import ServiceError
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms.gdpo import reject_odd_ones, scaled_components
 from headrace_services.trainer.learning.batch import Batch, BatchRejected

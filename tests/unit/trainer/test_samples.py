@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headrace.errors import ServiceError
-from headrace.samples import SampleFiles, sample_of
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.base.errors import ServiceError
+from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.run.samples import SampleFiles, sample_of
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.samples import (
     as_markdown,

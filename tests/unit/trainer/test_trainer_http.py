@@ -8,8 +8,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from headrace.config import Config
-from headrace.journal import Journal
-from headrace.samples import SampleFiles
+from headrace.run.journal import Journal
+from headrace.run.samples import SampleFiles
 from headrace_services.trainer.distributed import Progress
 from headrace_services.trainer.telemetry import http
 from headrace_services.trainer.telemetry.http import build_app

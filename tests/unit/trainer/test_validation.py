@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.records.trajectory import Score, Span
 from headrace.replay import Evaluated
-from headrace.trajectory import Score, Span
 from headrace_services.trainer.control.validation import reaches_target, summarize
 from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.unit.trainer.loop_cases import group, trajectory

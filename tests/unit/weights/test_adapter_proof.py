@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.errors import WeightChannelError
+from headrace.base.errors import WeightChannelError
 from headrace_services.rollout.weight_proof import AdapterProof
 from headrace_services.weight_channel.checksum import checksum
 

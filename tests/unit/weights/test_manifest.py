@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import CodecError
+from headrace.base.errors import CodecError
 from headrace.weights.manifest import ITEM_BYTES, Manifest
 
 shapes = st.lists(st.integers(1, 9), max_size=3)

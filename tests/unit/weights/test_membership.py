@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.errors import CodecError, ServiceError
+from headrace.base.errors import CodecError, ServiceError
 from headrace.replay import Epoch, Replica
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest

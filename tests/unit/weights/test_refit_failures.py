@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.base.errors import Restartable, WeightChannelError
 from headrace.config import Config
-from headrace.errors import Restartable, WeightChannelError
 from headrace_services.rollout.weight_receiver import RefitFailure, TransferInterrupted, WeightReceiver
 
 FAILED = RefitFailure("failed", "no such parameter")

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import (
     all_equal,

@@ -12,9 +12,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.loss import LossConfig
-from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, Bool, Float32, Float64
 

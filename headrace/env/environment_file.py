@@ -1,0 +1,188 @@
+"""`FILE.py:CLASS`: an environment named by the file of its class. `check` parses the text; `load` runs it.
+
+`python -m headrace.env.environment_file FILE.py:CLASS PORT` serves it for as long as the process that started it lives.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+import headrace
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.env.environment import Environment
+from headrace.net.service import die_with_parent
+
+
+def is_file(target: str) -> bool:
+    """Whether `target` names a file, with or without a class, and not an address."""
+    return re.fullmatch(r".+\.py(:[A-Za-z_][A-Za-z0-9_]*)?", target) is not None
+
+
+def completed(target: str) -> str:
+    """Return `FILE.py:CLASS` for a `FILE.py` with one environment: a class that derives from `Environment`, and from which no other class
+    in the file derives. Raises `ConfigError` for none or several. The file is not run."""
+    if not target.endswith(".py"):
+        return target
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for node in _parsed(target, Path(target)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    derived = {"Environment"}
+    for name, of_class in bases.items():  # a class comes after its bases
+        derived |= {name} if of_class & derived else set()
+    found = [name for name in bases if name in derived and not any(name in of_class for of_class in bases.values())]
+    if not found:
+        raise ConfigError(
+            f"{target}: none of its classes derives from headrace.Environment ({', '.join(bases) or 'it has none'}); derive one from it, "
+            f"or name one that inherits it through another file: {target}:CLASS"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"{target} has several environments: {', '.join(found)}; name one: {target}:CLASS")
+    return f"{target}:{found[0]}"
+
+
+def check(target: str) -> None:
+    """Refuse a file that doesn't exist, is not Python, does not define the class, or serves an environment as soon as it is loaded.
+
+    Raises `ConfigError`. The file is not run.
+    """
+    if not is_file(target):
+        raise ConfigError(f"{target} is not a Python file; give FILE.py, or FILE.py:CLASS")
+    path, name = _parts(target)
+    module = _parsed(target, path)
+    for line in _serving(module):
+        raise ConfigError(
+            f"{target}: line {line} of {path} serves an environment as soon as the file is loaded; delete the line, or put it under "
+            '`if __name__ == "__main__":`'
+        )
+    names = set(_bound(module.body))
+    if name not in names and "*" not in names:
+        classes = ", ".join(node.name for node in module.body if isinstance(node, ast.ClassDef)) or "no class"
+        raise ConfigError(f"{target}: {path} does not define {name}; it defines {classes}")
+
+
+def load(target: str) -> Environment:
+    """Run the file and make an instance of the class, without arguments. Modules beside the file can be imported, after installed ones.
+
+    Raises `ConfigError`, with the traceback of the file's exception.
+    """
+    check(target)
+    path, name = _parts(target)
+    made = getattr(run_file(target, path), name, None)
+    if not (isinstance(made, type) and issubclass(made, Environment)):
+        raise ConfigError(
+            f"{target}: {name} is {made!r:.80}, not a subclass of headrace.Environment; derive the class from it"
+        )
+    try:
+        return made()
+    except Exception as error:
+        # without frames of the file, the call itself lacks arguments
+        remedy = "correct its __init__" if _frames(error) else "it must take no arguments"
+        raise ConfigError(f"{target}: {name}() raised {_told(error)}; {remedy}{_traceback(error)}") from error
+
+
+def path_of(target: str) -> Path:
+    return _parts(target)[0]
+
+
+def _parts(target: str) -> tuple[Path, str]:
+    file, _, name = target.rpartition(":")
+    return Path(file), name
+
+
+def _parsed(target: str, path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file's path relative to this folder"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{target}: {path} is not valid Python: {error}") from error
+
+
+def run_file(target: str, path: Path) -> ModuleType:
+    """Run the file that `target` names. Raises `ConfigError`, with the traceback of the file's exception."""
+    file = str(path.absolute())
+    specification = importlib.util.spec_from_file_location(path.stem, file)
+    assert specification is not None
+    module = importlib.util.module_from_spec(specification)
+    # under its own name, for pickle and tracebacks, unless that would hide another module
+    if getattr(sys.modules.get(path.stem), "__file__", file) == file:
+        sys.modules[path.stem] = module
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
+    try:
+        source = path.read_bytes()
+        code = compile(source, file, "exec", dont_inherit=True)  # from the text just read, not from older bytecode
+        text = importlib.util.decode_source(source)
+        # tracebacks and the build use this text, even if the file changes
+        linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
+        exec(code, module.__dict__)
+    except Exception as error:
+        raise ConfigError(f"{target}: {path} raised {_told(error)} when it was loaded{_traceback(error)}") from error
+    return module
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _traceback(error: Exception) -> str:
+    """Return the lines to add to a message: the frames in the file itself show whose error it is."""
+    frames = _frames(error)
+    return "\n" + "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
+
+
+def _frames(error: Exception) -> TracebackType | None:
+    """Return the error's frames below this module's, if it has any."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return frame
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that statements bind at module level; `*` for a star import."""
+    for statement in body:
+        match statement:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.Assign() | ast.AnnAssign():
+                yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+            case ast.If() | ast.Try() | ast.With():
+                for field in ("body", "orelse", "finalbody"):
+                    yield from _bound(getattr(statement, field, []))
+                for handler in getattr(statement, "handlers", []):
+                    yield from _bound(handler.body)
+
+
+def _serving(module: ast.Module) -> Iterator[int]:
+    """Yield the lines that call `headrace.serve` at module level."""
+    for statement in module.body:
+        match statement:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="headrace"), attr="serve"))):
+                yield statement.lineno
+
+
+def _serve(target: str, port: str) -> None:
+    die_with_parent()
+    try:
+        headrace.serve(load(target), int(port))
+    except HeadraceError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Checks, describes and starts the environments of a run that `headrace up` starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.base.addresses import LOOPBACK
+from headrace.base.errors import ConfigError
+from headrace.base.tls import trusting
+from headrace.config import Config
+from headrace.env import environment_file
+from headrace.env.verifiers import program
+from headrace.launch.runs import token_file
+from headrace.launch.supervisor import Child, child_environ
+
+_IMPORT_S = 120.0
+# The variables that tell an environment what `headrace up` wants it to serve.
+NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
+
+
+def check(config: Config) -> None:
+    """Refuse environments that can't start because their file, class, program, function or verifiers environment doesn't exist. Raises
+    `ConfigError`."""
+    for name, env in config.env.items():
+        if env.command is not None and shutil.which(env.command[0]) is None:
+            raise ConfigError(
+                f"env.{name}.command {env.command[0]!r} is not a program; give its path, relative to this folder"
+            )
+        if env.is_started and env.target is not None:
+            try:
+                environment_file.check(env.target)
+            except ConfigError as error:
+                raise ConfigError(f"env.{name}.target {error}") from error
+        if env.kind(name) == "function":
+            _check_function(name, str(env.function))
+        elif env.kind(name) == "verifiers":
+            program.check(name, env)
+
+
+def _check_function(name: str, function: str) -> None:
+    """Import the function in its own process, as a run does, so that its imports can't affect this one."""
+    argv = [sys.executable, "-P", "-m", "headrace.env.program_function", name, function]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"env.{name}.function {function}: its import takes more than {_IMPORT_S:g} s") from error
+    if done.returncode:
+        raise ConfigError(done.stderr.strip() or f"env.{name}.function {function}: its import ended the process")
+
+
+def described(config: Config) -> Iterator[str]:
+    """Yield a line about each environment that is the user's own code."""
+    for name, env in config.env.items():
+        if env.command is not None:
+            yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
+        elif env.is_started:
+            yield f"environment {name}: `headrace up` serves {env.target}"
+        elif env.attached:
+            yield f"environment {name}: processes attach (`headrace.attach`); the run waits until one has"
+        elif env.kind(name) == "function":
+            yield f"environment {name}: the reward service runs {env.function}, in its own process"
+        elif env.kind(name) == "verifiers":
+            yield f"environment {name}: the reward service plays {env.verifiers['taskset']['id']} of verifiers, in {env.python}"
+        elif env.is_served:
+            yield f"environment {name}: {env.target}; the run waits until it is up"
+
+
+def children(config: Config, logs: Path) -> dict[str, Child]:
+    """Return the processes of the environments that `headrace up` starts, by name. Their ports must be settled.
+
+    ENVIRONMENT_* variables give a program its address and the token to ask for. It trusts `security.tls_ca`, and otherwise inherits the
+    user's environment.
+    """
+    started = {}
+    trusts = trusting(config.security.tls_ca, logs.parent / "authorities.pem")
+    for name, env in config.env.items():
+        if not env.is_started:
+            continue
+        serves = {NAME: name, HOST: LOOPBACK, PORT: str(env.port), TOKEN_FILE: str(token_file(config, name))}
+        own = child_environ(os.environ)
+        if env.command is not None:
+            argv = list(env.command)
+            # a user's program finds its modules as it does outside a run
+            own = {**own, "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "")}
+            source = None
+        else:
+            source = environment_file.path_of(str(env.target))
+            argv = [sys.executable, "-m", "headrace.cli", "env", "serve", str(env.target)]
+        label = f"environment-{name}"
+        started[name] = Child(
+            label, argv, logs / f"{label}.log", environ={**own, **trusts, **serves}, is_user_code=True, source=source
+        )
+    return started

@@ -1,0 +1,577 @@
+"""Runs the services of a run as local processes, for `headrace up` and `headrace eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from headrace.base.addresses import reached, with_port
+from headrace.base.devices import DevicePlan
+from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.files import is_gone
+from headrace.base.tls import client_context
+from headrace.cli import page
+from headrace.cli.display import (
+    UPDATING,
+    Display,
+    LiveDisplay,
+    RunConsole,
+    RunSummary,
+    ServiceLine,
+    Wait,
+)
+from headrace.config import Config
+from headrace.launch import device_plan, environment_processes, exposure, runs
+from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
+from headrace.net.credentials import buffer_url, credentials_of
+from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
+from headrace.run import prompt_counts
+from headrace.run.checkpoints import set_aside
+
+# Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
+READY_DEADLINE_S = 120.0
+# How long a trainer that is being stopped may take for its step and a checkpoint.
+SAVE_DEADLINE_S = 600.0
+# The same, when the run's folder is gone.
+WITHOUT_FOLDER_S = 5.0
+POLL_S = 1.0
+# While services start.
+LOOK_S = 0.2
+# The most that one poll adds to the silence of a service that did not answer.
+LONGEST_PROBE_GAP_S = 10.0
+# In place of a status: the service accepted the connection, but did not answer.
+NO_ANSWER = 504
+
+# The sockets that reserve the ports that were chosen, by configuration key.
+Reserved = Mapping[str, socket.socket]
+
+
+def check(config: Config) -> None:
+    """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
+    for service in ("replay", "reward", "rollout", *(["agents"] if config.has_episodes else []), "trainer"):
+        exposure.check(config, service)
+    environment_processes.check(config)
+
+
+@contextlib.contextmanager
+def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
+    """Settle and save what the services need before they start: credentials, configuration, and ports, which stay reserved while the
+    context is open. Yields the saved configuration, its path, and what reserves the ports. Raises `ConfigError`, `ServiceError`."""
+    with runs.settled_ports(config) as (ready, reserved):
+        runs.make_credentials(ready)
+        yield ready, runs.save(ready), reserved
+
+
+@contextlib.contextmanager
+def open_display(console: Console) -> Iterator[Display]:
+    if not console.is_terminal:
+        yield Display(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveDisplay(live)
+
+
+def pages_of(config: Config) -> list[tuple[str, str, int]]:
+    """Return the service, host and port of each page that the configuration names. The buffer knows those of the replicas."""
+    return [
+        ("replay", config.replay.host, config.replay.port),
+        ("reward", config.reward.host, config.reward.http_port),
+        ("trainer", config.trainer.host, config.trainer.port),
+    ]
+
+
+class StoppedBySignal(Exception):
+    """A signal ended the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@dataclasses.dataclass
+class Children:
+    """The services of a run, as processes."""
+
+    replay: Child
+    reward: Child
+    environments: dict[str, Child]
+    rollouts: list[Child]
+    agents: list[Child]
+    trainer: Child
+
+    def __iter__(self) -> Iterator[Child]:
+        others = (*self.environments.values(), *self.rollouts, *self.agents)
+        return iter((self.replay, self.reward, *others, self.trainer))
+
+    @classmethod
+    def of(cls, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved) -> Children:
+        """Return the services of a run whose resolved configuration was saved as `saved`. Each gets the devices that `plan` gives it, its
+        number of threads, and its ports of those `reserved`."""
+
+        def child(name: str, service: str, ends_run: bool = False) -> Child:
+            launcher = [sys.executable, "-m"]
+            if service == "trainer" and config.trainer.num_processes > 1:
+                launcher += ["headrace_services.trainer.launch", str(config.trainer.num_processes), "-m"]
+            argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
+            return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
+
+        children = cls(
+            replay=child("replay", "replay"),
+            reward=child("reward", "reward"),
+            environments=environment_processes.children(config, saved.parent / "logs"),
+            rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
+            agents=[
+                child(f"agents-{number + 1}", "agents")
+                for number in range(config.agents.runners if config.has_episodes else 0)
+            ],
+            trainer=child("trainer", "trainer", ends_run=True),
+        )
+        threads = device_plan.threads_of(config, plan)
+        for each in children:
+            variables = device_plan.thread_variables(threads, config, each.name)
+            if plan is not None:
+                variables |= device_plan.device_variables(plan, config, each.name)
+            own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
+            each.environ = {**own, **variables}
+        for key, sock in reserved.items():
+            section, _, name = key.removesuffix(".port").partition(".")
+            owner = children.environments[name] if section == "env" else getattr(children, section)
+            owner.reserved = [*owner.reserved, sock]
+        return children
+
+
+class Pipeline:
+    """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended the run. Either way no process is left."""
+
+    def __init__(
+        self, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved, display: Display
+    ) -> None:
+        self.config = config
+        self.display = display
+        self._saved = saved
+        self.children = Children.of(config, saved, plan, reserved)
+        self._device_is_shared = plan is not None and plan.is_shared
+        self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+        credentials = credentials_of(config)
+        assert credentials is not None  # `prepare` names the file
+        self._credentials = credentials
+        self.summary = RunSummary(
+            run_id=config.run_folder.name,
+            max_steps=config.max_num_steps,
+            folder=str(config.run_folder),
+            evaluates=config.data.evaluate is not None,
+        )
+        self.supervisor = Supervisor(child_environ(os.environ), display.print)
+        self._asked = time.monotonic()  # when the services were last probed
+        # the newest step ever taken (repeating a step is not progress), or the prompts evaluated
+        self._furthest = -1
+        self._joined = 0  # replicas alive that were started elsewhere
+        self._prompts = saved.parent / prompt_counts.FILE
+        self._prompts_before = _written(self._prompts)
+        self._set_aside = {*set_aside(config.checkpoint_folder)}  # as far as they were said
+        self._environments: list[dict[str, Any]] = []  # the hub's last report
+        self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
+        self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
+        self._notes: dict[str, str] = {}  # by service: why it is not ready
+        self._ready_at: dict[str, float] = {}  # by service: when it last was ready
+
+    async def run(self) -> RunSummary:
+        """Run until the trainer has finished. Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't continue."""
+        interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._on_signals(interrupted)
+        work = asyncio.create_task(self._work())
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, interrupted}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise StoppedBySignal(interrupted.result())
+            work.result()
+            return self.summary
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._stop()
+
+    def _on_signals(self, interrupted: asyncio.Future[int]) -> None:
+        def on(signum: int) -> None:
+            if interrupted.done():
+                self.display.print("interrupted again: killing what is left")
+                self.supervisor.kill()
+            else:
+                interrupted.set_result(signum)
+                saving = "saving a checkpoint, then " if self.config.checkpointing.enabled else ""
+                self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, on, signum)
+        if isinstance(self.display.console, RunConsole):
+            # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
+            self.display.console.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))
+
+    async def _work(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                folder = tasks.create_task(self._watch_folder())
+                supervise = self.supervisor.supervise
+                first = (self.children.replay, self.children.reward, *self.children.environments.values())
+                running = [tasks.create_task(supervise(child)) for child in first]
+                await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
+                # before any model is loaded: an environment that can't be served is an error, one that others start is waited for
+                while any(child.state != "ready" for child in self.children.environments.values()):
+                    await self._look_at_environments(0.0)
+                    self._show([])
+                    await asyncio.sleep(LOOK_S)
+                async with contextlib.aclosing(
+                    await ReplayClient.connect(buffer_url(self.config, "reader"), self.config.run.id)
+                ) as client:
+                    await self._recall(client)
+                    running += [tasks.create_task(self._supervise_rollout(each)) for each in self.children.rollouts]
+                    running += [tasks.create_task(supervise(each)) for each in self.children.agents]
+                    watch = tasks.create_task(self._watch(client))
+                    if self._device_is_shared:
+                        await self._until_loaded(client)
+                    trainer = tasks.create_task(supervise(self.children.trainer))
+                    await trainer
+                    for task in (folder, watch, *running):
+                        task.cancel()
+                    await asyncio.wait({watch})
+                    await self._poll(client)  # the trainer's last metrics
+        # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
+        except BaseExceptionGroup as failures:
+            if is_gone(self._saved):
+                raise self._without_folder() from None  # whatever failed, failed for that
+            ours, others = failures.split(HeadraceError)
+            if ours is None or others is not None:
+                raise
+            raise _first(ours) from None
+
+    async def _watch_folder(self) -> None:
+        """Raise `ServiceError` once the run's folder is gone."""
+        while True:
+            if is_gone(self._saved):
+                raise self._without_folder()
+            await asyncio.sleep(LOOK_S)
+
+    def _without_folder(self) -> ServiceError:
+        held, checkpoints = self.config.replay.redis_url, self.config.checkpoint_folder
+        return ServiceError(
+            f"the run's folder {self.config.run_folder} was deleted or moved while the run was up, and the run ends; "
+            + ("its buffer was in it" if held is None else "the buffer's server keeps what it holds")
+            + (
+                f", and the checkpoints in {checkpoints} are kept"
+                if not is_gone(checkpoints)
+                else ", and so were its checkpoints"
+            )
+            + ". Move the folder back, and the run continues; or start a new one with another run.id"
+        )
+
+    async def _supervise_rollout(self, child: Child) -> None:
+        """Supervise a replica. One that can't continue ends the run only if it was the last."""
+        try:
+            await self.supervisor.supervise(child)
+        except ServiceFailed as failed:
+            if self._joined == 0 and all(other.state == "failed" for other in self.children.rollouts):
+                raise
+            self.display.print(f"{failed}\nThe run continues with the other replicas.")
+
+    def _ready_pages(self) -> list[tuple[Child, str, int]]:
+        by_name = {child.name: child for child in self.children}
+        return [(by_name[name], host, port) for name, host, port in pages_of(self.config)]
+
+    async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
+        """Ask a service whether it is alive and ready. A refused connection means that the process is starting or ending, not that it
+        hangs."""
+        alive, _ = await self._ask(host, port, "/healthz")
+        status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
+        ready = status == 200
+        self._notes[child.name] = "" if ready else reason_of(answer)
+        if ready:
+            self._ready_at[child.name] = time.monotonic()
+        if child.state not in ("restarting", "finished", "failed"):
+            away = "ending" if alive == 0 else "not ready"
+            child.set_ready(ready, away if child.was_ready else "starting")
+            child.heard(alive not in (503, NO_ANSWER), after_s)
+
+    async def _look_at_environments(self, after_s: float) -> None:
+        """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
+        config, now = self.config.reward, time.monotonic()
+        status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
+        found = _json(answer) if status == 200 else None
+        if found is None:
+            return
+        self._environments = found
+        reached = {each["name"] for each in found if each["ready"]}
+        away = [each["name"] for each in found if not each["ready"]]
+        self._waiting_since = {name: self._waiting_since.get(name, now) for name in away}
+        for name, child in self.children.environments.items():
+            if child.state not in ("restarting", "failed"):
+                child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
+                child.heard(name in reached, after_s)
+            if name in self._broken and child.source_changed():
+                self.supervisor.replace(child, f"{child.source} has changed")
+
+    def _waits(self) -> list[Wait]:
+        """Return what the run waits for: environments that can't be reached, or whose breaker is open, and the buffer's server."""
+        now = time.monotonic()
+        known = {each["name"]: each for each in self._environments}
+
+        def whom(name: str) -> str:
+            address = known.get(name, {}).get("address")
+            return f"environment {name} at {address}" if address else f"environment {name}"
+
+        waits = [Wait(whom(name), now - since, known[name]["message"]) for name, since in self._waiting_since.items()]
+        replay = self.children.replay.name
+        if replay in self._ready_at and self._notes[replay]:
+            waits.append(Wait("the buffer's server", now - self._ready_at[replay], self._notes[replay]))
+        return waits + [
+            Wait(whom(name), state.broken_s, f"it is broken: {state.message}{self._repair(name)}")
+            for name, state in self._broken.items()
+            if name not in self._waiting_since
+        ]
+
+    def _repair(self, environment: str) -> str:
+        """Return the remedy for a broken environment that is served from a file; empty for any other."""
+        child = self.children.environments.get(environment)
+        return f"; fix {child.source}, and the run continues" if child is not None and child.source is not None else ""
+
+    async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
+        return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
+
+    async def _until_ready(self, child: Child, host: str, port: int) -> None:
+        """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
+        answer = "no answer"
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                while True:
+                    status, answer = await self._ask(host, port, "/readyz")
+                    if status == 200:
+                        break
+                    self._notes[child.name] = reason_of(answer)
+                    self._show([])
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise ServiceError(
+                f"{child.name} was not ready after {READY_DEADLINE_S:.0f} s ({answer}); the end of {child.log}:\n"
+                f"{child.log_tail()}"
+            ) from None
+        child.set_ready(True, "")
+        self._notes[child.name] = ""
+        self._show([])
+
+    async def _until_loaded(self, client: ReplayClient) -> None:
+        """Wait until each replica's engine is up. While vLLM starts, it attributes other processes' allocations on its device to itself."""
+        loaded: set[Any] = set()
+        while any(child.pid not in loaded for child in self.children.rollouts):
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(ReplayUnavailable):
+                loaded = {each.info.get("pid") for each in await client.replicas() if each.takes_part}
+
+    async def _watch(self, client: ReplayClient) -> None:
+        try:
+            while True:
+                await self._poll(client)
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._show([])
+
+    async def _recall(self, client: ReplayClient) -> None:
+        """Read what earlier starts of the run trained, so that it is not displayed as new."""
+        with contextlib.suppress(ReplayUnavailable):
+            for entry in await client.metrics(self.summary.last_entry):
+                self.summary.add(*entry)
+
+    async def _poll(self, client: ReplayClient) -> None:
+        """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
+        self._say_set_aside()
+        # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
+        now = time.monotonic()
+        after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
+        await asyncio.gather(
+            *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
+        )
+        patience = {
+            child.name: patience_s(self.config, name, is_broken=name in self._broken)
+            for name, child in self.children.environments.items()
+        }
+        for child in self.children:
+            if child.silent_s > patience.get(child.name, self.config.run.hang_timeout_s):
+                self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
+                child.silent_s = 0.0
+        try:
+            entries = await client.metrics(self.summary.last_entry)
+            replicas, runners = await client.replicas(), await client.runners()
+            self.summary.counts = await self._counts(client)
+            self._broken = {each.name: each for each in await client.environments() if each.broken}
+            if self.summary.failed:
+                self.summary.failures = frequent(await client.failures())
+        except ReplayUnavailable as error:
+            self.summary.buffer = str(error)
+            self._show([])
+            return
+        self.summary.buffer = ""
+        self._say_prompts()
+        if self.summary.evaluates:
+            self._note_progress(self.summary.evaluated)
+        else:
+            for entry, kind, step, metrics in entries:
+                self.summary.add(entry, kind, step, metrics)
+                self.display.metrics(kind, step, metrics)
+                if kind == "train":
+                    self._note_progress(step)
+        self._show(replicas, after_s, runners)
+
+    async def _counts(self, client: ReplayClient) -> dict[str, int]:
+        """Return the groups by state, of the lane that the run is about."""
+        if not self.summary.evaluates:
+            return (await client.state()).counts
+        counts: dict[str, int] = (await client.stats())["counts"]["validation"]
+        return counts
+
+    def _note_progress(self, done: int) -> None:
+        if done > self._furthest:
+            self._furthest = done
+            for child in self.children:
+                if child is self.children.trainer or child.state in ("ready", UPDATING):
+                    child.fruitless = 0
+
+    def _say_prompts(self) -> None:
+        """Print the numbers of prompts, once the trainer has counted them."""
+        try:
+            written = _written(self._prompts)
+        except OSError:  # its file server is away; the next poll looks again
+            return
+        if written != self._prompts_before:
+            self._prompts_before = written
+            record = prompt_counts.read(self._prompts.parent)
+            for line in record.counts.lines(self.config) if record else ():
+                self.display.print(line)
+
+    def _say_set_aside(self) -> None:
+        """Print which damaged checkpoints the trainer has set aside since this start."""
+        for line in set_aside(self.config.checkpoint_folder):
+            if line not in self._set_aside:
+                self._set_aside.add(line)
+                self.display.print(line)
+
+    def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:
+        by_pid = {replica.info.get("pid"): replica for replica in replicas}
+        runner_by_pid = {runner.info.get("pid"): runner for runner in runners}
+        pages = {name: page.url(self.config, host, port) for name, host, port in pages_of(self.config)}
+        lines = []
+        for child in self.children:
+            replica = by_pid.get(child.pid) if child in self.children.rollouts else None
+            note, url = self._notes.get(child.name, ""), pages.get(child.name, "")
+            if replica is not None and child.pid is not None:
+                child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
+                child.heard(replica.state != "DEAD", after_s)
+                note, url = f"weights {replica.version}, {replica.leases} groups", str(replica.info.get("url", ""))
+            runner = runner_by_pid.get(child.pid) if child in self.children.agents else None
+            if runner is not None and child.pid is not None:
+                child.set_ready(runner.alive, "silent")
+                child.heard(runner.alive, after_s)
+                note, url = f"{runner.leases} groups of episodes", str(runner.info.get("url", ""))
+            lines.append(ServiceLine(child.name, child.state, child.restarts, note, url))
+        known = {child.pid for child in self.children}
+        joined = [r for r in replicas if r.info.get("pid") not in known and r.state != "DEAD"]
+        self._joined = len(joined)
+        for replica in joined:
+            note, url = f"weights {replica.version}, joined", str(replica.info.get("url", ""))
+            lines.append(ServiceLine(replica.id, replica.state.lower(), 0, note, url))
+        self.summary.services = lines
+        self.summary.waits = self._waits()
+        self.display.update(self.summary)
+
+    async def _stop(self) -> None:
+        # without the run's folder, what the trainer would wait for never comes
+        save_s = WITHOUT_FOLDER_S if is_gone(self._saved) else SAVE_DEADLINE_S
+        await asyncio.gather(
+            self.supervisor.stop([self.children.trainer], save_s),
+            self.supervisor.stop([*self.children.rollouts, *self.children.agents]),
+        )
+        await self.supervisor.stop([self.children.reward])
+        await self.supervisor.stop(self.children.environments.values())
+        await self.supervisor.stop([self.children.replay])
+        self.supervisor.close()
+
+
+def patience_s(config: Config, environment: str, *, is_broken: bool) -> float:
+    """Return for how long an environment may answer nothing before it is restarted. It may be busy, and hold its process, until the time
+    of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its breaker is open, it has nothing to do."""
+    env, hang_s = config.env[environment], config.run.hang_timeout_s
+    if is_broken:
+        return hang_s
+    longest_s = config.replay.group_deadline_s if env.episodes else env.timeout_s
+    return max(hang_s, longest_s + LONGEST_PROBE_GAP_S)
+
+
+def _written(path: Path) -> int | None:
+    """Return when a file was written; None if it doesn't exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _json(text: str) -> Any:
+    """Return the JSON value, or None for text that was cut off because its sender died."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def reason_of(answer: str) -> str:
+    """Return why a service is not ready, from the answer of its `/readyz`."""
+    said = _json(answer)
+    return str(said.get("reason") or "") if isinstance(said, dict) else ""
+
+
+def _unready_state(child: Child, replica: Replica) -> str:
+    if replica.state == "LOADING":
+        return "loading"
+    if not replica.takes_part:
+        return "silent" if replica.state == "DEAD" else "quarantined"
+    return UPDATING if child.was_ready else "waiting for weights"
+
+
+def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def http_get(
+    host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
+) -> tuple[int, str]:
+    """GET over HTTP/1.0. Return (status, body). The status is 0 if nothing listens there, and `NO_ANSWER` if the listener is silent."""
+    target = reached(host)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(target, port, ssl=tls)
+            with contextlib.closing(writer):
+                head = (
+                    f"GET {path} HTTP/1.0\r\nHost: {with_port(target, port)}\r\nAuthorization: Bearer {token}\r\n\r\n"
+                )
+                writer.write(head.encode())
+                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+    except TimeoutError:
+        return NO_ANSWER, f"no answer from {target}:{port} within {timeout_s:.0f} s"
+    except OSError as error:
+        return 0, f"no answer from {target}:{port} ({error})"
+    words = head.split(maxsplit=2)
+    return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body

@@ -1,0 +1,104 @@
+"""Environments that a command is given by target. The class of a file is served while the command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from headrace.base.addresses import LOOPBACK, with_port
+from headrace.base.errors import ConfigError
+from headrace.config.data import EnvConfig
+from headrace.env import environment_file
+from headrace.launch import guard
+from headrace.launch.supervisor import child_environ
+from headrace.net.service import bind
+
+_LOOK_S = 0.05
+_GRACE_S = 3.0
+# The shown part of the end of its output, in characters.
+_SHOWN = 2000
+
+
+def environment_at(target: str) -> EnvConfig:
+    """Return the environment that a configuration with this `target` has; for a file without a class, its only class. Raises
+    `ConfigError`."""
+    try:
+        return EnvConfig(target=environment_file.completed(target))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{target} is neither FILE.py nor the host:port of a process that serves an environment"
+        ) from error
+
+
+class ServedFile:
+    """A process that serves `FILE.py:CLASS` at `address`. Its output goes to the file `log`."""
+
+    def __init__(self, target: str, log: Path) -> None:
+        self.target, self.log = target, log
+        with bind(LOOPBACK, 0, "port") as free:
+            self._port = free.getsockname()[1]
+        self.address = with_port(LOOPBACK, self._port)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Return once the process listens. Raises `ConfigError` with its output if it ends before."""
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "headrace.env.environment_file",
+                self.target,
+                str(self._port),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=child_environ(os.environ),
+                start_new_session=True,
+            )
+        while not await _listens(self._port):
+            if self._process.returncode is not None:
+                raise ConfigError(f"{self.target} ended before it served anything:\n{self.said()}")
+            await asyncio.sleep(_LOOK_S)
+
+    async def stop(self) -> None:
+        """Stop the process and everything that it started, even if they ignore SIGTERM."""
+        if self._process is not None:
+            await asyncio.to_thread(guard.end_groups, [self._process.pid], _GRACE_S)
+            await self._process.wait()
+
+    async def renew(self) -> None:
+        await self.stop()
+        await self.start()
+
+    def said(self) -> str:
+        """Return the end of its output."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
+
+
+@asynccontextmanager
+async def served_file(target: str) -> AsyncIterator[ServedFile]:
+    """Serve `FILE.py:CLASS` while the context is open. Raises `ConfigError`."""
+    environment_file.check(target)
+    with tempfile.TemporaryDirectory() as folder:
+        served = ServedFile(target, Path(folder) / "log")
+        try:
+            await served.start()
+            yield served
+        finally:
+            await served.stop()
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+    except ConnectionError:
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,139 @@
+"""The versioned msgpack codec of the records that travel through the buffer.
+
+A record is a msgpack map. It has `schema` first (the tag of its Struct), then the fields of its Struct in order. Records inside it are maps
+of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so that an older reader accepts a newer writer's record of the
+same schema. A missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the
+port where it arrived. Nothing is ever pickled.
+
+Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `schema_of` tells them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from types import GenericAlias
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import CodecError
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+# How the elements of an array field are encoded.
+_DTYPES: dict[Any, np.dtype[Any]] = {Int32: np.dtype("<i4"), Float32: np.dtype("<f4"), UInt8: np.dtype("u1")}
+_WRITTEN = frozenset(_DTYPES.values())
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Codec(Generic[R]):
+    """Encodes and decodes the records of one Struct.
+
+    The fields are declared once, in the Struct. Those with an array type travel as bytes, also inside a field `tuple[Record, ...]`.
+    Decoding requires every field, including those with a default, except the fields that a Struct with `omit_defaults` omits when they
+    are empty.
+    """
+
+    def __init__(self, record: type[R]) -> None:
+        fields = msgspec.structs.fields(record)
+        self._record = record
+        self._schema = record.__struct_config__.tag
+        self._what = re.sub(r"(?<!^)(?=[A-Z])", " ", record.__name__).lower()
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
+        # (position in the record, name, dtype) of each array field
+        self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
+        # (position in the record, name, codec) of each field of records
+        self._records: list[tuple[int, str, Codec[Any]]] = [
+            (i, f.name, Codec(get_args(f.type)[0])) for i, f in enumerate(fields) if _holds_records(f.type)
+        ]
+        types: dict[str, Any] = {f.name: bytes if f.type in _DTYPES else f.type for f in fields}
+        types |= {name: GenericAlias(tuple, (codec._stored, ...)) for _, name, codec in self._records}
+        omits = record.__struct_config__.omit_defaults
+        stored: list[Any] = [
+            (f.name, types[f.name], msgspec.field(default_factory=dict))
+            if omits and f.default_factory is dict
+            else (f.name, types[f.name])
+            for f in fields
+        ]
+        self._stored: Any = msgspec.defstruct(record.__name__, [("schema", Literal[self._schema]), *stored])
+        self._decode = msgspec.msgpack.Decoder(self._stored).decode
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """The dtypes of the array fields by name, including those of the records inside."""
+        own = {name: dtype for _, name, dtype in self._arrays}
+        for _, _, codec in self._records:
+            own |= codec.dtypes
+        return own
+
+    def encode(self, record: R) -> bytes:
+        """Encode a record. Raises `CodecError` on a value that msgpack can't carry."""
+        try:
+            return self._encode(record)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(f"a {self._what} can't be packed: {error}") from error
+
+    def decode(self, data: bytes) -> R:
+        """Decode a record; its arrays are read-only. Raises `CodecError` naming the field."""
+        try:
+            stored = self._decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CodecError(f"{self._what}: {self._schema_problem(data) or error}") from error
+        return self._loaded(stored)
+
+    def _loaded(self, stored: Any) -> R:
+        _, *values = msgspec.structs.astuple(stored)
+        for place, name, dtype in self._arrays:
+            try:
+                values[place] = np.frombuffer(values[place], dtype)
+            except ValueError as error:
+                raise CodecError(
+                    f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype.itemsize}"
+                ) from error
+        for place, _, codec in self._records:
+            values[place] = tuple(map(codec._loaded, values[place]))
+        return self._record(*values)
+
+    def _schema_problem(self, data: bytes) -> str | None:
+        """Return what is wrong with the schema of an encoded map; None if it is right or missing."""
+        schema = schema_of(data)
+        if schema is None or schema == self._schema:
+            return None
+        return f"schema {schema!r:.80}; this build reads schema {self._schema}"
+
+
+class _Tagged(msgspec.Struct):
+    schema: Any = None
+
+
+_tagged = msgspec.msgpack.Decoder(_Tagged).decode
+
+
+def schema_of(data: bytes) -> Any:
+    """Return the schema of an encoded record, of whatever type it is; None if the data has none, or is not a record."""
+    try:
+        return _tagged(data).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _holds_records(kind: Any) -> bool:
+    item = next(iter(get_args(kind)), None)
+    return isinstance(item, type) and issubclass(item, msgspec.Struct)
+
+
+def _written(value: Any) -> Any:
+    """Return the elements of an array in order, little-endian."""
+    if type(value) is not np.ndarray:
+        raise TypeError(f"a {type(value).__name__}, {value!r:.80}")
+    if value.dtype in _WRITTEN:
+        return value.data if value.flags.c_contiguous else value.tobytes()
+    dtype = value.dtype.newbyteorder("<")
+    if dtype not in _WRITTEN:
+        raise TypeError(f"an array of {value.dtype}; give int32, float32 or uint8")
+    return value.astype(dtype).tobytes()

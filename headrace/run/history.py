@@ -1,0 +1,177 @@
+"""The history of a run from its folder: its state, its steps, and its best value.
+
+`run.json` has the run's state and since when it is in it. `headrace up` writes it, or a trainer that runs without it. A run whose record
+says running while no process holds its locks was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.base.errors import CodecError
+from headrace.base.files import atomic_write, cannot_write, is_locked
+from headrace.config import Config
+from headrace.run.checkpoints import LOCK
+from headrace.run.journal import JOURNAL, Line, read_journal, surviving
+
+RECORD = "run.json"
+RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
+
+State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
+Metric = tuple[Literal["train", "validation"], str]
+STEP_TIME: Metric = ("train", "timing/train/total_step_time")
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """The record of a run, `run.json`. Times are Unix seconds; `reason` is why it failed."""
+
+    started: float
+    state: Literal["running", "finished", "stopped", "failed"]
+    since: float
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best value of a metric (`val:accuracy`), and its step: the version that was evaluated, or the step that trained."""
+
+    metric: str
+    step: int
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.4g} at step {self.step}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHistory:
+    """A run as its folder records it. `lines` are the surviving history of its weights. `started` is its first start and `since` the begin
+    of its `state`, in Unix seconds; None if unknown."""
+
+    config: Config
+    state: State
+    lines: Sequence[Line]
+    started: float | None = None
+    since: float | None = None
+    reason: str = ""
+
+    @property
+    def last_step(self) -> int | None:
+        return max((line.step for line in self.lines if line.kind == "train"), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """The total time of its steps."""
+        return sum(values(self.lines, STEP_TIME).values())
+
+    def best(self) -> Best | None:
+        """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
+        settings = self.config.checkpointing
+        name = settings.metric_name or "val:accuracy"
+        return best_of(self.lines, name, settings.higher_is_better) or best_of(self.lines, "train:reward", True)
+
+
+# -- metrics of a history
+
+
+def parse_metric(name: str, lines: Sequence[Line]) -> Metric:
+    """Parse `val:…` or `train:…`. A name without a prefix means whichever of the two the history has."""
+    prefix, _, rest = name.partition(":")
+    if rest and prefix in ("val", "train"):
+        return ("validation" if prefix == "val" else "train"), rest
+    trained = any(line.kind == "train" and name in line.metrics for line in lines)
+    evaluated = any(line.kind == "validation" and name in line.metrics for line in lines)
+    return ("validation" if evaluated and not trained else "train"), name
+
+
+def values(lines: Sequence[Line], metric: Metric) -> dict[int, float]:
+    """Return the values of a metric by step; those of a validation by the version that was evaluated."""
+    kind, name = metric
+    return {line.step: line.metrics[name] for line in lines if line.kind == kind and name in line.metrics}
+
+
+def best_of(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best | None:
+    """Return the best value of a metric, the newest of equal ones; None if it has no values."""
+    found = values(lines, parse_metric(name, lines))
+    sign = 1 if higher_is_better else -1
+    step = max(
+        (step for step in found if found[step] == found[step]),
+        key=lambda step: (sign * found[step], step),
+        default=None,
+    )
+    return None if step is None else Best(name, step, found[step])
+
+
+# -- the folder
+
+
+def read(config: Config) -> RunHistory:
+    """Return the history of the run in `config.run_folder`. Raises `ServiceError` for a journal, and `CodecError` for a `run.json`, that
+    can't be read."""
+    folder = config.run_folder
+    lines = read_journal(folder / JOURNAL)
+    kept = surviving(lines)
+    record = _read_record(folder)
+    if record is None:  # an older build ran it
+        state: State = "running" if _held(config) else "unknown"
+        return RunHistory(config, state, kept, lines[0].time if lines else None)
+    state = record.state
+    if state == "running" and not _held(config):
+        state = "killed"
+        return RunHistory(config, state, kept, record.started, lines[-1].time if lines else record.since)
+    return RunHistory(config, state, kept, record.started, record.since, record.reason)
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], float] = time.time) -> Iterator[None]:
+    """Record in `run.json` that the run is running, and how it ended; `stopped` is raised when it was stopped. Raises `ServiceError` if the
+    folder can't be written."""
+    started = now = clock()
+    with contextlib.suppress(CodecError):  # it is overwritten
+        earlier = _read_record(folder)
+        started = earlier.started if earlier else now
+    try:
+        _write(folder, RunRecord(started, "running", now))
+    except OSError as error:
+        raise cannot_write(folder / RECORD, error) from error
+
+    def end(state: Literal["finished", "stopped", "failed"], reason: str = "") -> None:
+        with contextlib.suppress(OSError):  # the error that ended the run matters more
+            _write(folder, RunRecord(started, state, clock(), reason))
+
+    try:
+        yield
+    except (stopped, KeyboardInterrupt):
+        end("stopped")
+        raise
+    except BaseException as error:
+        end("failed", str(error) or repr(error))
+        raise
+    end("finished")
+
+
+def _held(config: Config) -> bool:
+    """Whether `headrace up` or a trainer is running the run."""
+    return is_locked(config.run_folder / RUN_LOCK) or is_locked(config.checkpoint_folder / LOCK)
+
+
+def _write(folder: Path, record: RunRecord) -> None:
+    with atomic_write(folder / RECORD) as unfinished:
+        unfinished.write_bytes(msgspec.json.encode(record))
+
+
+def _read_record(folder: Path) -> RunRecord | None:
+    path = folder / RECORD
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CodecError(f"{path} can't be read ({error}); remove it") from error

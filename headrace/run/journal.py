@@ -1,0 +1,166 @@
+"""The journal `metrics.jsonl`: the metrics of a run, from which curves and trackers are fed.
+
+It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix seconds) and
+`metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the version that was evaluated;
+of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of later weights above it (`surviving`). A
+`train` line names the `builds` that scored the step's groups, by environment. A `retry` line names the `orders` of prompts whose groups had
+failed and were queued again, at the step that was next then.
+
+The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed to `metrics.000001.jsonl` and so on, and a new
+file is started. `read_journal` and `read_bytes` read all of them as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from headrace.base.errors import ServiceError
+from headrace.base.files import cannot_write, cut_torn_line
+
+JOURNAL = "metrics.jsonl"  # in the run's folder
+SEGMENT_BYTES = 64 << 20
+
+Kind = Literal["train", "validation", "rewind", "retry"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    kind: Kind
+    step: int
+    timeline: str
+    time: float
+    metrics: dict[str, float]
+    orders: list[int] = dataclasses.field(default_factory=list)
+    builds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+def surviving(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines that belong to the history of the newest weights: those of steps and validations.
+
+    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of those versions
+    (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives. Lines that a trainer adds on
+    its own timeline after its successor's `rewind` are abandoned too.
+    """
+    kept: list[Line] = []
+    timeline: str | None = None
+    for line in lines:
+        if line.kind == "rewind":
+            timeline = line.timeline
+            kept = [k for k in kept if k.step < line.step or (k.kind == "validation" and k.step == line.step)]
+        elif line.kind != "retry" and timeline in (None, line.timeline):
+            kept.append(line)
+    return kept
+
+
+def retried(lines: Iterable[Line]) -> list[list[int]]:
+    """Return the orders of each retry so far, regardless of rewinds: a retry belongs to the run, not to its weights."""
+    return [line.orders for line in lines if line.kind == "retry"]
+
+
+class Journal:
+    """The file `metrics.jsonl`, appended to line by line."""
+
+    def __init__(self, path: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.path = path
+        self._segment_bytes = segment_bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+
+    def append(
+        self,
+        kind: Kind,
+        step: int,
+        timeline: str,
+        metrics: Mapping[str, float],
+        orders: Sequence[int] = (),
+        builds: Mapping[str, list[str]] | None = None,
+    ) -> None:
+        """Add a line. Raises `ServiceError` if it can't be written: the folder is gone, the disk is full."""
+        line = dataclasses.asdict(
+            Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {}))
+        )
+        for field in ("orders", "builds"):
+            if not line[field]:
+                del line[field]
+        try:
+            if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
+                number = len(_older(self.path)) + 1
+                self.path.rename(self.path.with_name(f"{self.path.stem}.{number:06}{self.path.suffix}"))
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def read(self) -> list[Line]:
+        """Return all lines. Raises `ServiceError` naming the first line that `append` did not write."""
+        return read_journal(self.path)
+
+
+def read_journal(path: Path) -> list[Line]:
+    """Return the lines so far, even while the trainer writes; none if the file doesn't exist. Raises as `Journal.read` does."""
+    return list(parse_lines(read_bytes(path).decode(), str(path)))
+
+
+def iter_journal(path: Path) -> Iterator[Line]:
+    """Yield what `read_journal` returns, holding one line at a time."""
+    with contextlib.ExitStack() as stack:
+        for file in _opened(path, stack):
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # a writer may be writing the last line
+                    yield _parsed(line.decode(), f"{file.name}:{number}")
+
+
+def read_bytes(path: Path, offset: int = 0) -> bytes:
+    """Return the complete lines of all segments as one, from the byte `offset` on; none if the file doesn't exist."""
+    with contextlib.ExitStack() as stack:
+        data = bytearray()
+        for file in _opened(path, stack):
+            size = os.fstat(file.fileno()).st_size
+            file.seek(min(offset, size))
+            offset -= min(offset, size)
+            data += file.read()
+    return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be writing the last line
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+    """Return all segments, oldest first."""
+    parts: list[BinaryIO] = []
+    # the newest is opened first: if it is renamed meanwhile, it is found again, and the next read returns what followed
+    newest = None
+    with contextlib.suppress(FileNotFoundError):
+        newest = stack.enter_context(path.open("rb"))
+    for older in _older(path):
+        if newest is None or not os.path.samestat(older.stat(), os.fstat(newest.fileno())):
+            parts.append(stack.enter_context(older.open("rb")))
+    return [*parts, *([newest] if newest else [])]
+
+
+def size(path: Path) -> int:
+    """Return the bytes of all segments."""
+    return sum(part.stat().st_size for part in (*_older(path), path) if part.exists())
+
+
+def _older(path: Path) -> list[Path]:
+    """Return the full segments, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9][0-9][0-9]{path.suffix}"))
+
+
+def parse_lines(text: str, where: str) -> Iterator[Line]:
+    """Yield the lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        yield _parsed(line, f"{where}:{number}")
+
+
+def _parsed(line: str, where: str) -> Line:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        return Line(**fields)
+    except (ValueError, TypeError) as error:
+        raise ServiceError(f"{where}: not a line of metrics ({error}); remove it or move the file away") from error

@@ -1,0 +1,436 @@
+"""Sample files: the trajectories of steps and validations, and the completions that no environment could score, as JSON lines.
+
+`train_data_step12.jsonl.gz` has one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
+evaluated version 12, and `val_failed_data_step12.jsonl.gz` one per prompt that failed there, with the reason; `zcat` reads them.
+`failed_data.jsonl` has one line per completion that failed its group, the newest last. Per-token lists cover the completion (for an episode
+of several `calls`, their completions one after the other) and have equal lengths. null means that the policy did not write the token, or
+that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import CodecError, ServiceError
+from headrace.base.files import atomic_write, cut_torn_line, keep_newest
+from headrace.base.printable import printable
+from headrace.records.trajectory import (
+    AnyTrajectory,
+    EpisodeTrajectory,
+    FinishReason,
+    Float32,
+    Group,
+    Message,
+    Score,
+    Status,
+)
+
+T = TypeVar("T")
+
+Kind = Literal["train", "val", "val_failed"]
+Ranking = Literal["best", "worst"]
+
+FAILED = "failed_data.jsonl"
+# A file of failed completions that has grown to this size is moved to failed_data.1.jsonl, replacing an older one.
+FAILED_BYTES = 32 << 20
+_DECIMALS = 6
+# Characters of the artifacts of one sample that are shown.
+_SHOWN = 10_000
+_STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
+_REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
+
+
+class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an episode in a line of a sample file. `tokens` is its range `[start, end)` in the tokens of the completion."""
+
+    parent: int
+    tokens: tuple[int, int]
+    trained: bool
+    finish_reason: FinishReason
+    replica: str
+    messages: tuple[Message, ...]
+    answer: Message
+
+
+class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that readers use of a line of a sample file; all files but `failed_data.jsonl` have more.
+
+    `reward` and `components` are the environment's. A completion that failed has none, but the `status` and `message` of its last scoring,
+    the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. `step` is that of a trained sample, or the
+    version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T]; `spans` are (version, start,
+    end). For an episode of several `calls` the completion is that of its calls, one after the other. `artifacts` is what its program left.
+    """
+
+    group: str
+    task: str
+    index: int
+    attempt: int
+    environment: str
+    build: str = ""  # of the environment; for a failed completion, the build that failed
+    messages: tuple[Message, ...]
+    content: str
+    finish_reason: FinishReason
+    spans: tuple[tuple[int, int, int], ...]
+    token_ids: tuple[int, ...]
+    generation_logprobs: tuple[float | None, ...]
+    reward: float | None = msgspec.field(name="rewards", default=None)
+    components: dict[str, float] = {}
+    extra_env_info: dict[str, Any] = {}  # missing in files of older builds
+    step: int | None = None
+    status: Status = "SCORED"
+    message: str = ""
+    traceback: str = ""
+    reason: str = ""
+    time: float | None = None
+    calls: tuple[StoredCall, ...] = ()
+    artifacts: dict[str, Any] = {}
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def expected(self) -> str | None:
+        return expected_of(self.extra_env_info)
+
+    @property
+    def prompt(self) -> str:
+        return prompt_of(self.messages)
+
+    @property
+    def conversation(self) -> list[tuple[str, list[str]]]:
+        """The head and the messages of each call, for an episode of several; otherwise empty."""
+        return [self._call(*pair) for pair in enumerate(self.calls)]
+
+    @property
+    def left(self) -> str:
+        """The artifacts as people read them: JSON on one line, cut off where it is too long; empty if there are none."""
+        text = json.dumps(self.artifacts, ensure_ascii=False) if self.artifacts else ""
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+    @property
+    def said(self) -> str:
+        """The completion as text for people: its content, or its conversation, then its artifacts. Messages are indented, and their
+        further lines more, so that nothing in them looks like another message, the head of a call, or artifacts."""
+        calls = (
+            "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
+            for head, parts in self.conversation
+        )
+        left = [f"artifacts: {self.left}"] if self.left else []
+        return "\n\n".join([*(calls if self.calls else [self.content]), *left])
+
+    def weights(self, start: int = 0, end: int | None = None) -> str:
+        """Return the versions that sampled the tokens `[start, end)`, by default all, as `weights 3 to 5`."""
+        end = len(self.token_ids) if end is None else end
+        versions = sorted({version for version, first, last in self.spans if first < end and last > start})
+        return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
+
+    def _call(self, number: int, call: StoredCall) -> tuple[str, list[str]]:
+        start, end = call.tokens
+        notes = [f"tokens {start}-{end}", self.weights(start, end), printable(call.replica)]
+        notes += [] if call.finish_reason == "stop" else ["cut off"]
+        notes += [] if call.trained else ["not trained"]
+        continues = "" if call.parent < 0 else f" continues call {call.parent}"
+        # the prompt of the group is shown above all of its samples
+        asked = () if call.messages == self.messages else call.messages
+        said = [part for message in (*asked, call.answer) for part in _said(message)]
+        return f"call {number}{continues} ({', '.join(notes)})", said
+
+
+def prompt_of(messages: Iterable[Message]) -> str:
+    """Return the messages as text, each after its role."""
+    return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
+
+
+def _said(message: Message) -> Iterator[str]:
+    """Yield a message's reasoning, content and tool calls, each after its role."""
+    calls = message.get("tool_calls")
+    parts = [
+        (" thinks", message.get("reasoning")),
+        ("", message.get("content")),
+        *((" calls", _tool_call(call)) for call in (calls if isinstance(calls, list) else [calls] if calls else [])),
+    ]
+    for verb, part in [(verb, part) for verb, part in parts if part] or [("", "")]:
+        yield f"{message.get('role')}{verb}: {_text(part)}"
+
+
+def _tool_call(call: Any) -> Any:
+    """Return a tool call as a function call, if it has the form of OpenAI's API. A program can send anything."""
+    match call:
+        case {"function": {"name": str(name), "arguments": str(arguments)}}:
+            return f"{name}({arguments})"
+    return call
+
+
+def expected_of(extra_env_info: Mapping[str, Any]) -> str | None:
+    """Return the data set's `answer`, or else all that the environment gets; None if that is empty."""
+    answer = extra_env_info.get("answer", extra_env_info)
+    return None if answer in ({}, None) else _text(answer)
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=repr)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleGroup:
+    """A prompt with its completions that were kept. `reason` is why the group failed, if it did."""
+
+    id: str
+    task: str
+    prompt: str
+    expected: str | None
+    samples: tuple[StoredSample, ...]
+    reason: str = ""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """The mean reward of its completions; None if there are none, or one has no reward."""
+        rewards = self._rewards
+        return None if rewards is None else sum(rewards) / len(rewards)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of their rewards, like `mean_reward`; 0 if they are all equal, so that nothing is learnt from them."""
+        rewards = self._rewards
+        return None if rewards is None else float(np.std(rewards))
+
+    @property
+    def builds(self) -> list[str]:
+        """The builds that scored its completions: only one, unless some wait to be scored again."""
+        return list(dict.fromkeys(sample.build for sample in self.samples if sample.build))
+
+    @property
+    def _rewards(self) -> list[float] | None:
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        return rewards if rewards and len(rewards) == len(self.samples) else None
+
+
+# -- choosing samples
+
+
+def by_group(samples: Iterable[StoredSample]) -> list[SampleGroup]:
+    """Return the groups of these samples, in the order of their first samples."""
+    groups: dict[str, list[StoredSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return [
+        SampleGroup(name, first.task, first.prompt, first.expected, (first, *others))
+        for name, (first, *others) in groups.items()
+    ]
+
+
+def failed_groups(samples: Sequence[StoredSample]) -> list[SampleGroup]:
+    """Return the groups that failed with these samples of `failed_data.jsonl`, newest first; of a group that failed again, its last
+    failure."""
+    newest = {sample.group: sample for sample in samples}
+    last = [sample for sample in samples if sample.reason == newest[sample.group].reason]
+    groups = [dataclasses.replace(group, reason=newest[group.id].reason) for group in by_group(last)]
+    places = {name: place for place, name in enumerate(sample.group for sample in samples)}
+    return sorted(groups, key=lambda group: -places[group.id])
+
+
+def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: str, most: int) -> list[SampleGroup]:
+    """Return up to `most` groups with `text` in their prompt, ignoring case: in their order, or those with the highest or lowest mean
+    reward first, and their samples likewise."""
+    found = [group for group in groups if text.casefold() in group.prompt.casefold()]
+    if ranking is None:
+        return found[:most]
+    sign = -1 if ranking == "best" else 1
+
+    def place(reward: float | None) -> tuple[bool, float]:
+        return reward is None, sign * (reward or 0.0)
+
+    ranked = sorted(found, key=lambda group: place(group.mean_reward))[:most]
+    return [
+        dataclasses.replace(group, samples=tuple(sorted(group.samples, key=lambda sample: place(sample.reward))))
+        for group in ranked
+    ]
+
+
+# -- the files
+
+
+def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
+    """Return the fields that the lines of all sample files share, with NeMo RL's names where it has them."""
+    flat = trajectory.flat()
+    return {
+        "group": group.id,
+        "task": group.task_name,
+        "index": trajectory.index,
+        "attempt": trajectory.attempt,
+        "environment": score.environment or group.env_name,
+        "build": score.build,
+        "rewards": score.reward,
+        "components": score.components,
+        "finish_reason": flat.finish_reason,
+        "spans": [[span.version, span.start, span.end] for span in flat.spans],
+        "turns": flat.turns,
+        "replica": flat.replica,
+        "messages": group.messages,
+        "extra_env_info": group.extra_env_info,
+        "content": trajectory.text,
+        "input_lengths": sum(
+            path.prompt_token_ids.size + path.completion_token_ids.size for path in trajectory.paths()
+        ),
+        "prompt_token_ids": flat.prompt_token_ids.tolist(),
+        "token_ids": flat.completion_token_ids.tolist(),
+        "generation_logprobs": rounded(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
+        **(_of_episode(trajectory) if isinstance(trajectory, EpisodeTrajectory) else {}),
+    }
+
+
+def _of_episode(episode: EpisodeTrajectory) -> dict[str, Any]:
+    calls = {"calls": list(_calls(episode))}
+    return {**calls, "artifacts": episode.artifacts} if episode.artifacts else calls
+
+
+def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:
+    start = 0
+    for call in episode.calls:
+        end = start + call.completion_token_ids.size
+        yield {
+            "parent": call.parent,
+            "context_token_ids": call.context_token_ids.tolist(),
+            "tokens": (start, end),
+            "trained": call.trained,
+            "finish_reason": call.finish_reason,
+            "replica": call.replica,
+            "messages": call.messages,
+            "answer": call.answer,
+            "timings": call.timings,
+        }
+        start = end
+
+
+def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason: str) -> dict[str, Any]:
+    """Return a line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is not a reward."""
+    return {
+        **record(group, trajectory, score),
+        "status": score.status,
+        "message": score.message,
+        "traceback": str(score.metadata.get("traceback") or ""),
+        "reason": reason,
+        "time": time.time(),
+    }
+
+
+def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
+    """Return a group for display, even if none of its samples were kept."""
+    expected = expected_of(group.extra_env_info)
+    return SampleGroup(group.id, group.task_name, prompt_of(group.messages), expected, tuple(samples), reason)
+
+
+def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
+    """Return the sample that a line about this trajectory would contain. Without a score it has no reward."""
+    scored = score or Score("NOT_STARTED")
+    fields = {**record(group, trajectory, scored), "status": scored.status, "message": scored.message}
+    return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
+
+
+def rounded(values: Float32) -> list[float]:
+    decimals: list[float] = np.round(values.astype(np.float64), _DECIMALS).tolist()
+    return decimals
+
+
+class SampleFiles:
+    """The sample files of a run. The newest `keep` of each kind are kept (None: all; 0: none are written)."""
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    @property
+    def wanted(self) -> bool:
+        return self.keep != 0
+
+    def path(self, kind: Kind, step: int) -> Path:
+        return self.folder / f"{kind}_data_step{step}.jsonl.gz"
+
+    def steps(self, kind: Kind) -> list[int]:
+        """Return the steps that have files. The one written last is the last, because a rewound run repeats steps."""
+        written = []
+        for path in self.folder.glob(f"{kind}_data_step*.jsonl.gz"):
+            if match := _STEP.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                    written.append((path.stat().st_mtime_ns, int(match[1])))
+        return [step for _, step in sorted(written)]
+
+    def write(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write a file atomically. Raises `ServiceError` for a full disk."""
+        if not self.wanted:
+            return
+        path = self.path(kind, step)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
+                for each in records:
+                    file.write(msgspec.json.encode(each) + b"\n")
+            if self.keep is not None:
+                keep_newest(self.folder, f"{kind}_data_step*.jsonl.gz", self.keep)
+        except OSError as error:
+            raise ServiceError(f"can't write trajectories to {path} ({error}); {_REMEDY}") from error
+
+    def replace(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write like `write`, but without records remove the file, which a step taken before may have left."""
+        if records:
+            self.write(kind, step, records)
+        else:
+            self.path(kind, step).unlink(missing_ok=True)
+
+    def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
+        """Return the records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
+        return _decode(self.path(kind, step), dict)
+
+    def samples(self, kind: Kind, step: int) -> list[StoredSample]:
+        """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
+        return _decode(self.path(kind, step), StoredSample)
+
+    def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
+        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
+        disk, or a folder that can't be written."""
+        if not self.wanted:
+            return
+        path = self.folder / FAILED
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            cut_torn_line(path)
+            if path.exists() and path.stat().st_size >= segment_bytes:
+                path.replace(self._older_failed)
+            with path.open("ab") as file:
+                for each in records:
+                    file.write(msgspec.json.encode(each) + b"\n")
+        except OSError as error:
+            raise ServiceError(f"can't write failed completions to {path} ({error}); {_REMEDY}") from error
+
+    def failed(self) -> list[StoredSample]:
+        """Return the completions that failed their groups, the newest last. Raises as `read` does."""
+        older, newest = self._older_failed, self.folder / FAILED
+        return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
+
+    @property
+    def _older_failed(self) -> Path:
+        return self.folder / FAILED.replace(".", ".1.")
+
+
+def _decode(path: Path, kind: type[T]) -> list[T]:
+    """Return the complete lines of a file, even while it is being written; none if it doesn't exist."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]
+    except FileNotFoundError:
+        return []
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
