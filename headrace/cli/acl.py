@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from headrace.base.errors import ConfigError
-from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
+from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import load
+from headrace.launch.entry_points import load_entry_point
 from headrace.net.credentials import REDIS_ROLES, Credentials, complete
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.base.errors import HeadraceError, MissingPackage
+from headrace.base.errors import HeadraceError
 from headrace.base.printable import LineFormatter, printable
-from headrace.cli.commands import COMMANDS
 from headrace.env.episode import without_keys
-from headrace.net.service import importing
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
@@ -70,35 +65,3 @@ def log_lines() -> None:
     handler.addFilter(without_keys)
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-
-
-def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
-    """Load entry point `name` of `group`. In this way `headrace` finds services and imports none.
-
-    Raises `HeadraceError` if the entry point does not exist, and `MissingPackage` if a package that it needs is missing; `extra` names the
-    extra to install.
-    """
-    points = entry_points(group=group)
-    if name not in points.names:
-        known = ", ".join(sorted(points.names)) or "none; is headrace installed?"
-        raise HeadraceError(f"{name!r} is not an entry point of {group} ({known})")
-    try:
-        with importing():
-            loaded: Callable[..., Any] = next(point for point in points if point.name == name).load()
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing in ("", "headrace", "headrace_services"):  # Headrace's own module: a bug, not a missing package
-            raise
-        raise MissingPackage(
-            f"{_command(name)} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"
-        ) from error
-    return loaded
-
-
-def _command(otherwise: str) -> str:
-    """Return the running command as the user typed it, or `otherwise` outside of one."""
-    words = sys.argv[1:3]
-    if not words or words[0] not in COMMANDS:
-        return otherwise
-    is_group = COMMANDS[words[0]].endswith(":app")
-    return " ".join(["headrace", *words[: 1 + is_group]])

@@ -7,12 +7,13 @@ import typer
 from headrace.base.errors import ConfigError, MissingPackage
 from headrace.base.model_name import tokenizer_is_here
 from headrace.base.printable import printable
-from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
+from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.text import dump
 from headrace.launch import environment_processes, preflight, runs
+from headrace.launch.entry_points import load_entry_point
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError
 from headrace.base.printable import printable
-from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, load_entry_point, plain_table, say
+from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, plain_table, say
 from headrace.config import Config, load
+from headrace.launch.entry_points import load_entry_point
 from headrace.records.trajectory import Group
 
 app = typer.Typer(help="The prompts of a run.", no_args_is_help=True)

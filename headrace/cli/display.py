@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -17,82 +16,17 @@ from rich.text import Text
 from headrace.base.printable import printable
 from headrace.base.repeats import Repeats
 from headrace.cli.common import cell, plain_table, say
+from headrace.launch.summary import NOT_STARTED, UPDATING, RunSummary, Wait
 from headrace.run.headlines import accuracy_name, alarms, follows_start, waiting
 
 SHOWN_STEPS = 10
-# Of which a run's metrics are kept in memory; the journal has all steps.
-KEPT_STEPS = 1000
 # A step's metric: prompts that failed since the previous step.
 FAILED = "failed_prompts"
-# The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
-UPDATING = "updating"
-# The state of a service that is not to be started yet. `Display` prints no line for it either.
-NOT_STARTED = "not started"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
 
 
 # Shorter waits get no line in a log. A longer one gets a line a minute.
 _WORTH_A_LINE_S, _LINES_EVERY_S = 3.0, 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ServiceLine:
-    name: str
-    state: str
-    restarts: int
-    note: str
-    page: str = ""  # its URL
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """A wait of the run: for what, for how long so far, and why."""
-
-    whom: str
-    seconds: float
-    why: str
-
-    def __str__(self) -> str:
-        return f"waits for {self.whom}, {self.seconds:.0f} s: {self.why}"
-
-
-@dataclasses.dataclass
-class RunSummary:
-    """The known facts about a run. `train` and `validation` hold each step's metrics; a step that is trained again replaces the old one."""
-
-    run_id: str
-    max_steps: int
-    folder: str = ""  # the run's, as the other commands find it
-    evaluates: bool = False  # an evaluation trains nothing
-    services: list[ServiceLine] = dataclasses.field(default_factory=list)
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    train: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    validation: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    last_entry: str = "0"
-    buffer: str = ""  # why the buffer can't be read now
-    waits: list[Wait] = dataclasses.field(default_factory=list)
-    failures: list[str] = dataclasses.field(default_factory=list)  # the most frequent reasons of failed prompts
-
-    @property
-    def failed(self) -> int:
-        """The number of training prompts that failed."""
-        return self.counts.get("failed", 0)
-
-    @property
-    def evaluated(self) -> int:
-        """The number of an evaluation's prompts that have ended."""
-        return self.counts.get("evaluated", 0) + self.counts.get("failed", 0)
-
-    def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped. Of a long run, the
-        first entry and the newest `KEPT_STEPS` stay."""
-        self.last_entry = entry
-        series = self.train if kind == "train" else self.validation
-        for later in [known for known in series if known > step]:
-            del series[later]
-        series[step] = metrics
-        if len(series) > KEPT_STEPS + 1:
-            del series[next(itertools.islice(series, 1, None))]
 
 
 class RunConsole(Console):
@@ -120,7 +54,7 @@ class RunConsole(Console):
             self._stop()
 
 
-class Display:
+class LineDisplay:
     """Prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -130,6 +64,10 @@ class Display:
         self._failed = 0
         self._failures = Repeats(_LINES_EVERY_S)
         self._tenths = 0  # of an evaluation, as last reported
+
+    def stop_when_unread(self, stop: Callable[[], object]) -> None:
+        if isinstance(self.console, RunConsole):
+            self.console.stop_when_unread(stop)
 
     def print(self, line: str) -> None:
         say(self.console, line, keep="\n")
@@ -177,7 +115,7 @@ class Display:
             self.print(f"no longer waits for {whom}")
 
 
-class LiveDisplay(Display):
+class LiveDisplay(LineDisplay):
     """Redraws a table of services and the last steps, and prints other lines above it."""
 
     def __init__(self, live: Live) -> None:
@@ -189,6 +127,16 @@ class LiveDisplay(Display):
 
     def update(self, run: RunSummary) -> None:
         self.live.update(draw(run), refresh=True)
+
+
+@contextlib.contextmanager
+def open_display(console: Console) -> Iterator[LineDisplay]:
+    """Open the display that suits `console`: a live table on a terminal, lines elsewhere."""
+    if not console.is_terminal:
+        yield LineDisplay(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveDisplay(live)
 
 
 def draw(run: RunSummary) -> RenderableType:

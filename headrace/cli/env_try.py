@@ -13,13 +13,14 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import evaluate, weights
-from headrace.cli.common import load_entry_point, say
+from headrace.cli.common import say
 from headrace.cli.data import read_prompts
 from headrace.cli.env_check import TargetArgument
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.env.kit.rescoring import rewards
+from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import check
 from headrace.launch.served_file import environment_at
 from headrace.run.samples import SampleFiles, SampleGroup, by_group

@@ -22,14 +22,14 @@ from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.cli import weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
-from headrace.cli.display import RunConsole
+from headrace.cli.display import RunConsole, open_display
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.data import OWN, DataSourceConfig, HubName
 from headrace.config.explain import explain
 from headrace.launch import device_plan, runs, shell
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, settled
 from headrace.run.evaluation import THRESHOLD, DataSetReport, report
 from headrace.run.samples import SampleFiles
 

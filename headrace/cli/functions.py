@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from headrace.cli.common import load_entry_point
+from headrace.launch.entry_points import load_entry_point
 
 
 def functions() -> None:

@@ -19,9 +19,10 @@ from headrace.cli.common import RunOption
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.run import export as jsonl
-from headrace.run.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
+from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
 
 app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)

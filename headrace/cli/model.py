@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common import load_entry_point
+from headrace.launch.entry_points import load_entry_point
 
 
 def model(

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from headrace.base.errors import ConfigError
-from headrace.cli.common import WIDTH, ConfigArgument, Overrides, load_entry_point, plain_table, say
+from headrace.cli.common import WIDTH, ConfigArgument, Overrides, plain_table, say
 from headrace.config import load
+from headrace.launch.entry_points import load_entry_point
 
 app = typer.Typer(help="Plan the resources of a run.", no_args_is_help=True)
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.common import RunOption, load_entry_point
+from headrace.cli.common import RunOption
 from headrace.launch import runs
+from headrace.launch.entry_points import load_entry_point
 
 
 def replay_step(

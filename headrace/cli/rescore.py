@@ -16,7 +16,7 @@ from rich.table import Table
 
 from headrace.base.addresses import LOOPBACK, target_is_local, with_port
 from headrace.base.errors import ConfigError, HeadraceError, ServiceError
-from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
+from headrace.cli.common import RunArgument, cell, plain_table, say
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.env import environment_file
@@ -25,6 +25,7 @@ from headrace.env.environment import Sample
 from headrace.env.kit.rescoring import Comparison, Rescored, compare
 from headrace.env.wire import sample_to_wire, scoring_sample
 from headrace.launch import runs
+from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
 from headrace.net.credentials import credentials_of

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.printable import printable
-from headrace.cli.common import WIDTH, RunArgument, cell, load_entry_point, plain_table, say
+from headrace.cli.common import WIDTH, RunArgument, cell, plain_table, say
 from headrace.cli.display import duration
 from headrace.config.compare import diff
 from headrace.launch import runs
+from headrace.launch.entry_points import load_entry_point
 from headrace.run import history
 from headrace.run.headlines import seconds_per_step
 from headrace.run.history import Metric, RunHistory

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
 from headrace.base.printable import printable
-from headrace.cli.common import RunArgument, load_entry_point
+from headrace.cli.common import RunArgument
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.launch.entry_points import load_entry_point
 from headrace.run.samples import (
     Kind,
     Ranking,

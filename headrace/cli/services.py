@@ -16,6 +16,7 @@ from headrace.cli import common
 from headrace.cli.common import ConfigOption, Overrides
 from headrace.config import Config, load
 from headrace.launch import exposure, shell
+from headrace.launch.entry_points import load_entry_point
 from headrace.net.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
 from headrace.run import history
 
@@ -68,7 +69,7 @@ def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     exposure.check(config, name)
     if config.security.credentials is None:
         _log.warning("security.credentials is not set: everybody who can reach this service may use it")
-    service = common.load_entry_point("headrace.services", name, extra=name)
+    service = load_entry_point("headrace.services", name, extra=name)
     leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
     # `up` itself records how its run ends
     unsupervised = leads and not is_locked(config.run_folder / history.RUN_LOCK)

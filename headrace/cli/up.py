@@ -9,20 +9,15 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import common, page
+from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.display import (
-    RunConsole,
-    RunSummary,
-    closing_table,
-    failures,
-    waited,
-)
+from headrace.cli.display import RunConsole, closing_table, failures, open_display, waited
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, open_display, pages_of, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, pages_of, settled
+from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints
 from headrace.run.history import recorded
 
@@ -65,9 +60,9 @@ def up(
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
         say(f"CPU threads: {threads}")
-        say(f"curves: {page.address(loaded)}")
+        say(f"curves: {runs.page_address(loaded)}")
         for name, host, port in pages_of(loaded):
-            say(f"{name}: {page.url(loaded, host, port)}")
+            say(f"{name}: {runs.page_url(loaded, host, port)}")
         started = time.monotonic()
         try:
             with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:

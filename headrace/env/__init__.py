@@ -1,0 +1,1 @@
+"""The environment SDK: what an author writes, and how it is served, attached and called."""

@@ -17,26 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-
 from headrace.base.addresses import reached, with_port
 from headrace.base.devices import DevicePlan
 from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
 from headrace.base.tls import client_context
-from headrace.cli import page
-from headrace.cli.display import (
-    UPDATING,
-    Display,
-    LiveDisplay,
-    RunConsole,
-    RunSummary,
-    ServiceLine,
-    Wait,
-)
 from headrace.config import Config
 from headrace.launch import device_plan, environment_processes, exposure, runs
+from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.net.credentials import buffer_url, credentials_of
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
@@ -75,15 +63,6 @@ def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
     with runs.settled_ports(config) as (ready, reserved):
         runs.make_credentials(ready)
         yield ready, runs.save(ready), reserved
-
-
-@contextlib.contextmanager
-def open_display(console: Console) -> Iterator[Display]:
-    if not console.is_terminal:
-        yield Display(console)
-        return
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        yield LiveDisplay(live)
 
 
 def pages_of(config: Config) -> list[tuple[str, str, int]]:
@@ -220,9 +199,8 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, on, signum)
-        if isinstance(self.display.console, RunConsole):
-            # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
-            self.display.console.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))
+        # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
+        self.display.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))
 
     async def _work(self) -> None:
         try:
@@ -472,7 +450,7 @@ class Pipeline:
     def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:
         by_pid = {replica.info.get("pid"): replica for replica in replicas}
         runner_by_pid = {runner.info.get("pid"): runner for runner in runners}
-        pages = {name: page.url(self.config, host, port) for name, host, port in pages_of(self.config)}
+        pages = {name: runs.page_url(self.config, host, port) for name, host, port in pages_of(self.config)}
         lines = []
         for child in self.children:
             replica = by_pid.get(child.pid) if child in self.children.rollouts else None

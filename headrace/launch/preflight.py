@@ -10,11 +10,11 @@ import grpc
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
-from headrace.cli.common import load_entry_point
 from headrace.config import Config
 from headrace.config.loading import Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.launch import shell
+from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
 from headrace.net.credentials import Credentials, credentials_of
 from headrace.v1 import environment_pb2, environment_pb2_grpc

@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.base.addresses import LOOPBACK, with_port
+from headrace.base.addresses import LOOPBACK, reached, with_port
 from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.base.files import cannot_write, is_locked
-from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
 from headrace.config.text import dump
+from headrace.launch.entry_points import load_entry_point
 from headrace.net import credentials
+from headrace.net.http_access import new_code
 from headrace.net.service import bind, reserve
 from headrace.replay import ReplayClient
 from headrace.run.checkpoints import published
@@ -429,3 +430,14 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
         return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:
         raise ServiceError(f"{folder} holds no buffer of run {config.run.id}; was the run ever up?") from error
+
+
+def page_address(config: Config) -> str:
+    """Return the URL of the trainer's page on this machine, with a new code. Raises `ConfigError`."""
+    return f"{page_url(config, config.trainer.host, config.trainer.port)}/#code={new_code(config.run_folder)}"
+
+
+def page_url(config: Config, host: str, port: int) -> str:
+    """Return the URL of a service's pages on this machine."""
+    scheme = "http" if config.security.tls_cert is None else "https"
+    return f"{scheme}://{with_port(reached(host), port)}"

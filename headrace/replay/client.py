@@ -1,8 +1,8 @@
 """Async client of the replay buffer: each method is one call of a server-side function (`services/replay/functions/`).
 
 The buffer's state machine and its seven laws are in Redis, so every caller gets the same answer. The client encodes arguments, decodes
-replies and turns refusals into the types of `headrace.base.errors`. Large payloads are separate values, written before the call that makes them
-visible: a function moves ids, never megabytes.
+replies and turns refusals into the types of `headrace.base.errors`. Large payloads are separate values, written before the call that makes
+them visible: a function moves ids, never megabytes.
 """
 
 from __future__ import annotations

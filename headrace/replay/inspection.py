@@ -9,11 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.repeats import alike
+from headrace.records.origin import GroupLineage, origin_of, with_timelines
 from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
-from headrace.run.lineage import GroupLineage, origin_of, with_timelines
 
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {

@@ -1,0 +1,1 @@
+"""The contents of a run's folder: journal, history, samples, checkpoints, lineage, exports, evaluations."""

@@ -1,8 +1,8 @@
 """Converts trajectories to JSON lines and back: one object per line, with its group, its score and its lineage.
 
-`group`, `trajectory` and `score` have the fields of the records of `headrace.records.trajectory`, with arrays as lists, also inside an episode's
-`calls`. `score` is null before there is one. The round trip is exact. `state` is the group's. `lineage` is a `headrace.run.lineage.Origin`, for
-readers.
+`group`, `trajectory` and `score` have the fields of the records of `headrace.records.trajectory`, with arrays as lists, also inside an
+episode's `calls`. `score` is null before there is one. The round trip is exact. `state` is the group's. `lineage` is a
+`headrace.records.origin.Origin`, for readers.
 
 Values of data sets and environments (`extra_env_info`, `messages`, `answer`, `metadata`) may be more than JSON has. Bytes are
 `{"__bytes__": BASE64}`, numbers that are not finite `{"__float__": "nan"}`, and a map whose keys are not text (or are one of these names)
@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import CodecError
+from headrace.records.origin import Origin, origin_of, with_timelines
 from headrace.records.trajectory import ARRAYS, AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay import ReplayClient
-from headrace.run.lineage import Origin, origin_of, with_timelines
 
 # Fields with values of data sets and environments.
 _FREE = frozenset({"messages", "answer", "extra_env_info", "metadata"})

@@ -12,7 +12,6 @@ from. Version 0 is the initial model and has no timeline.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import re
 import zlib
@@ -23,61 +22,15 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.records.trajectory import AnyTrajectory, Score, Trajectory
+from headrace.records.origin import GroupLineage
 from headrace.run.checkpoints import read_chain
 from headrace.run.checkpoints import timeline_of as made_on
 
 SCHEMA: Literal[1] = 1
 FOLDER, ABANDONED = "lineage", "abandoned"
 
-TimelineOf = Callable[[int], str | None]
-
 # step and timeline
 NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenRange:
-    """Completion tokens `[start, end)`, the replica that sampled them, and its weights at the time. Tokens that the environment wrote
-    between turns are in no range. For an episode the completions of its calls are counted one after the other (`EpisodeTrajectory.flat`);
-    those of calls that are not trained are in no range."""
-
-    start: int
-    end: int
-    replica: str
-    version: int
-    timeline: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The origin of one trajectory. `environment`, `build` and `reward` are set once it is scored, `advantage` once it is trained."""
-
-    index: int
-    attempt: int
-    tokens: int
-    ranges: tuple[TokenRange, ...]
-    finish_reason: str
-    environment: str | None = None
-    build: str | None = None
-    reward: float | None = None
-    advantage: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupLineage:
-    """The lineage of one group: its state, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) are set once
-    it is trained, `reason` if it failed."""
-
-    group: str
-    state: str
-    task: str
-    env: str
-    order: int
-    step: int | None
-    timeline: str | None
-    trajectories: tuple[Origin, ...]
-    reason: str = ""
 
 
 class Header(msgspec.Struct):
@@ -88,38 +41,6 @@ class Header(msgspec.Struct):
     timeline: str
     time: float
     groups: tuple[str, ...]
-
-
-def origin_of(trajectory: AnyTrajectory, score: Score | None, advantage: float | None = None) -> Origin:
-    """Return the origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
-    flat = trajectory.flat()
-    return Origin(
-        index=trajectory.index,
-        attempt=trajectory.attempt,
-        tokens=flat.completion_token_ids.size,
-        ranges=tuple(_ranges(flat)),
-        finish_reason=flat.finish_reason,
-        environment=score.environment if score else None,
-        build=score.build if score else None,
-        reward=score.reward if score else None,
-        advantage=advantage,
-    )
-
-
-def _ranges(trajectory: Trajectory) -> Iterator[TokenRange]:
-    """Yield the ranges of tokens with the same writer and weights, without those that the environment wrote between turns."""
-    turns = trajectory.turns or ((0, trajectory.completion_token_ids.size),)
-    for replica, begun, left in trajectory.written:
-        for span in trajectory.spans:
-            for first, last in turns:
-                start, end = max(begun, span.start, first), min(left, span.end, last)
-                if start < end:
-                    yield TokenRange(start, end, replica, span.version)
-
-
-def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:
-    ranges = tuple(dataclasses.replace(r, timeline=timeline_of(r.version)) for r in origin.ranges)
-    return dataclasses.replace(origin, ranges=ranges)
 
 
 class LineageFiles:
@@ -137,8 +58,8 @@ class LineageFiles:
         return sorted((int(match[1]), match[2], path) for match, path in matches if match)
 
     def files(self) -> list[tuple[int, Path]]:
-        """Return the steps that the newest weights descend from, in order, with their files. Raises as `headrace.run.checkpoints.read_chain`
-        does."""
+        """Return the steps that the newest weights descend from, in order, with their files. Raises as
+        `headrace.run.checkpoints.read_chain` does."""
         by_step: dict[int, dict[str, Path]] = {}
         for step, timeline, path in self.written():
             by_step.setdefault(step, {})[timeline] = path

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError
+from headrace.records.origin import origin_of
 from headrace.records.trajectory import (
     AnyTrajectory,
     Call,
@@ -24,7 +25,6 @@ from headrace.records.trajectory import (
 )
 from headrace.replay.records import unpack
 from headrace.run import export
-from headrace.run.lineage import origin_of
 from tests.support.mutation import Mutator, pack
 
 GROUP = Group(

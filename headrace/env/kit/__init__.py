@@ -1,0 +1,1 @@
+"""Tools for authors of environments: the conformance checks, samples, and a policy with scripted answers."""

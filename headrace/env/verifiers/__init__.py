@@ -1,0 +1,1 @@
+"""Environments of the library verifiers, played in the Python in which it is installed."""

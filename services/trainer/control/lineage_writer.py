@@ -12,17 +12,9 @@ import msgspec
 
 from headrace.base.errors import ServiceError
 from headrace.base.files import atomic_write, fsync
+from headrace.records.origin import GroupLineage, Origin, with_timelines
 from headrace.records.trajectory import Group
-from headrace.run.lineage import (
-    ABANDONED,
-    SCHEMA,
-    GroupLineage,
-    Header,
-    LineageFiles,
-    Origin,
-    timeline_of,
-    with_timelines,
-)
+from headrace.run.lineage import ABANDONED, SCHEMA, Header, LineageFiles, timeline_of
 
 
 class LineageWriter:

@@ -24,12 +24,12 @@ from headrace.base.errors import (
     WrongTimeline,
 )
 from headrace.config import Config
+from headrace.records.origin import Origin
 from headrace.records.trajectory import Float32, Group, Int32
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.run.headlines import accuracy_name, build_changes
 from headrace.run.journal import surviving
-from headrace.run.lineage import Origin
 from headrace.weights.probe import (
     Differences,
     choose_token_ids,

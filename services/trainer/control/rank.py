@@ -23,10 +23,10 @@ import torch
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError
 from headrace.config import Config
+from headrace.records.origin import Origin, origin_of
 from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.replay import Reservation
 from headrace.run.checkpoints import changed
-from headrace.run.lineage import Origin, origin_of
 from headrace.weights.probe import rollout_dtype
 from headrace_services.trainer.distributed import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.records.origin import Origin
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
 from headrace.replay import Reservation
-from headrace.run.lineage import Origin
 
 # Bounds on names given by environments: trackers and Prometheus keep every name that they have ever seen.
 MOST_COMPONENTS, LONGEST_NAME = 32, 64

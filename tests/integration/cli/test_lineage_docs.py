@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.records.origin import Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
-from headrace.run.lineage import FOLDER, Origin, TokenRange
+from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, generate, healthy_replica, make_group
 from tests.support.kept_run import kept_run

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError
+from headrace.records.origin import TokenRange, origin_of
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
-from headrace.run.lineage import TokenRange, origin_of
 from tests.support.buffer import (
     enqueue,
     generate,

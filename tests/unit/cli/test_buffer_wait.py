@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import Display
+from headrace.cli.display import LineDisplay
 from headrace.config import Config
 from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
@@ -34,7 +34,7 @@ async def test_up_names_the_buffers_server_among_what_the_run_waits_for(tmp_path
     file = tmp_path / credentials.FILE
     config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
     credentials.complete(file, credentials.names_of(config, redis=True))
-    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, Display(Console()))
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(Console()))
     replay = Replay()
     server = await asyncio.start_server(replay.serve, "127.0.0.1", 0)
 

@@ -8,22 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import (
-    KEPT_STEPS,
-    UPDATING,
-    Display,
-    RunSummary,
-    ServiceLine,
-    Wait,
-    closing_table,
-    draw,
-    failures,
-    waited,
-)
+from headrace.cli.display import LineDisplay, closing_table, draw, failures, waited
 from headrace.cli.status import failures as failed_lines
 from headrace.cli.status import progress, waits_for
 from headrace.cli.up import continues, why_it_ended
 from headrace.config import Config
+from headrace.launch.summary import KEPT_STEPS, UPDATING, RunSummary, ServiceLine, Wait
 from headrace.replay import EnvironmentState, RunState
 
 
@@ -96,7 +86,7 @@ def test_the_summary_names_both_ends() -> None:
 
 def test_the_log_display_prints_each_change_of_state_once_and_no_refit() -> None:
     console = Console(file=io.StringIO(), width=40)
-    display, now = Display(console), run()
+    display, now = LineDisplay(console), run()
     for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
         now.services = [ServiceLine("rollout-1", state, 0, "")]
         display.update(now)
@@ -129,7 +119,9 @@ def test_an_alarm_is_shown_until_a_step_is_without_one() -> None:
     alarmed.add("4-0", "train", 5, {"reward": 0.5, "train_inference_alarm": 0.0})
     assert "disagree" not in shown(draw(alarmed))
     console = Console(file=io.StringIO(), width=200)
-    Display(console).metrics("train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31})
+    LineDisplay(console).metrics(
+        "train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31}
+    )
     assert "disagree" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -170,7 +162,7 @@ def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_the_run_but_for_it
 
 def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> None:
     console = Console(file=io.StringIO(), width=40)
-    display, summary = Display(console), RunSummary(run_id="adder", max_steps=3)
+    display, summary = LineDisplay(console), RunSummary(run_id="adder", max_steps=3)
     for seconds in (0.0, 2.9, 3.1, 40.0, 63.5, 100.0, None):
         summary.waits = [] if seconds is None else [Wait("environment told at 127.0.0.1:5", seconds, "no answer")]
         display.update(summary)
@@ -197,7 +189,7 @@ def test_failed_prompts_are_shown_with_their_reasons() -> None:
     assert "\x1b" not in shown(draw(failing))
     assert re.search(r"4/30 +0\.500.* 3 *$", shown(draw(failing)), re.MULTILINE)
     console = Console(file=io.StringIO(), width=40)
-    display = Display(console)
+    display = LineDisplay(console)
     display.metrics("train", 4, {"reward": 0.5, "failed_prompts": 3.0})
     display.metrics("validation", 5, {"accuracy": 0.9, "failed": 2.0})
     for count in (0, 5, 5, 6):

@@ -12,13 +12,14 @@ from rich.live import Live
 from headrace.base.errors import HeadraceError
 from headrace.cli import groups
 from headrace.cli.common import print_error
-from headrace.cli.display import Display, LiveDisplay, RunSummary, ServiceLine
+from headrace.cli.display import LineDisplay, LiveDisplay
 from headrace.cli.samples import TokenText, draw_group
 from headrace.cli.status import show as show_status
 from headrace.config import Config
+from headrace.launch.summary import RunSummary, ServiceLine
+from headrace.records.origin import GroupLineage
 from headrace.replay import Replica, Runner, RunState
 from headrace.replay.bias import meters_of
-from headrace.run.lineage import GroupLineage
 from headrace.run.samples import StoredCall, by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
 from tests.support.stored_samples import hostile_episode, hostile_sample, sample
@@ -75,7 +76,7 @@ def test_the_display_of_a_run(live: bool) -> None:
         with Live(console=console, auto_refresh=False) as drawn:
             LiveDisplay(drawn).update(run)
     else:
-        Display(console).print(HOSTILE)
+        LineDisplay(console).print(HOSTILE)
     assert harmless(out.getvalue())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import Display
+from headrace.cli.display import LineDisplay
 from headrace.config import Config
 from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
@@ -31,7 +31,7 @@ def test_up_says_once_what_was_set_aside_since_it_started(tmp_path: Path) -> Non
     credentials.complete(file, credentials.names_of(config, redis=True))
     set_aside(config.checkpoint_folder, 2)
     console = Console(file=io.StringIO(), width=300)
-    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, Display(console))
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(console))
     aside = set_aside(config.checkpoint_folder, 6)
     for _ in range(2):
         pipeline._say_set_aside()

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
-from headrace.cli.display import Display
+from headrace.cli.display import LineDisplay
 from headrace.config import Config
 from headrace.launch import pipeline as pipeline_module
 from headrace.launch.pipeline import Pipeline
@@ -26,7 +26,7 @@ async def test_a_file_server_that_is_away_for_a_moment_ends_no_run_and_a_deleted
     credentials.complete(file, credentials.names_of(config, redis=True))
     saved.touch()
     monkeypatch.setattr(pipeline_module, "LOOK_S", 0.0)
-    pipeline = Pipeline(config, saved, None, {}, Display(Console()))
+    pipeline = Pipeline(config, saved, None, {}, LineDisplay(Console()))
     looked: list[bool] = []
     lstat, away = Path.lstat, True
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.records.origin import TokenRange, origin_of
 from headrace.records.trajectory import Group, Sampling, Score, Span
 from headrace.replay import Evaluated
-from headrace.run.lineage import TokenRange, origin_of
 from headrace_services.trainer.control.validation import summarize
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather

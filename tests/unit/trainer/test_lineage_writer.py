@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError, ServiceError
+from headrace.records.origin import GroupLineage, Origin, TokenRange, origin_of
 from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
 from headrace.run.checkpoints import Start, append_start
-from headrace.run.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
+from headrace.run.lineage import ABANDONED, LineageFiles
 from headrace_services.trainer.control import lineage_writer
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 
