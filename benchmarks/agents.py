@@ -54,11 +54,11 @@ from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.runner import EpisodeRunner
-from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.data import arithmetic
 from headrace_services.trainer.demo_models import tiny
 

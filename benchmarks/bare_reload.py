@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from headrace_services.rollout.weight_engine import WeightChannelExtension
+from headrace_services.refit.engine_extension import WeightChannelExtension
 
 
 class BareReload(WeightChannelExtension):

@@ -41,7 +41,7 @@ from benchmarks.light_wire import LightClient
 from headrace.records.trajectory import Score, Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import PROBE_TOKENS
+from headrace_services.refit.probe import PROBE_TOKENS
 
 # log-probabilities of a probe
 PROBE = [-1.0] * (PROBE_TOKENS - 1)

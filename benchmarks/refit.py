@@ -39,12 +39,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids
+from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.receiver import WeightReceiver
+from headrace_services.refit.sender import WeightSender
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.rollout.engine import running_engine
-from headrace_services.rollout.weight_receiver import WeightReceiver
-from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.demo_models import tiny
 
 ROUNDS = 30

@@ -20,8 +20,8 @@ from benchmarks.gpu.rows import NEEDS_CUDA, line
 from benchmarks.gpu.stage import Stage
 from headrace.base.errors import WeightChannelError
 from headrace.net.service import die_with_parent
-from headrace.weights import nccl
-from headrace_services.weight_channel.transport import (
+from headrace_services.refit import nccl
+from headrace_services.refit.transport import (
     ABORT_S,
     Backend,
     Channel,

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu.rows import NEEDS_CUDA
 from benchmarks.gpu.stage import Stage, seconds
 from headrace.config import Config
-from headrace.weights.probe import choose_token_ids, tolerance
+from headrace_services.refit.probe import choose_token_ids, tolerance
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -89,8 +89,8 @@ async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: s
 async def _in_flight(stage: Stage, config: Config, running: AsyncLLM, redis_url: str, source: Source) -> str:
     """Whether each token of completions that a refit met is of the weights that its span names."""
     from benchmarks.refit import TIMELINE, follow, open_run
-    from headrace_services.rollout.weight_receiver import WeightReceiver
-    from headrace_services.trainer.control.weight_sender import WeightSender
+    from headrace_services.refit.receiver import WeightReceiver
+    from headrace_services.refit.sender import WeightSender
 
     replay = await open_run(config, redis_url, f"in-flight-{secrets.token_hex(4)}")
     sender, receiver = WeightSender(config, replay), WeightReceiver(config, running, replay, "replica")

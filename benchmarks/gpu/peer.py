@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from headrace.weights import nccl
-from headrace.weights.manifest import Manifest
-from headrace_services.weight_channel.transport import Channel, GroupRank, receive
+from headrace_services.refit import nccl
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.transport import Channel, GroupRank, receive
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from benchmarks.gpu.rows import NEEDS_CUDA
 from benchmarks.gpu.stage import Stage, seconds
 from headrace.base.errors import WeightChannelError
 from headrace.config import Config
-from headrace.weights.manifest import Manifest
-from headrace_services.weight_channel.checksum import checksum
-from headrace_services.weight_channel.transport import send
+from headrace_services.refit.checksum import checksum
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.transport import send
 
 SENT = "all tensors in bfloat16 over"
 PATIENCE_S = 240.0

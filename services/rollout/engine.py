@@ -25,9 +25,9 @@ from headrace.base.files import folder_for_sockets
 from headrace.config import Config, threads
 from headrace.config.policy import ENGINE_DIMS
 from headrace.net.service import importing
-from headrace.weights import nccl
-from headrace.weights.probe import rollout_dtype
-from headrace_services.rollout import child, weight_receiver
+from headrace_services.refit import nccl, receiver
+from headrace_services.refit.probe import rollout_dtype
+from headrace_services.rollout import child
 from headrace_services.rollout.chat_format import check_parser_names
 from headrace_services.rollout.sequence_slots import PROBE_SLOTS
 
@@ -168,7 +168,7 @@ def _use_adapter(engine: Any) -> None:
     That never happens: no request arrives before the first refit."""
     from vllm.lora.request import LoRARequest
 
-    generate, adapter = engine.generate, LoRARequest("policy", weight_receiver.ADAPTER_ID, "weight-channel")
+    generate, adapter = engine.generate, LoRARequest("policy", receiver.ADAPTER_ID, "weight-channel")
     engine.generate = lambda *arguments, **named: generate(*arguments, **{**named, "lora_request": adapter})
 
 
@@ -205,10 +205,10 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
         torch._dynamo.config.disable = True
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu, device_memory=memory)
-        arguments |= weight_receiver.engine_arguments(config) | dict(overrides)
+        arguments |= receiver.engine_arguments(config) | dict(overrides)
         with importing():
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if problem := weight_receiver.refit_problem(vllm_config):
+        if problem := receiver.refit_problem(vllm_config):
             raise ServiceError(problem)
         if arguments.get("distributed_executor_backend") == _ONE_PROCESS and threading.active_count() == 1:
             # On a CPU vLLM asks for a new interpreter, which would import everything again: 8 s of a core. A fork does as well, unless

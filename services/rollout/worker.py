@@ -21,6 +21,7 @@ from headrace.config import Config
 from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
 from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
+from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.rollout import decisions
 from headrace_services.rollout.calls import check_request, complete
 from headrace_services.rollout.decisions import (
@@ -43,7 +44,6 @@ from headrace_services.rollout.generate import (
 )
 from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.sequence_slots import SequenceSlots
-from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -39,7 +39,7 @@ from headrace.base.addresses import is_loopback
 from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
 from headrace.net.service import EXIT_INTERNAL_ERROR
-from headrace.weights import nccl
+from headrace_services.refit import nccl
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from headrace.net.replica_client import (
 from headrace.net.service import bind, create_app, serve_openly, stop_on_signals
 from headrace.records.trajectory import Float32, Span
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
-from headrace.weights.rendezvous import Rendezvous
+from headrace_services.refit.rendezvous import Rendezvous
 from headrace_services.rollout import decisions
 from tests.chaos.tokens import END, first, following
 from tests.support.small_replica import SmallReplica

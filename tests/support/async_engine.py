@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace_services.rollout.weight_engine import WeightChannelExtension
+from headrace_services.refit.engine_extension import WeightChannelExtension
 
 
 class _Done:

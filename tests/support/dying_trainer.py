@@ -28,9 +28,9 @@ from headrace.base.errors import HeadraceError
 from headrace.config import Config
 from headrace.records.trajectory import Group, Trajectory
 from headrace.replay import ReplayClient, Reservation
+from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
-from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.main import main
 from tests.support.buffer import eventually
 

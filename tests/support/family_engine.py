@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from headrace.records.trajectory import Float32
-from headrace.weights.probe import choose_token_ids
+from headrace_services.refit import receiver
+from headrace_services.refit.checksum import checksum
+from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.transport import ReceivedTensor
 from headrace_services.rollout import engine as rollout_engine
-from headrace_services.rollout import weight_receiver
 from headrace_services.trainer.learning.learner import Learner
-from headrace_services.weight_channel.checksum import checksum
-from headrace_services.weight_channel.transport import ReceivedTensor
 from tests.integration.trainer.learner_cases import config
 
 LENGTH = 96  # longer than the windows
@@ -54,7 +54,7 @@ def _found(model: Path) -> dict[str, float | str]:
         if tensor.is_floating_point():
             tensor.add_(torch.randn_like(tensor) * 0.02)
     others, sent = learner.probe(ids), list(learner.iter_weights())
-    arguments = rollout_engine.engine_arguments(chosen, on_cpu=True) | weight_receiver.engine_arguments(chosen)
+    arguments = rollout_engine.engine_arguments(chosen, on_cpu=True) | receiver.engine_arguments(chosen)
     engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, "distributed_executor_backend": "uni"}))
     initial = _apart(_probe(engine, ids.tolist()), own)
     try:

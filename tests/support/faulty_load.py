@@ -6,7 +6,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 
-from headrace_services.rollout.weight_engine import WeightChannelEngine, WeightChannelExtension, WeightUpdate
+from headrace_services.refit.engine_extension import WeightChannelEngine, WeightChannelExtension, WeightUpdate
 
 BACKEND = "faulty-load"
 TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"

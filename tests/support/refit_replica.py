@@ -16,8 +16,8 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
+from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.rollout import engine
-from headrace_services.rollout.weight_receiver import WeightReceiver
 
 
 def say(**fields: object) -> None:

@@ -15,7 +15,7 @@ import yaml
 from headrace.config import Config
 from headrace.records.trajectory import Group, Sampling, Score, Trajectory
 from headrace.replay import ReplayClient, Replica, Reservation
-from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.forks import command, fork
 from tests.support.source_model import SourceModel, Weights
 

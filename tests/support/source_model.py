@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.records.trajectory import Float32, Int32
-from headrace.weights.probe import choose_token_ids
+from headrace_services.refit.probe import choose_token_ids
 
 Weights = Mapping[str, torch.Tensor]
 

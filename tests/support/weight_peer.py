@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from headrace.base.errors import WeightChannelError
-from headrace.weights.manifest import Manifest
-from headrace_services.weight_channel.transport import Channel, GroupRank, receive
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.transport import Channel, GroupRank, receive
 
 
 def say(**fields: object) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from headrace.base.addresses import hosts_of, own_address
 from headrace.base.errors import ServiceError
-from headrace_services.trainer.control import weight_sender
-from headrace_services.trainer.control.weight_sender import host_towards
+from headrace_services.refit import sender
+from headrace_services.refit.sender import host_towards
 from headrace_services.trainer.distributed import gloo_problem
 
 
@@ -33,9 +33,7 @@ def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:
 
 
 def test_a_name_that_leads_back_to_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        weight_sender, "own_address", lambda host: {"redis.internal": "10.0.0.7"}.get(host, "127.0.1.1")
-    )
+    monkeypatch.setattr(sender, "own_address", lambda host: {"redis.internal": "10.0.0.7"}.get(host, "127.0.1.1"))
     assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
     with pytest.raises(
         ServiceError, match=r"^weight_channel\.host is null, and gpu-1 .* 127\.0\.1\.1 .*\(/etc/hosts\).*; set it to"

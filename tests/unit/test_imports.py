@@ -57,7 +57,7 @@ def top_level(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace.weights.rendezvous"]
+    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace_services.refit.rendezvous"]
 )
 def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
     assert not top_level(modules_after(f"import {module}")) & HEAVY
@@ -76,7 +76,7 @@ def test_serving_attaching_or_testing_an_environment_loads_no_service_supervisor
     loaded = modules_after(code)
     assert "headrace.env.server" in loaded
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
-    assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.weights"} & loaded
+    assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.launch"} & loaded
 
 
 def test_checking_an_environment_needs_the_base_package_alone() -> None:

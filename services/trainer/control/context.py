@@ -13,11 +13,11 @@ from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.run.journal import Journal
+from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
-from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.telemetry import Telemetry

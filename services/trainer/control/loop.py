@@ -30,7 +30,7 @@ from headrace.replay import End, Replica, Reservation, RunState, Waiting, freque
 from headrace.replay.calls import BATCH
 from headrace.run.headlines import accuracy_name, build_changes
 from headrace.run.journal import surviving
-from headrace.weights.probe import (
+from headrace_services.refit.probe import (
     Differences,
     choose_token_ids,
     differences,

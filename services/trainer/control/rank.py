@@ -27,7 +27,7 @@ from headrace.records.origin import Origin, origin_of
 from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.replay import Reservation
 from headrace.run.checkpoints import changed
-from headrace.weights.probe import rollout_dtype
+from headrace_services.refit.probe import rollout_dtype
 from headrace_services.trainer.distributed import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner

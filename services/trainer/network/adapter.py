@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
-from headrace.weights.manifest import ADAPTER
+from headrace_services.refit.manifest import ADAPTER
 from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank, saved_tensors
 
 # The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.

@@ -23,7 +23,7 @@ import numpy as np
 
 from headrace.base.files import keep_newest
 from headrace.config import Config
-from headrace.weights.probe import Differences, tolerance
+from headrace_services.refit.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch, Float64
 
 REPORT_EVERY = 10  # the first step of a streak is logged, then every tenth; the metric covers all

@@ -17,7 +17,7 @@ from headrace.records.trajectory import Score
 from headrace.replay import ReplayClient
 from headrace.run import export
 from headrace.run.lineage import LineageFiles
-from headrace.weights.rendezvous import Announcement
+from headrace_services.refit.rendezvous import Announcement
 from headrace_services.replay.http import build_app
 from tests.support.buffer import (
     contents,

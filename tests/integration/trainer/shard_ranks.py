@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.weights.probe import differences
+from headrace_services.refit.probe import differences
 from headrace_services.trainer import distributed
 from headrace_services.trainer.distributed import full_tensor, local_part
 from headrace_services.trainer.learning.learner import Learner

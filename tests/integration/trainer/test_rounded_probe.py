@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.records.trajectory import Float32
-from headrace.weights.probe import Differences, choose_token_ids, differences, tolerance
+from headrace_services.refit.probe import Differences, choose_token_ids, differences, tolerance
 from headrace_services.trainer.learning.learner import Learner
 from tests.integration.trainer.learner_cases import config
 from tests.support.tiny_family import CAPS, made, shrunk

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids
-from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from headrace.base.errors import Restartable, WeightChannelAborted, WeightChannelError
-from headrace_services.rollout.weight_receiver import RefitFailure, TransferInterrupted
+from headrace_services.refit.receiver import RefitFailure, TransferInterrupted
 
 
 @pytest.mark.slow
 def test_a_worker_reports_the_kind_of_its_failure() -> None:
     from vllm.config import VllmConfig
 
-    from headrace_services.rollout.weight_engine import WeightChannelExtension, _interrupting
+    from headrace_services.refit.engine_extension import WeightChannelExtension, _interrupting
 
     def failing(error: Exception, *, in_collective: bool = False) -> RefitFailure | None:
         def join(_: Any) -> None:

@@ -14,8 +14,8 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids, differences, tolerance
-from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.refit.probe import choose_token_ids, differences, tolerance
+from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.network.policy_model import check_refit
 from tests.integration.trainer.learner_cases import config

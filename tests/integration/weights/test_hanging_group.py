@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
-from headrace.weights import nccl
-from headrace_services.trainer.control.weight_sender import WeightSender
-from headrace_services.weight_channel import transport
-from headrace_services.weight_channel.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
+from headrace_services.refit import nccl, transport
+from headrace_services.refit.sender import WeightSender
+from headrace_services.refit.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
 
 PATIENCE_S = 60.0
 
@@ -142,7 +141,7 @@ class TorchsGroup:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchsGroup]:
-    """Has a group made in a process that `headrace.weights.nccl` has prepared."""
+    """Has a group made in a process that `headrace_services.refit.nccl` has prepared."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchsGroup, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -15,7 +15,7 @@ from headrace.base.errors import Fenced, ReplayUnavailable, WrongTimeline
 from headrace.config import Config
 from headrace.replay import BufferRetry, Epoch, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.refit.sender import RefitReport, WeightSender
 
 TIMELINE, REPLICA, REASON = "timeline-1", "replica", "its disk is full"
 MOMENTS = ["gathering", "beginning", "sending", "ending"]

@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.weights.probe import choose_token_ids
-from headrace.weights.rendezvous import Rendezvous
-from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.rendezvous import Rendezvous
+from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support import refit_replica
 from tests.support.buffer import tighten
 from tests.support.forks import Forked, fork

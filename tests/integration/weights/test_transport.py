@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
-from headrace.weights.manifest import Manifest
-from headrace_services.weight_channel import transport
-from headrace_services.weight_channel.checksum import checksum
-from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
+from headrace_services.refit import transport
+from headrace_services.refit.checksum import checksum
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
 from tests.support import weight_peer
 from tests.support.forks import fork
 
@@ -248,7 +248,7 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     manifest = manifest_of(tensors)
     script = (
         "import sys, time, torch\n"
-        "from headrace_services.weight_channel.transport import *\n"
+        "from headrace_services.refit.transport import *\n"
         "store = RendezvousStore('127.0.0.1', 0)\n"
         "print(store.port, flush=True)\n"
         "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'), bytes.fromhex(sys.argv[1]))\n"

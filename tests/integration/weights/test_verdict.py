@@ -13,7 +13,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.replay import RefitVerdict, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.small_replica import SmallReplica, running
 from tests.support.source_model import SourceModel
 

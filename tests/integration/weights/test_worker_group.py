@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_services.weight_channel.transport import Channel
+from headrace_services.refit.transport import Channel
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def test_what_vllm_sets_for_its_own_groups_of_nccl_does_not_hold_for_one_with_th
     """As with VLLM_BATCH_INVARIANT: ranks that differ in it would wait for each other for ever."""
     from vllm.utils import nccl
 
-    from headrace_services.rollout.weight_engine import JoinGroup, WeightChannelEngine
+    from headrace_services.refit.engine_extension import JoinGroup, WeightChannelEngine
 
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setattr(

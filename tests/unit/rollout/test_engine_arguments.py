@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config
+from headrace_services.refit.receiver import refit_problem
 from headrace_services.rollout import child, engine
 from headrace_services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
-from headrace_services.rollout.weight_receiver import refit_problem
 
 
 def config(**vllm_cfg: Any) -> Config:

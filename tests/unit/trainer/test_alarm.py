@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headrace.config import Config
-from headrace.weights.probe import Differences, tolerance
+from headrace_services.refit.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.plots import draw_disagreement

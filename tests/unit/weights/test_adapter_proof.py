@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headrace.base.errors import WeightChannelError
-from headrace_services.rollout.weight_proof import AdapterProof
-from headrace_services.weight_channel.checksum import checksum
+from headrace_services.refit.checksum import checksum
+from headrace_services.refit.proof import AdapterProof
 
 A, B = torch.arange(1.0, 13.0).view(3, 4), torch.arange(1.0, 16.0).view(5, 3)
 Stacked = dict[str, torch.Tensor]

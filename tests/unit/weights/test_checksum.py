@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_services.weight_channel.checksum import checksum
+from headrace_services.refit.checksum import checksum
 
 
 @pytest.fixture

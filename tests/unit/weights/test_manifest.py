@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
-from headrace.weights.manifest import ITEM_BYTES, Manifest
+from headrace_services.refit.manifest import ITEM_BYTES, Manifest
 
 shapes = st.lists(st.integers(1, 9), max_size=3)
 tensors = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int64"]), shapes), min_size=1, max_size=20)

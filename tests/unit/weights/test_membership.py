@@ -9,9 +9,9 @@ import pytest
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.replay import Epoch, Replica
-from headrace.weights import membership
-from headrace.weights.manifest import Manifest
-from headrace.weights.rendezvous import Announcement, Rendezvous
+from headrace_services.refit import membership
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.rendezvous import Announcement, Rendezvous
 
 EPOCH = Epoch("e", 3, "t", "transfer", ("a", "b", "c"), ("a",), ("b",), {}, {})
 

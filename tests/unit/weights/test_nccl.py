@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.weights import nccl
+from headrace_services.refit import nccl
 
 
 @pytest.fixture

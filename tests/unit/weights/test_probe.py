@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.config import Config
-from headrace.weights.probe import (
+from headrace_services.refit.probe import (
     Differences,
     choose_token_ids,
     differences,

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.errors import Restartable, WeightChannelError
 from headrace.config import Config
-from headrace_services.rollout.weight_receiver import RefitFailure, TransferInterrupted, WeightReceiver
+from headrace_services.refit.receiver import RefitFailure, TransferInterrupted, WeightReceiver
 
 FAILED = RefitFailure("failed", "no such parameter")
 INTERRUPTED = RefitFailure("interrupted", "a peer died")

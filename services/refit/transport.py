@@ -46,9 +46,9 @@ from headrace.base.errors import (
     WeightChannelTimeout,
 )
 from headrace.net.service import bind
-from headrace.weights import nccl
-from headrace.weights.manifest import Bucket, Manifest
-from headrace_services.weight_channel.checksum import checksum
+from headrace_services.refit import nccl
+from headrace_services.refit.checksum import checksum
+from headrace_services.refit.manifest import Bucket, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ class Channel:
         if nccl.may_be_nonblocking():
             of_nccl.config.blocking = 0  # a blocking call can't be aborted
         # A failed broadcast must not end the process, and neither must torch's watchdog when a broadcast holds it up. The first variable
-        # would make torch end the process for the error, the second for the watchdog. Their threads run anyway (`headrace.weights.nccl`).
+        # would make torch end the process for the error, the second for the watchdog. Their threads run anyway (`refit/nccl.py`).
         quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
         with quiet[0], quiet[1]:
             return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, of_nccl)

@@ -39,10 +39,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
-from headrace.weights.manifest import ADAPTER, Manifest
-from headrace_services.rollout.weight_proof import AdapterProof, WeightProof
-from headrace_services.rollout.weight_receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
-from headrace_services.weight_channel.transport import (
+from headrace_services.refit.manifest import ADAPTER, Manifest
+from headrace_services.refit.proof import AdapterProof, WeightProof
+from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
+from headrace_services.refit.transport import (
     Backend,
     Channel,
     ClosedChannels,

@@ -36,11 +36,11 @@ from headrace.base.errors import (
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
-from headrace.weights import membership
-from headrace.weights.manifest import Manifest
-from headrace.weights.probe import Differences, rollout_dtype, tolerance
-from headrace.weights.rendezvous import Announcement, Rendezvous
-from headrace_services.weight_channel.transport import (
+from headrace_services.refit import membership
+from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
+from headrace_services.refit.rendezvous import Announcement, Rendezvous
+from headrace_services.refit.transport import (
     Backend,
     Channel,
     ClosedChannels,

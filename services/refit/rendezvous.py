@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.base.errors import CodecError
 from headrace.records.trajectory import Int32
-from headrace.weights.manifest import Manifest
+from headrace_services.refit.manifest import Manifest
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T", bound=msgspec.Struct)

@@ -20,14 +20,14 @@ from headrace.base.errors import CodecError, Fenced, Restartable, WeightChannelE
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
-from headrace.weights.rendezvous import Announcement, Rendezvous
+from headrace_services.refit.rendezvous import Announcement, Rendezvous
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
+EXTENSION = "headrace_services.refit.engine_extension.WeightChannelExtension"
 BACKEND = "headrace"
 # vLLM's id of the only adapter that an engine has
 ADAPTER_ID = 1
