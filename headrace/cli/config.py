@@ -11,7 +11,7 @@ from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 from headrace.launch import environment_processes, preflight, runs
 from headrace.launch.entry_points import load_entry_point
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.config.base import Section
+from headrace.config.section import Section
 from headrace.records.trajectory import Lane
 
 # What happens to an episode that a limit of the run ended: it is graded like any other, fails, or earns this reward.

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config.base import Section
 from headrace.config.in_yaml import in_yaml
+from headrace.config.section import Section
 
 # the estimators of each algorithm
 ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}

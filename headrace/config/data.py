@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from headrace.base.addresses import LOOPBACK, with_port
-from headrace.config.base import Section
+from headrace.config.section import Section
 
 Generator = Literal["arithmetic", "reasoning_gym", "verifiers"]
 BuiltInName = Literal[

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import in_yaml
-from headrace.config.text import parse
+from headrace.config.yaml_text import parse
 
 DEFAULTS = "defaults"
 OVERRIDE = "_override_"

@@ -25,7 +25,7 @@ from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
 from headrace.config.references import Reference, hidden, of_variable
 from headrace.config.root import Config
-from headrace.config.text import item_of, line_of, parse
+from headrace.config.yaml_text import item_of, line_of, parse
 
 if TYPE_CHECKING:
     from headrace.config.nemo_rl import Translation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.config.base import Section
+from headrace.config.section import Section
 
 
 class WandbConfig(Section):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config.base import Section
+from headrace.config.section import Section
 
 
 class LossConfig(Section):

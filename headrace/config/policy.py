@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from headrace.config.base import Section
 from headrace.config.in_yaml import in_yaml
+from headrace.config.section import Section
 
 # torch's schedulers whose arguments are all numbers, with these arguments
 KEYS: dict[str, frozenset[str]] = {

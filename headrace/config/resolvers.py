@@ -17,7 +17,7 @@ from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 from headrace.config.references import ITEM_OF
-from headrace.config.text import item_of
+from headrace.config.yaml_text import item_of
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,

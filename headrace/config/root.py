@@ -11,7 +11,6 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
-from headrace.config.base import Section
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, MATH_TIMEOUT_S, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
@@ -21,6 +20,7 @@ from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
 from headrace.config.references import Reference, referred, variables
+from headrace.config.section import Section
 from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from headrace.config.base import Section
 from headrace.config.in_yaml import in_yaml
+from headrace.config.section import Section
 
 
 class SecurityConfig(Section):

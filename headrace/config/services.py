@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from headrace.base.addresses import reached, with_port
-from headrace.config.base import Section
+from headrace.config.section import Section
 
 Port = int
 

@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import credentials
 from headrace.net.http_access import new_code

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.base.errors import CodecError, InvalidCall, WrongTimeline
 from headrace.records.trajectory import AnyTrajectory, Group, Trajectory
-from headrace.replay.calls import BufferClient
+from headrace.replay.base_client import BufferClient
 from headrace.replay.records import Lease, unpack
 
 log = logging.getLogger(__name__)

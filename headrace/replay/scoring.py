@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.base.errors import CodecError, LeaseLost, ReplayError
 from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
-from headrace.replay.calls import BATCH, BufferClient, chunks
+from headrace.replay.base_client import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, said_of, unpack
 

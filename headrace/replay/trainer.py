@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.base.errors import CodecError, InvalidCall
 from headrace.records.trajectory import SCORE_BYTES, AnyTrajectory, Group, Score, decode_trajectory
-from headrace.replay.calls import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
+from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
 from headrace.replay.records import (
     BatchReply,
     End,

@@ -36,9 +36,9 @@ from headrace.env.episode import KEY
 from headrace.net.service import body_of
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
-from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import CallFailed
 from headrace_services.agents.json_values import may_have_many_values
+from headrace_services.agents.running_episode import OpenEpisode
 from headrace_services.agents.session import Refused, SessionCall
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from headrace.net.service import bind, create_app, hide_from_user, serve_http, s
 from headrace.replay import ReplayClient
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.programs import hub_programs
+from headrace_services.agents.program_starter import hub_programs
 from headrace_services.agents.runner import EpisodeRunner
 
 _log = logging.getLogger("headrace.agents")

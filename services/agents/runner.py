@@ -34,10 +34,10 @@ from headrace.records.trajectory import AnyTrajectory, Lane, Score, artifacts_by
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
-from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.fleet import Fleet
 from headrace_services.agents.gateway import Gateway
-from headrace_services.agents.programs import ProgramApi
+from headrace_services.agents.program_starter import ProgramApi
+from headrace_services.agents.running_episode import OpenEpisode
 from headrace_services.agents.session import Clocks, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)

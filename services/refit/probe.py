@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
-from headrace.replay.calls import BATCH
+from headrace.replay.base_client import BATCH
 
 # Few, because a replica is HEALTHY only when it has computed them; enough to distinguish another model from the trainer's.
 PROBE_TOKENS = 32

@@ -13,7 +13,7 @@ from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.build import build_of
+from headrace_services.reward.environment_build import build_of
 from headrace_services.reward.hub import EnvironmentBackend, metered
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures

@@ -26,7 +26,7 @@ from headrace.base.tls import client_context
 from headrace.config.data import EnvConfig, JudgeConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.build import build_of
+from headrace_services.reward.environment_build import build_of
 from headrace_services.reward.environments.base import cut_off, shown
 from headrace_services.reward.hosted import Hosted
 

@@ -20,13 +20,13 @@ from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signa
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
-from headrace_services.reward.functions import FunctionBackend
+from headrace_services.reward.episode_environments import EpisodeBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
+from headrace_services.reward.hosted_environments import FunctionBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.pool import WorkerPool
-from headrace_services.reward.programs import EpisodeBackend
 from headrace_services.reward.reward_model import RewardModel
 
 _log = logging.getLogger("headrace.reward")

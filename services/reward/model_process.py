@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.config.data import EnvConfig
 from headrace.net.service import die_with_parent
-from headrace_services.reward.build import build_of, version_of
+from headrace_services.reward.environment_build import build_of, version_of
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.scoring_worker import Started
 

@@ -23,9 +23,9 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
 from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
+from headrace_services.rollout.announcement import announced
 from headrace_services.rollout.engine import described, running_engine
 from headrace_services.rollout.http import build_app, exported
-from headrace_services.rollout.loading import announced
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:

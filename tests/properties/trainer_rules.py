@@ -7,7 +7,7 @@ from hypothesis.stateful import precondition, rule
 
 from headrace.records.trajectory import Group
 from headrace.replay import Ended, Reservation
-from headrace.replay.calls import WRITTEN
+from headrace.replay.base_client import WRITTEN
 from tests.properties.caller import Caller, deliveries, lateness, promptly
 from tests.support.buffer import make_group
 

@@ -21,10 +21,10 @@ from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import Call, Group, Message, Sampling
 from headrace.replay import Lease, Replica
 from headrace_services.agents import metrics
-from headrace_services.agents.episode import Keep, OpenEpisode
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.main import forwarding
+from headrace_services.agents.running_episode import Keep, OpenEpisode
 from headrace_services.agents.session import Clocks, SessionLimits
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS, user

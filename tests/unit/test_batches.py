@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.replay.calls import WRITTEN, WRITTEN_BYTES, of_bounded_size
+from headrace.replay.base_client import WRITTEN, WRITTEN_BYTES, of_bounded_size
 
 SIZES = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 2 * WRITTEN_BYTES)), max_size=3 * WRITTEN)
 

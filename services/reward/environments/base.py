@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config.data import DataSourceConfig, EnvConfig, Extract
 from headrace.env.environment import Environment, Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.build import build_of
+from headrace_services.reward.environment_build import build_of
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")

@@ -13,7 +13,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.build import version_of
+from headrace_services.reward.environment_build import version_of
 from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)

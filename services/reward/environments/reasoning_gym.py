@@ -14,7 +14,7 @@ from headrace.base.tagged_json import from_json
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.build import version_of
+from headrace_services.reward.environment_build import version_of
 from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 

@@ -27,7 +27,7 @@ from headrace.config import Config
 from headrace.records.origin import Origin
 from headrace.records.trajectory import Float32, Group, Int32
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
-from headrace.replay.calls import BATCH
+from headrace.replay.base_client import BATCH
 from headrace.run.headlines import accuracy_name, build_changes
 from headrace.run.journal import surviving
 from headrace_services.refit.probe import (

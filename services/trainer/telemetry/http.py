@@ -21,8 +21,8 @@ from headrace.net.service import Ready, create_app, problems
 from headrace.run.journal import JOURNAL, size
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.distributed import Progress
+from headrace_services.trainer.telemetry.batch_samples import OF, Order, render_samples
 from headrace_services.trainer.telemetry.plots import on_drawing_thread, read_shown, render_page
-from headrace_services.trainer.telemetry.samples import OF, Order, render_samples
 
 REFRESH_S = 10
 # For metrics `<first>/<name>`, by <first>: the family of gauges, and the label that holds the name.

@@ -21,6 +21,13 @@ from headrace_services.refit.probe import Differences
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.batch_samples import (
+    choose,
+    failure_record,
+    show,
+    training_record,
+    validation_record,
+)
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
 from headrace_services.trainer.telemetry.plots import (
     CURVES,
@@ -29,13 +36,6 @@ from headrace_services.trainer.telemetry.plots import (
     on_drawing_thread,
     read_shown,
     write_page,
-)
-from headrace_services.trainer.telemetry.samples import (
-    choose,
-    failure_record,
-    show,
-    training_record,
-    validation_record,
 )
 from headrace_services.trainer.telemetry.trackers import TrackerThread, enabled, tracker_metrics
 

@@ -37,8 +37,8 @@ from headrace.config.keys import Keys
 from headrace.run.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.batch_samples import as_markdown, choose
 from headrace_services.trainer.telemetry.metric_names import tracked_name
-from headrace_services.trainer.telemetry.samples import as_markdown, choose
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from headrace.records.trajectory import Sampling, Score
 from headrace.replay import ReplayClient
 from headrace_services.agents.fleet import Fleet, ReplicaApi, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.programs import ProgramApi
+from headrace_services.agents.program_starter import ProgramApi
 from headrace_services.agents.runner import EpisodeRunner
 from tests.support.buffer import eventually, make_group
 from tests.support.gateways import ToyReplica

@@ -11,7 +11,7 @@ import pytest
 from headrace.net import rpc
 from headrace.net.replica_client import ReplicaFenced, SampleRequest
 from headrace.replay import Limits, Reservation
-from headrace_services.agents.programs import HubPrograms
+from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import eventually, make_group, refit
 from tests.support.nested_program import CALLS

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.config import Config
 from headrace.records.trajectory import EpisodeTrajectory, Sampling
-from headrace_services.agents.programs import HubPrograms
+from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import make_group
 from tests.support.reward_hub import scoring, start_environment, start_hub

@@ -22,7 +22,7 @@ from headrace.net import rpc
 from headrace.net.credentials import Credentials, complete
 from headrace.net.service import bind
 from headrace.records.trajectory import Sampling
-from headrace_services.agents.programs import HubPrograms
+from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import make_group
 from tests.support.ports import free_port

@@ -18,8 +18,8 @@ from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import SampleRequest
 from headrace.records.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
 from headrace.replay import Limits, ReplayClient
-from headrace_services.agents.episode import OpenEpisode
 from headrace_services.agents.runner import EpisodeRunner
+from headrace_services.agents.running_episode import OpenEpisode
 from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
 from tests.support.toy_policy import decode

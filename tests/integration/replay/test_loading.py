@@ -9,7 +9,7 @@ import pytest
 from headrace.base.errors import NotVerified
 from headrace.config import Config
 from headrace.replay import ReplayClient
-from headrace_services.rollout.loading import announced
+from headrace_services.rollout.announcement import announced
 from headrace_services.trainer.control.decisions import alive, is_loading
 from tests.support.buffer import enqueue, nonce, refit
 

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config, load
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 from headrace.run.journal import Journal
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry import trackers

@@ -21,7 +21,7 @@ from headrace.records.origin import GroupLineage
 from headrace.replay import Replica, Runner, RunState
 from headrace.replay.bias import meters_of
 from headrace.run.samples import StoredCall, by_group
-from headrace_services.trainer.telemetry.samples import show as show_samples
+from headrace_services.trainer.telemetry.batch_samples import show as show_samples
 from tests.support.stored_samples import hostile_episode, hostile_sample, sample
 
 HOSTILE = "\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config import load
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.in_yaml import escape
 from headrace.config.interpolate import resolve
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 
 
 def write(folder: Path, **files: str) -> Path:

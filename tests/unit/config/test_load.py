@@ -10,7 +10,7 @@ from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.explain import known_keys, nearest, pattern
 from headrace.config.other_names import NAMES
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 
 BASE = """
 run: {id: test}

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config import LossConfig, ValueLossConfig, load
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
 ICEPOP = {

@@ -9,7 +9,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.compare import diff
-from headrace.config.text import dump
+from headrace.config.yaml_text import dump
 
 CANARY = "canary-7f3a'9\\"
 BASE = """\

@@ -16,7 +16,7 @@ from headrace.base.tagged_json import to_json
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, EnvConfig, JudgeConfig
 from headrace.records.trajectory import BUILD_BYTES
-from headrace_services.reward.build import build_of
+from headrace_services.reward.environment_build import build_of
 from headrace_services.reward.environments import make
 
 JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "small"}
@@ -176,7 +176,7 @@ def test_it_is_the_same_in_every_process_whatever_its_name_and_the_order_of_the_
     same = EnvConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
     assert build_of("one", one) == build_of("two", same)
     program = (
-        "from headrace.config.data import EnvConfig; from headrace_services.reward.build import build_of;"
+        "from headrace.config.data import EnvConfig; from headrace_services.reward.environment_build import build_of;"
         "print(build_of('math', EnvConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
     )
     elsewhere = subprocess.run(

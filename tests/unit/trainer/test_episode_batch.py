@@ -17,8 +17,8 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.batch_samples import training_record, validation_record
 from headrace_services.trainer.telemetry.plots import draw_disagreement
-from headrace_services.trainer.telemetry.samples import training_record, validation_record
 from tests.support.episodes import call, episode, random_episodes
 from tests.support.trainer import batch, on_ranks, trajectory
 

@@ -13,7 +13,7 @@ from headrace.base.errors import ServiceError
 from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
 from headrace.run.samples import SampleFiles, sample_of
 from headrace_services.trainer.learning.batch import Batch
-from headrace_services.trainer.telemetry.samples import (
+from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
     choose,
     show,
