@@ -12,7 +12,7 @@ from benchmarks.gpu.rows import line
 from benchmarks.gpu.stage import Stage, seconds
 from benchmarks.gpu.step import CHUNKED
 from benchmarks.train_step import Memory
-from headrace_services.trainer.distributed import shard_over
+from headrace_services.trainer.distributed.sharding import shard_over
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import CausalRoot, LogitsWarper

@@ -30,7 +30,7 @@ from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.data import Prompts
-from headrace_services.trainer.distributed import Ranks, join_ranks
+from headrace_services.trainer.distributed.ranks import Ranks, join_ranks
 from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
 from headrace_services.trainer.telemetry.telemetry import Telemetry

@@ -15,7 +15,7 @@ from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.rank import TrainerRank, check_reservation
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences are relative to the logged value, but at least to this: the loss of an on-policy step is about 0.

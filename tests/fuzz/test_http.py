@@ -39,7 +39,7 @@ from headrace.run.lineage import LineageFiles
 from headrace_services.replay.http import build_app as replay_app
 from headrace_services.reward.http import build_app as reward_app
 from headrace_services.reward.hub import Hub, RemoteBackend
-from headrace_services.trainer.distributed import Progress
+from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry.http import build_app as trainer_app
 from tests.fuzz.asgi import Request
 from tests.support.buffer import contents, enqueue, healthy_replica, push_all

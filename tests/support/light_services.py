@@ -115,7 +115,7 @@ def talking_trainer(config: Config) -> None:
 
 def paged_trainer(config: Config) -> None:
     """Shows the trainer's pages, and trains nothing."""
-    from headrace_services.trainer.distributed import Progress
+    from headrace_services.trainer.distributed.liveness import Progress
     from headrace_services.trainer.telemetry.http import build_app
 
     async def ready() -> str | None:

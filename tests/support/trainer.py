@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from headrace.records.trajectory import AnyTrajectory, FinishReason, Score, Span, Trajectory
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch
 
 T = TypeVar("T")

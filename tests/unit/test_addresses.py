@@ -8,7 +8,7 @@ from headrace.base.addresses import hosts_of, own_address
 from headrace.base.errors import ServiceError
 from headrace_services.refit import sender
 from headrace_services.refit.sender import host_towards
-from headrace_services.trainer.distributed import gloo_problem
+from headrace_services.trainer.distributed.ranks import gloo_problem
 
 
 @pytest.mark.parametrize(

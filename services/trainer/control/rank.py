@@ -28,7 +28,7 @@ from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.replay import Reservation
 from headrace.run.checkpoints import changed
 from headrace_services.refit.probe import rollout_dtype
-from headrace_services.trainer.distributed import Ranks, place_on_host
+from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

@@ -23,7 +23,8 @@ from torch import Tensor
 from headrace.base.errors import ServiceError
 from headrace.records.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
 from headrace.replay import ReservedTrajectory
-from headrace_services.trainer.distributed import Ranks, on_device
+from headrace_services.trainer.distributed.host_copies import on_device
+from headrace_services.trainer.distributed.ranks import Ranks
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]

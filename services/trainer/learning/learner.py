@@ -22,7 +22,7 @@ from headrace.config import Config, threads
 from headrace.records.trajectory import Float32, Int32
 from headrace.run.checkpoints import cannot_write_checkpoint
 from headrace_services.trainer.data import ModelTokens
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
 from headrace_services.trainer.network.backbone import Write, choose_device, description

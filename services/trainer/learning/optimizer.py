@@ -32,10 +32,10 @@ from torch.optim import lr_scheduler
 from headrace.base.errors import ServiceError
 from headrace.base.files import fsync
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
-from headrace_services.trainer.distributed import (
+from headrace_services.trainer.distributed.host_copies import host_copies
+from headrace_services.trainer.distributed.sharding import (
     Place,
     full_tensor,
-    host_copies,
     local_part,
     local_rows,
     place_of,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.base.errors import ServiceError
 from headrace.config.loss import LossConfig
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
 from headrace_services.trainer.learning.algorithms.statistics import all_equal
 from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any

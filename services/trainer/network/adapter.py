@@ -24,7 +24,9 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace_services.refit.manifest import ADAPTER
-from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank, saved_tensors
+from headrace_services.trainer.distributed.host_copies import host_copies, saved_tensors
+from headrace_services.trainer.distributed.ranks import is_first_rank
+from headrace_services.trainer.distributed.sharding import full_tensor
 
 # The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"

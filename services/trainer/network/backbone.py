@@ -45,15 +45,13 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from headrace.base.errors import ServiceError
 from headrace.base.model_name import is_no_hub_name
 from headrace.config import Config
-from headrace_services.trainer.distributed import (
+from headrace_services.trainer.distributed.host_copies import host_copies, saved_tensors
+from headrace_services.trainer.distributed.ranks import is_first_rank, several_ranks
+from headrace_services.trainer.distributed.sharding import (
     end_pass,
     full_tensor,
-    host_copies,
-    is_first_rank,
     place_of,
     reduce_gradients,
-    saved_tensors,
-    several_ranks,
     shard,
     shards_alone,
 )

@@ -30,7 +30,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.config.root import TEACHER_KEY
-from headrace_services.trainer.distributed import saved_tensors
+from headrace_services.trainer.distributed.host_copies import saved_tensors
 from headrace_services.trainer.network import adapter as adapters
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention

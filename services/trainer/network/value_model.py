@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from headrace.config import Config
-from headrace_services.trainer.distributed import full_tensor, host_copies, is_first_rank
+from headrace_services.trainer.distributed.host_copies import host_copies
+from headrace_services.trainer.distributed.ranks import is_first_rank
+from headrace_services.trainer.distributed.sharding import full_tensor
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows

@@ -20,7 +20,7 @@ from headrace.net.http_access import FORM_PAGE
 from headrace.net.service import Ready, create_app, problems
 from headrace.run.journal import JOURNAL, size
 from headrace.run.samples import SampleFiles
-from headrace_services.trainer.distributed import Progress
+from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry.batch_samples import OF, Order, render_samples
 from headrace_services.trainer.telemetry.plots import on_drawing_thread, read_shown, render_page
 

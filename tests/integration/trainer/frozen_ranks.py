@@ -12,7 +12,7 @@ from headrace.config import Config
 from headrace.records.trajectory import Score
 from headrace.replay import Reservation, ReservedTrajectory
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, follow
-from headrace_services.trainer.distributed import join_ranks
+from headrace_services.trainer.distributed.ranks import join_ranks
 from tests.support.trainer import trajectory
 
 

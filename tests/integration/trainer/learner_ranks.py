@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.control.rank import TrainerRank
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

@@ -9,7 +9,7 @@ from headrace.config import Config
 from headrace.config.services import CheckpointingConfig
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
-from headrace_services.trainer.distributed import join_ranks
+from headrace_services.trainer.distributed.ranks import join_ranks
 
 
 def no_read(keys: Sequence[str]) -> list[Any]:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.refit.probe import differences
-from headrace_services.trainer import distributed
-from headrace_services.trainer.distributed import full_tensor, local_part
+from headrace_services.trainer.distributed import sharding
+from headrace_services.trainer.distributed.sharding import full_tensor, local_part
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.step import train_step
@@ -196,7 +196,7 @@ def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
     """One rank, without a process group, that shards its models over itself as it does on a GPU."""
     experts = settings(models["experts"], precision="bfloat16")
     seen, exact = passed(experts)
-    distributed.shards_alone = backbone.shards_alone = lambda device, *, bfloat16: bfloat16
+    sharding.shards_alone = backbone.shards_alone = lambda device, *, bfloat16: bfloat16
     now, gradients = passed(experts)
     apart = {name: float((gradients[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
     found: dict[str, Any] = {"autocast": seen, "sharded": now, "apart": apart, "ranks": dist.get_world_size()}

@@ -14,7 +14,7 @@ from headrace.config import Config, LossConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.records.trajectory import Trajectory
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages
 from headrace_services.trainer.learning.batch import Batch, Float64
 from tests.support.trainer import batch, on_ranks, trajectory

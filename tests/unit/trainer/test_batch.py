@@ -16,7 +16,7 @@ from headrace.base.errors import CodecError
 from headrace.config import Config
 from headrace.records.trajectory import Score
 from headrace_services.trainer.control.rank import shard_batch
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.advantage_cases import batches, by_trajectory

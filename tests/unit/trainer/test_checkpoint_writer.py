@@ -25,7 +25,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints, Checkpoint
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.network.backbone import Write
 
 

@@ -14,7 +14,8 @@ import pytest
 from headrace.base.errors import ServiceError
 from headrace.replay import Reservation
 from headrace_services.trainer.control.rank import _COMMANDS, LeadRank, dismiss, follow
-from headrace_services.trainer.distributed import Progress, Ranks
+from headrace_services.trainer.distributed.liveness import Progress
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import BatchRejected
 from tests.unit.trainer.loop_cases import reservation
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.run.journal import JOURNAL, Journal
-from headrace_services.trainer.distributed import Progress
+from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry import telemetry as module
 from headrace_services.trainer.telemetry.http import build_app

@@ -13,7 +13,7 @@ from headrace.records.origin import TokenRange, origin_of
 from headrace.records.trajectory import Group, Sampling, Score, Span
 from headrace.replay import Evaluated
 from headrace_services.trainer.control.validation import summarize
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.telemetry import alarm

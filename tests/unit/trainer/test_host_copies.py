@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_services.trainer.distributed import HostCopier, host_copies
+from headrace_services.trainer.distributed.host_copies import HostCopier, host_copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 

@@ -8,8 +8,7 @@ import pytest
 
 from headrace.base.errors import Restartable
 from headrace.config import Config
-from headrace_services.trainer import distributed
-from headrace_services.trainer.distributed import join_ranks
+from headrace_services.trainer.distributed.ranks import join_ranks
 
 CONFIG = Config.model_validate({"trainer": {"device": "cpu"}, "weight_channel": {"timeout_s": 90}})
 
@@ -22,7 +21,7 @@ def test_what_nccl_reads_is_set_before_the_first_group(monkeypatch: pytest.Monke
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
         raise RuntimeError("no more is needed here")
 
-    monkeypatch.setattr(distributed, "rendezvous", rendezvous)
+    monkeypatch.setattr("headrace_services.trainer.distributed.ranks.rendezvous", rendezvous)
     if ranks == 1:
         with join_ranks(CONFIG):
             assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"

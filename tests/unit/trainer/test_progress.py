@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.distributed import Heartbeat, Progress, Ranks, silent_ranks
+from headrace_services.trainer.distributed.liveness import Heartbeat, Progress, silent_ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 
 
 def test_idle_is_never_silence_and_each_mark_is_a_sign_of_life() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import ServiceError
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.gdpo import reject_odd_ones, scaled_components
 from headrace_services.trainer.learning.batch import Batch, BatchRejected
 from headrace_services.trainer.learning.learner import Learner

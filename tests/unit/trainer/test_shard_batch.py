@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace_services.trainer.control.rank import TrainerRank, shard_batch, split_evenly, split_groups
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.telemetry.metrics import TrajectoryReport
 from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.loop_cases import reservation

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from headrace.config import Config
 from headrace.run.journal import Journal
 from headrace.run.samples import SampleFiles
-from headrace_services.trainer.distributed import Progress
+from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry import http
 from headrace_services.trainer.telemetry.http import build_app
 from tests.support.stored_samples import hostile_episode, hostile_sample, sample, write

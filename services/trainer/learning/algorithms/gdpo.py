@@ -15,7 +15,7 @@ import numpy as np
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import (
     all_equal,
     baseline_metrics,

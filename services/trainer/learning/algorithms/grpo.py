@@ -9,7 +9,7 @@ The formulae are NeMo RL's (`GRPOAdvantageEstimator`), except that the variance 
 from __future__ import annotations
 
 from headrace.config import Config
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import baseline_metrics, group_advantages
 from headrace_services.trainer.learning.batch import Batch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import (
     baseline_metrics,
     group_advantages,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.loss import LossConfig
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, Bool, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
