@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,9 +11,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.base.errors import InvalidCall
+from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
+from headrace.run.headlines import accuracy_name
+from headrace.run.journal import Line
+from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
+from headrace_services.trainer.control.context import TrainerContext
+from headrace_services.trainer.control.record import Record
+from headrace_services.trainer.data import Problem
 from headrace_services.trainer.telemetry.metrics import score_metrics
+
+log = logging.getLogger(__name__)
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:
@@ -108,3 +119,79 @@ class Validation:
     def failures(self) -> Mapping[str, int]:
         """Return the reasons of failed groups, and the number of groups with each."""
         return Counter(self._failed.values())
+
+
+class Validations:
+    """The validations of one trainer's run. At most one is `running`; the loop began to wait for it at `awaited_since`, if it has."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: TrainerContext,
+        timeline: str,
+        record: Record,
+        writer: CheckpointWriter,
+        lines: Sequence[Line],
+    ) -> None:
+        """`lines` is what the journal has of the history that this trainer continues."""
+        self.running: Validation | None = None
+        self.awaited_since: float | None = None
+        self._algorithm = config.algorithm
+        self._context = context
+        self._timeline = timeline
+        self._record = record
+        self._writer = writer
+        self._began = 0.0  # when the running one did
+        validations = [line for line in lines if line.kind == "validation"]
+        self._validated = {line.step for line in validations}
+        self.target_reached = any(self._reaches_target(line.metrics) for line in validations)
+
+    def has_begun(self, version: int) -> bool:
+        """Return whether a validation of `version` has begun, or ended."""
+        return version in self._validated
+
+    async def start(self, version: int) -> None:
+        context = self._context
+        groups = await asyncio.to_thread(context.prompts.validation, version)
+        validation = Validation(context.replay, context.retry, self._timeline, version)
+        await validation.start(groups)
+        self.running, self._began, self.awaited_since = validation, context.clock(), None
+        self._validated.add(version)
+
+    async def poll(self) -> None:
+        """Fetch the results of the running one, and report it if they are complete."""
+        if self.running is not None and await self.running.poll():
+            await self._report(self.running)
+
+    async def abandon(self, reason: str) -> None:
+        assert self.running is not None
+        log.warning("the validation of version %d is abandoned: %s", self.running.version, reason)
+        await self.running.abandon()
+        await self._report(self.running)
+
+    async def _report(self, validation: Validation) -> None:
+        self.running, self.awaited_since = None, None
+        version, took = validation.version, self._context.clock() - self._began
+        metrics = {**validation.metrics(), "timing/validation/total_validation_time": took}
+        for reason, times in validation.failures().items():
+            log.warning("validation of version %d: %d groups failed: %s", version, times, reason)
+        log.info(
+            "version %d: %s %s on %d held-out prompts, %d failed, %d pending",
+            version, accuracy_name(metrics), f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
+            metrics["evaluated"], metrics["failed"], metrics["pending"],
+        )  # fmt: skip
+        failed: list[tuple[str, Group | Problem, str]] = [*validation.failed, *self._context.prompts.left_out]
+        await self._context.telemetry.validated(version, validation.evaluated, failed)
+        await self._record.publish("validation", version, metrics)
+        if self._reaches_target(metrics):
+            self.target_reached = True
+            metric, threshold = (
+                self._algorithm.stop_at_validation_metric,
+                self._algorithm.stop_at_validation_threshold,
+            )
+            log.info("the run ends: %s is at least %g", metric, threshold)
+        self._writer.add_metrics(version, {f"val:{name}": value for name, value in metrics.items()})
+
+    def _reaches_target(self, metrics: Mapping[str, float]) -> bool:
+        algorithm = self._algorithm
+        return reaches_target(metrics, algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold)
