@@ -3,7 +3,8 @@
 `functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file lists the shared files from which it
 takes names: `-- uses: _args, _group`. That determines the order in which the shared files are joined. Transitions come after them.
 
-The library and its functions are named after their *build*, a digest of the joined source, so that several builds can share a server.
+The library and its functions are named after their *build*, a digest of the joined code, so that several builds can share a server.
+Comments and blank lines are not part of it, so a better comment makes no client incompatible.
 Clients have no Lua files: they find the name in `headrace/replay/build.py`.
 """
 
@@ -124,6 +125,12 @@ class _File:
         return self.text.count("\n", 0, at) + 1
 
 
+def _code_of(text: str) -> str:
+    """Return Lua source without comments, blank lines and white space at the ends of lines."""
+    code = _COMMENT_OR_STRING.sub(lambda match: "" if match[0].startswith("--") else match[0], text)
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
 class Library:
     """The Lua files of a folder, checked and ordered. Raises `LibraryError`."""
 
@@ -142,7 +149,7 @@ class Library:
         for name in self._shared:
             self._add(name, [])
         self._joined = self._join()
-        self.build = hashlib.sha256(self._joined.encode()).hexdigest()[:8]
+        self.build = hashlib.sha256(_code_of(self._joined).encode()).hexdigest()[:8]
         self.name = f"headrace_{self.build}"
 
     @property

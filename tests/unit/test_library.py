@@ -62,6 +62,22 @@ def test_a_shared_file_keeps_the_names_that_no_other_takes_to_itself(library: Ca
 
 
 @pytest.mark.parametrize(
+    ("push", "same"),
+    [
+        (PUSH.replace("-- push: a call.", "-- push: one call."), True),
+        (PUSH.replace("MOST end)", "MOST end)  -- the most"), True),
+        (PUSH.replace("\n\n", "\n\n\n"), True),
+        (PUSH.replace("MOST end)", "MOST + 0 end)"), False),
+        (PUSH.replace("'push'", "'push--'"), False),
+    ],
+)
+def test_a_build_is_of_the_code_and_not_of_its_comments(library: Callable[..., Library], push: str, same: bool) -> None:
+    before = library().build
+    assert push != PUSH
+    assert (library(push=push).build == before) == same
+
+
+@pytest.mark.parametrize(
     ("texts", "said"),
     [
         ({"push": PUSH.replace("_args, _run", "_args, _run, _runs")}, "push.lua:3: uses _runs, but there is no _runs.lua"),

@@ -3,7 +3,7 @@
 --
 -- An episode may be begun several times under one lease. `tries`, how often it was begun before, distinguishes calls for the current try
 -- from calls for an earlier one (law 4): at most one program works on an episode.
--- uses: _group, _payload
+-- uses: _group, _payload, _trajectory
 
 -- The group of a call that names an episode, or nil, code and message. With it three counts of the episode: how often it was begun before, how
 -- many of its attempts it has used, and how often it was interrupted since it last ended in another way.
@@ -12,8 +12,7 @@ local function episode_of(run, call, entry)
   local group = load_group(run, entry.id)
   if not group then return nil, lease_refusal(run, entry) end
   local fields = redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'a' .. entry.at, 'leased')
-  local tries, failures, interrupted = string.match(fields[3] or '0 0 0', '^(%d+) (%d+) (%d+)$')
-  group.tries, group.failed, group.interrupted = tonumber(tries), tonumber(failures), tonumber(interrupted)
+  group.tries, group.failed, group.interrupted = tries_of(fields[3] or nil)
   group.leased = tonumber(fields[4] or nil)
   group.has_ended = fields[1] ~= false or fields[2] ~= false
   return group

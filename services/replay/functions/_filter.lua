@@ -2,7 +2,7 @@
 --
 -- The run's `filter` says what to compare: '' nothing; `<low> <high>` the rewards, clamped to these bounds; `<low> <high> components` each
 -- of the reward components in the score records, clamped in the same way.
--- uses: _fields
+-- uses: _fields, _trajectory
 
 local FILTERS = {[''] = true, ['components'] = true}
 
@@ -25,7 +25,7 @@ local function compared_of(run, group, compared)
   local found = {}
   for i, reward in ipairs(rewards) do
     if reward and compared == 'components' then
-      local record = redis.call('GET', run.base .. 's:' .. string.match(pushed[i], '^%S+'))
+      local record = redis.call('GET', score_key(run, nonce_of(pushed[i])))
       found[#found + 1] = score_field(record, 'components', 'table')
     elseif reward then
       found[#found + 1] = {reward = tonumber(reward)}

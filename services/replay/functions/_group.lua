@@ -16,19 +16,15 @@
 --   rescored  how often another build's scores replaced them
 --   rebuilt   of episodes: how often the group started over because another build scored
 -- For each trajectory i:
---   p<i>      `<nonce> <length> <oldest> <newest> <ms from lease to push>`
---   q<i>      `<nonce> <length> <oldest> <newest>` of its saved, unfinished part. Of an episode, `<nonce> <bytes> <oldest> <newest>`, and
---             p:<nonce> is the list of the calls that were appended (append.lua)
---   w<i>      `<scoring attempts> <token>` (no token: no scorer has it)
+--   p<i>, q<i>, w<i>, a<i>  see _trajectory.lua
 --   f<i>      see _scoring.lua
 --   r<i>      reward
 --   x<i>      why it was dropped
---   a<i>      of an episode: `<times begun> <failures>` before, unless there are none (finish.lua)
 --
 -- A queued group that was passed over has its place in line and its bytes (_lease.lua).
 --
 -- The first n trajectories that are scored are the group (law 3). Which indices they have is left to chance, so readers go by p<i>.
--- uses: _args, _fields, _fleet, _meter, _run
+-- uses: _args, _fields, _fleet, _meter, _run, _trajectory
 
 local TEXTS = {'state', 'lane', 'record', 'env', 'kind', 'token', 'replica', 'reason'}
 local WHOLES = {
@@ -126,9 +122,9 @@ local function payload_keys(run, group)
   local keys, indices = {}, {}
   for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))) do
     if value then
-      local nonce = string.match(value, '^%S+')
-      keys[#keys + 1] = run.base .. 'p:' .. nonce
-      keys[#keys + 1] = run.base .. 's:' .. nonce
+      local nonce = nonce_of(value)
+      keys[#keys + 1] = payload_key(run, nonce)
+      keys[#keys + 1] = score_key(run, nonce)
       indices[#indices + 1] = i - 1
     end
   end
@@ -157,7 +153,7 @@ local function forget_prefix(run, group, index)
   if (group.saves or 0) == 0 then return end
   local saved = redis.call('HGET', group.key, 'q' .. index)
   if not saved then return end
-  redis.call('UNLINK', run.base .. 'p:' .. string.match(saved, '^%S+'))
+  redis.call('UNLINK', payload_key(run, nonce_of(saved)))
   redis.call('HDEL', group.key, 'q' .. index)
   group.saves = redis.call('HINCRBY', group.key, 'saves', -1)
 end
@@ -337,12 +333,12 @@ end
 local function drop(run, group, index, reason)
   if group.dropped >= group.count - group.n then return fail(run, group, reason) end
   local pushed = redis.call('HGET', group.key, 'p' .. index)
-  local nonce = string.match(pushed, '^%S+')
+  local nonce = nonce_of(pushed)
   meter_count(run, 'failed', 1)
   meter_one(run, 'failed', pushed, nil, run.next_step)
-  local payload = run.base .. 'p:' .. nonce
+  local payload = payload_key(run, nonce)
   group.actual = group.actual - redis.call('STRLEN', payload)
-  take_out(run, group, {payload, run.base .. 's:' .. nonce}, {index})
+  take_out(run, group, {payload, score_key(run, nonce)}, {index})
   redis.call('HSET', group.key, 'x' .. index, words(reason), 'dropped', group.dropped + 1, 'pushed', group.pushed - 1,
     'actual', group.actual)
   if group.state == 'scoring' then

@@ -35,7 +35,7 @@
 -- environment's probe and admission has no room, it is granted anyway, with everything before it in order. Otherwise there might never be
 -- room: the trainer may be waiting for trajectories that alone make the environment fail. A group that gets over age by this is generated
 -- again (law 2).
--- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring
+-- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring, _trajectory
 
 local function fits(run, worst)
   while true do
@@ -115,22 +115,17 @@ local function outdated(run, oldest, newest)
   return age > run.max_age or newest > run.next_step
 end
 
-local function versions(value)
-  local nonce, oldest, newest = string.match(value, '^(%S+) %d+ (%d+) (%d+)')
-  return nonce, tonumber(oldest), tonumber(newest)
-end
-
 -- Keep only the pushed trajectories of `group` that can be trained.
 local function sift_pushed(run, group)
   local keys, indices, rewards = {}, {}, 0
   local oldest, newest
   for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))) do
     if value then
-      local nonce, first, last = versions(value)
+      local nonce, _, first, last = extent_of(value)
       if outdated(run, first, last) then
-        keys[#keys + 1], keys[#keys + 2] = run.base .. 'p:' .. nonce, run.base .. 's:' .. nonce
+        keys[#keys + 1], keys[#keys + 2] = payload_key(run, nonce), score_key(run, nonce)
         indices[#indices + 1] = i - 1
-        group.actual = group.actual - redis.call('STRLEN', run.base .. 'p:' .. nonce)
+        group.actual = group.actual - redis.call('STRLEN', payload_key(run, nonce))
         if last <= run.next_step then
           meter_count(run, 'expired', 1)
           meter_one(run, 'expired', value, redis.call('HGET', group.key, 'r' .. i - 1) or nil, run.next_step)
@@ -157,8 +152,8 @@ local function misses(run, group)
   local count = 0
   for i = 1, group.count do
     local pushed, dropped = values[i], values[group.count + i]
-    local oldest, newest = string.match(pushed or '', '^%S+ %d+ (%d+) (%d+)')
-    local gone = pushed and group.lane == 'train' and outdated(run, tonumber(oldest), tonumber(newest))
+    local _, _, oldest, newest = extent_of(pushed)
+    local gone = pushed and group.lane == 'train' and outdated(run, oldest, newest)
     if not dropped and (not pushed or gone) then count = count + 1 end
   end
   return count
@@ -172,11 +167,11 @@ local function missing(run, group)
     local saved = values[2 * group.count + index + 1]
     if not values[index + 1] and not values[group.count + index + 1] then indices[#indices + 1] = index end
     if saved then
-      local nonce, oldest, newest = versions(saved)
+      local nonce, _, oldest, newest = extent_of(saved)
       if group.kind == 'episodes' or group.lane == 'train' and outdated(run, oldest, newest) then
         forget_prefix(run, group, index)
       else
-        prefixes[#prefixes + 1] = {index, run.base .. 'p:' .. nonce}
+        prefixes[#prefixes + 1] = {index, payload_key(run, nonce)}
       end
     end
   end
@@ -184,10 +179,10 @@ local function missing(run, group)
 end
 
 -- How often each of these episodes was begun before: index, number of times.
-local function tries_of(group)
+local function begun_before(group)
   local tries = {}
   for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'a')))) do
-    if value then tries[#tries + 1] = {i - 1, tonumber(string.match(value, '^%d+'))} end
+    if value then tries[#tries + 1] = {i - 1, (tries_of(value))} end
   end
   return tries
 end
@@ -202,7 +197,7 @@ local function go_on(run, group, taker, deadline)
   local ends_in = hold_lease(run, group, taker, deadline)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
-    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes, tries = group.kind and tries_of(group) or {},
+    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes, tries = group.kind and begun_before(group) or {},
   }, group.lane, #indices)
 end
 

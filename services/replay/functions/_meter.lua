@@ -10,7 +10,7 @@
 -- tokens, reward, latency from lease to push in ms, age in steps) `<quantity>:n` (how many have it), `:sum`, `:squares` and its buckets,
 -- two per octave: `:p<k>` counts values in (2^((k-1)/2), 2^(k/2)], `:n<k>` values in (-2^((k+1)/2), -2^(k/2)], `:z` values in (-2^-10, 0].
 -- A call adds up what it meters and writes each moment once: two commands for any number of trajectories.
--- uses: _fields
+-- uses: _fields, _trajectory
 
 local FIRST_BUCKET, LAST_BUCKET = -20, 60
 
@@ -64,10 +64,10 @@ end
 -- `meter_count`.
 local function meter_one(run, moment, pushed, reward, step)
   local sums = sums_of(run, moment)
-  local length, oldest, latency = string.match(pushed, '^%S+ (%d+) (%d+) %d+ (%d+)$')
-  measure(sums, 'length', tonumber(length))
-  measure(sums, 'latency', tonumber(latency))
-  measure(sums, 'age', math.max(0, step - tonumber(oldest)))
+  local _, length, oldest = extent_of(pushed)
+  measure(sums, 'length', length)
+  measure(sums, 'latency', latency_of(pushed))
+  measure(sums, 'age', math.max(0, step - oldest))
   if reward then measure(sums, 'reward', tonumber(reward)) end
 end
 
@@ -80,7 +80,8 @@ local function meter(run, moment, group, step, least, known)
   step = step or run.next_step
   for i = 1, started do
     local pushed = values[i]
-    if pushed and (not least or step - tonumber(string.match(pushed, '^%S+ %d+ (%d+)')) >= least) then
+    local _, _, oldest = extent_of(pushed)
+    if pushed and (not least or step - oldest >= least) then
       meter_count(run, moment, 1)
       meter_one(run, moment, pushed, values[started + i], step)
     end

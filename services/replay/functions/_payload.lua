@@ -3,7 +3,7 @@
 -- A call of `push` or `save` brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the
 -- lease), nonce, bytes (of the payload), length (in tokens), oldest and newest (weight versions). Each trajectory's bytes argument is its
 -- payload, or '' if that is staged at p:<nonce> with a time to live. (One map per trajectory took the server a tenth longer.)
--- uses: _args, _group
+-- uses: _args, _group, _trajectory
 
 local PAYLOADS = {
   timeline = text, incarnation = name, group = list_of(name, BATCH), index = list_of(natural, BATCH), token = list_of(text, BATCH),
@@ -69,7 +69,7 @@ local function take_in(run, group, entry)
   group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
   group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)
   group.newest = math.max(group.newest or entry.newest, entry.newest)
-  return entry.nonce .. ' ' .. entry.extent .. ' ' .. math.max(0, run.now - group.leased)
+  return pushed_value(entry.nonce, entry.extent, math.max(0, run.now - group.leased))
 end
 
 -- Make the payload permanent; or return code and message.

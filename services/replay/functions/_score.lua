@@ -1,5 +1,5 @@
 -- Scores from scorers (score.lua) and runners (finish.lua), and the effect of a group's last score.
--- uses: _args, _fields, _filter, _group, _meter, _run
+-- uses: _args, _fields, _filter, _group, _meter, _run, _trajectory
 
 -- SCORE_BYTES in headrace/records/trajectory.py: the bytes that leases reserve for a score.
 local MOST_BYTES = 8192
@@ -69,12 +69,12 @@ local function drop_surplus(run, group)
   local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
   group.oldest, group.newest = math.huge, 0
   for i, value in ipairs(pushed) do
-    local nonce, oldest, newest = string.match(value or '', '^(%S+) %d+ (%d+) (%d+)')
+    local nonce, _, oldest, newest = extent_of(value)
     if rewards[i] then
-      group.oldest, group.newest = math.min(group.oldest, tonumber(oldest)), math.max(group.newest, tonumber(newest))
+      group.oldest, group.newest = math.min(group.oldest, oldest), math.max(group.newest, newest)
     elseif nonce then
       meter_one(run, 'surplus', value, nil, run.next_step)
-      keys[#keys + 1], indices[#indices + 1] = run.base .. 'p:' .. nonce, i - 1
+      keys[#keys + 1], indices[#indices + 1] = payload_key(run, nonce), i - 1
       group.actual = group.actual - redis.call('STRLEN', keys[#keys])
     end
   end

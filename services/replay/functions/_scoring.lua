@@ -35,7 +35,7 @@
 -- FAILED_PROBES failed probes in a row, and again each time that number has doubled, a new group is leased to be the probe, one at a time.
 -- If it is scored, the failures of the others are their own. If another trajectory is scored, or one of the new group that had failed, the
 -- environment has been repaired, and their failures start over.
--- uses: _args, _fields, _group, _run
+-- uses: _args, _fields, _group, _run, _trajectory
 
 local WINDOW, FIRST = 32, 8
 -- the number of calls in a row of which an environment begins nothing before its breaker opens
@@ -94,8 +94,8 @@ end
 local function void_token(run, env, member, delay, place)
   local id, index = split_member(member)
   local key = group_key(run, id)
-  local attempts = tonumber(string.match(redis.call('HGET', key, 'w' .. index), '^%d+'))
-  redis.call('HSET', key, 'w' .. index, (attempts - 1) .. ' ')
+  local attempts = scoring_of(redis.call('HGET', key, 'w' .. index))
+  redis.call('HSET', key, 'w' .. index, scoring_value(attempts - 1))
   line_up(run, env, member, delay or 0, place)
 end
 
@@ -104,8 +104,9 @@ local function forgive(run, env)
   for _, member in ipairs(redis.call('ZRANGE', place_of(run, 'failing', env), 0, -1)) do
     local id, index = split_member(member)
     local key = group_key(run, id)
-    local token = string.match(redis.call('HGET', key, 'w' .. index) or '', '^%d+ (.*)$')
-    if token then redis.call('HSET', key, 'w' .. index, (token == '' and 0 or 1) .. ' ' .. token) end
+    local stored = redis.call('HGET', key, 'w' .. index)
+    local _, token = scoring_of(stored)
+    if stored then redis.call('HSET', key, 'w' .. index, scoring_value(token and 1 or 0, token)) end
   end
   redis.call('UNLINK', place_of(run, 'failing', env))
 end
@@ -246,7 +247,7 @@ local function fail_scoring(run, group, entry, beside)
   if entry.status == 'INTERRUPTED' and not alone then return void_token(run, env, member, 0, place) end
   local own = fails_by_itself(run, env, group, entry, beside)
   if is_broken(run, env) then return void_token(run, env, member, 0, place) end
-  local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.at), '^%d+'))
+  local attempts = scoring_of(redis.call('HGET', group.key, 'w' .. entry.at))
   local used_up = is_used_up(run, entry, attempts, own)
   if count_failed(run, env, member, own, used_up) then
     open_breaker(run, env, 'FAILING', entry)
@@ -255,7 +256,7 @@ local function fail_scoring(run, group, entry, beside)
   local message = entry.status .. ': ' .. words(entry.message)
   if used_up and entry.status == 'INVALID' then return drop(run, group, entry.index, 'scoring refused: ' .. message) end
   if used_up then return drop(run, group, entry.index, 'scoring failed ' .. attempts .. ' times: ' .. message) end
-  redis.call('HSET', group.key, 'w' .. entry.at, attempts .. ' ')
+  redis.call('HSET', group.key, 'w' .. entry.at, scoring_value(attempts))
   line_up(run, env, member, pause_of(member, attempts), place)
 end
 

@@ -8,16 +8,16 @@
 --          max_episode_bytes)
 --
 -- The calls of an episode are one list, each preceded by its nonce. The lease already counts their bytes.
--- uses: _args, _episode, _register
+-- uses: _args, _episode, _register, _trajectory
 
 -- The calls so far (key and number), their bytes, and their oldest and newest version.
 local function appended(run, group, entry)
-  local nonce, bytes, oldest, newest = string.match(redis.call('HGET', group.key, 'q' .. entry.at) or '', '^(%S+) (%d+) (%d+) (%d+)$')
-  local key = run.base .. 'p:' .. (nonce or entry.nonce)
+  local nonce, bytes, oldest, newest = extent_of(redis.call('HGET', group.key, 'q' .. entry.at))
+  local key = payload_key(run, nonce or entry.nonce)
   local numbers = {key = key, nonce = nonce or entry.nonce, count = 0, bytes = 0, oldest = entry.oldest, newest = entry.newest}
   if nonce then
-    numbers.count, numbers.bytes = redis.call('LLEN', key), tonumber(bytes)
-    numbers.oldest, numbers.newest = math.min(tonumber(oldest), entry.oldest), math.max(tonumber(newest), entry.newest)
+    numbers.count, numbers.bytes = redis.call('LLEN', key), bytes
+    numbers.oldest, numbers.newest = math.min(oldest, entry.oldest), math.max(newest, entry.newest)
   end
   return numbers
 end
@@ -51,7 +51,7 @@ register('append', {
   if code then refuse(code, message) end
   redis.call('RPUSH', calls.key, kept)
   redis.call('HSET', group.key, 'q' .. entry.at,
-    string.format('%s %d %d %d', calls.nonce, calls.bytes + #args[2], calls.oldest, calls.newest))
+    saved_value(calls.nonce, string.format('%d %d %d', calls.bytes + #args[2], calls.oldest, calls.newest)))
   if calls.count == 0 then redis.call('HSET', group.key, 'saves', (group.saves or 0) + 1) end
   return 1
 end, true, true)

@@ -18,7 +18,7 @@
 -- Law 3: an episode can't be rescored. If another build scores an episode of a group that has scores, the group is generated again. If that
 -- happens more than MOST_RESCORED times, builds take turns, and the group fails.
 -- A score of build '' comes from no environment (a limit of the run gave it), so it goes with any build.
--- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
+-- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring, _trajectory
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
 local FREED = {FAILED = true, TIMED_OUT = true, NOT_STARTED = true, INTERRUPTED = true}
@@ -64,7 +64,7 @@ local function free(run, group, entry)
     return 0
   end
   forget_prefix(run, group, entry.index)
-  redis.call('HSET', group.key, 'a' .. entry.at, string.format('%d %d %d', group.tries + 1, failures, interrupted))
+  redis.call('HSET', group.key, 'a' .. entry.at, tries_value(group.tries + 1, failures, interrupted))
   event(run, 'began_anew', 'group', entry.id, 'index', entry.at, 'reason', reason)
   return 1
 end
@@ -91,10 +91,10 @@ local function take(run, group, entry)
   fields[1], fields[2] = 'p' .. entry.at, take_in(run, group, entry)
   if entry.status then
     group.scored = group.scored + 1
-    for _, value in ipairs({'r' .. entry.at, entry.reward, 'w' .. entry.at, '1 ' .. entry.token, 'scored', group.scored, 'build', entry.numbered}) do
+    for _, value in ipairs({'r' .. entry.at, entry.reward, 'w' .. entry.at, scoring_value(1, entry.token), 'scored', group.scored, 'build', entry.numbered}) do
       fields[#fields + 1] = value
     end
-    redis.call('SET', run.base .. 's:' .. entry.nonce, entry.record)
+    redis.call('SET', score_key(run, entry.nonce), entry.record)
   else
     redis.call('ZADD', place_of(run, 'unscored', env), run.now, member)
     wake(run, 'scoring')

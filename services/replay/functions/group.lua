@@ -5,7 +5,7 @@
 --          (`p<i>`) and reward once it is scored; for an open group of episodes also begun: index, calls and bytes of each episode that has
 --          calls; or nil if the buffer does not know the group
 -- Errors   HR_INVALID
--- uses: _args, _group, _register, _steps
+-- uses: _args, _group, _register, _steps, _trajectory
 register_reader('group', {group = name}, function(run, call)
   local group = load_group(run, call.group)
   if not group then return nil end
@@ -15,7 +15,7 @@ register_reader('group', {group = name}, function(run, call)
     local pushed, reward = unpack(redis.call('HMGET', group.key, 'p' .. i, 'r' .. i))
     if pushed then
       trajectories[#trajectories + 1] =
-        {index = i, key = run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed = pushed, reward = tonumber(reward or nil)}
+        {index = i, key = payload_key(run, nonce_of(pushed)), pushed = pushed, reward = tonumber(reward or nil)}
     end
   end
   for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
@@ -24,9 +24,9 @@ register_reader('group', {group = name}, function(run, call)
   end
   local begun
   for i = 0, group.kind and (group.saves or 0) > 0 and group.count - 1 or -1 do
-    local nonce, bytes = string.match(redis.call('HGET', group.key, 'q' .. i) or '', '^(%S+) (%d+)')
+    local nonce, bytes = extent_of(redis.call('HGET', group.key, 'q' .. i))
     begun = begun or {}
-    if nonce then begun[#begun + 1] = {i, redis.call('LLEN', run.base .. 'p:' .. nonce), tonumber(bytes)} end
+    if nonce then begun[#begun + 1] = {i, redis.call('LLEN', payload_key(run, nonce)), bytes} end
   end
   return cmsgpack.pack({begun = begun, state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories})
 end)

@@ -6,7 +6,7 @@
 -- Errors   HR_INVALID
 --
 -- A call that arrives again, or late, renews nothing.
--- uses: _args, _group, _register, _run
+-- uses: _args, _group, _register, _run, _trajectory
 
 register('renew_scoring', {
   client = name, number = positive, groups = list_of(name, BATCH), indices = list_of(natural, BATCH), tokens = list_of(name, BATCH),
@@ -17,7 +17,7 @@ register('renew_scoring', {
   for i, id in ipairs(call.groups) do
     local index = string.format('%d', call.indices[i])
     local group = load_group(run, id, {'state', 'env'})
-    local token = group and string.match(redis.call('HGET', group.key, 'w' .. index) or '', '^%d+ (.+)$')
+    local _, token = scoring_of(group and redis.call('HGET', group.key, 'w' .. index))
     -- XX, because a trajectory that has been scored still has its token
     local taken = token == call.tokens[i] and place_of(run, 'taken', environment_of(run, group))
     local ends = taken and tonumber(redis.call('ZSCORE', taken, id .. ':' .. index) or nil)

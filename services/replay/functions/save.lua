@@ -6,7 +6,7 @@
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_UNSTAGED, HR_INVALID
 --
 -- The lease already counts its bytes, as part of the finished trajectory.
--- uses: _group, _payload, _register
+-- uses: _group, _payload, _register, _trajectory
 
 local function save(run, entry)
   local group = load_group(run, entry.id)
@@ -18,16 +18,16 @@ local function save(run, entry)
   end
   local pushed, dropped, saved =
     unpack(redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'q' .. entry.at))
-  local nonce, length = string.match(saved or '', '^(%S+) (%d+)')
+  local nonce, length = extent_of(saved)
   if nonce == entry.nonce then return end
-  if pushed or dropped or (length and tonumber(length) >= entry.length) then
+  if pushed or dropped or (length and length >= entry.length) then
     unstage(entry)
     return
   end
   code, message = keep_payload(entry)
   if code then return code, message end
   forget_prefix(run, group, entry.index)
-  redis.call('HSET', group.key, 'q' .. entry.at, entry.nonce .. ' ' .. entry.extent, 'saves', (group.saves or 0) + 1)
+  redis.call('HSET', group.key, 'q' .. entry.at, saved_value(entry.nonce, entry.extent), 'saves', (group.saves or 0) + 1)
 end
 
 register('save', PAYLOADS, function(run, call, args)

@@ -22,7 +22,7 @@
 --
 -- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories all have the same reward is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
--- uses: _args, _fields, _group, _register, _score, _scoring
+-- uses: _args, _fields, _group, _register, _score, _scoring, _trajectory
 
 -- The group with the holders (`w<i>`), rewards (`r<i>`) and payloads (`p<i>`) of these entries, under those names.
 local function load(run, entries_of_group)
@@ -49,7 +49,7 @@ end
 local function sift(run, group, entries_of_group, reply)
   local scored, failed = {}, {}
   for _, entry in ipairs(entries_of_group) do
-    local token = string.match(group['w' .. entry.at] or '', '^%d+ (.+)$')
+    local _, token = scoring_of(group['w' .. entry.at])
     local known = group['r' .. entry.at] and token == entry.token  -- the same call again
     reply[entry.place] = not known and refusal(run, group, entry, token) or ''
     if not known and reply[entry.place] == '' then
@@ -67,7 +67,7 @@ local function score_again(run, group)
   local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
   for i, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))) do
     if reward then
-      records[#records + 1], fields[#fields + 1] = run.base .. 's:' .. string.match(pushed[i], '^%S+'), 'r' .. i - 1
+      records[#records + 1], fields[#fields + 1] = score_key(run, nonce_of(pushed[i])), 'r' .. i - 1
       void_token(run, environment_of(run, group), group.id .. ':' .. i - 1)
     end
   end
@@ -111,7 +111,7 @@ local function write(run, group, scored, reply)
   end
   for i, entry in ipairs(scored) do
     fields[2 * i - 1], fields[2 * i] = 'r' .. entry.at, entry.reward
-    records[2 * i - 1] = run.base .. 's:' .. string.match(group['p' .. entry.at], '^%S+')
+    records[2 * i - 1] = score_key(run, nonce_of(group['p' .. entry.at]))
     records[2 * i] = entry.record
     members[i] = entry.id .. ':' .. entry.at
   end
@@ -134,7 +134,8 @@ end
 local function still_held(run, entry, reply)
   local group = load_group(run, entry.id)
   local taken, reward = unpack(group and redis.call('HMGET', group.key, 'w' .. entry.at, 'r' .. entry.at) or {})
-  if taken and not reward and string.match(taken, '^%d+ (.*)$') == entry.token then return group end
+  local _, token = scoring_of(taken)
+  if taken and not reward and token == entry.token then return group end
   reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')
 end
 

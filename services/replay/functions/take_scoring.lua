@@ -10,7 +10,7 @@
 --
 -- For each environment, the trajectories that could be taken for the longest come first, up to BATCH in all. A suspect and the probe of a
 -- broken environment go alone (_scoring.lua).
--- uses: _args, _group, _register, _run, _scoring
+-- uses: _args, _group, _register, _run, _scoring, _trajectory
 
 -- Neighbours in line mostly belong to one group: {id, indices, waited_ms} for each run of them. Each of `members` is followed by the time
 -- since which it waits.
@@ -39,9 +39,9 @@ local function take(run, group, token)
   local values = redis.call('HMGET', key, unpack(fields))
   local written, taken, nonces, attempts = {}, {}, {}, {}
   for i, index in ipairs(indices) do
-    local attempt = tonumber(string.match(values[2 * i + 1] or '0', '^%d+')) + 1
-    written[2 * i - 1], written[2 * i] = 'w' .. index, attempt .. ' ' .. token
-    taken[i], nonces[i], attempts[i] = tonumber(index), string.match(values[2 * i], '^%S+'), attempt
+    local attempt = scoring_of(values[2 * i + 1]) + 1
+    written[2 * i - 1], written[2 * i] = 'w' .. index, scoring_value(attempt, token)
+    taken[i], nonces[i], attempts[i] = tonumber(index), nonce_of(values[2 * i]), attempt
   end
   redis.call('HSET', key, unpack(written))
   return {
