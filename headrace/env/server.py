@@ -123,13 +123,6 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
             outcome=fitted_outcome(outcome_to_wire(outcome), rpc.MAX_MESSAGE_BYTES)
         )
 
-    async def Step(
-        self, request: pb.EnvironmentServiceStepRequest, context: grpc.aio.ServicerContext
-    ) -> pb.EnvironmentServiceStepResponse:
-        return await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and never answered; use RunEpisode"
-        )
-
 
 class BatchScorer:
     """Scores with one environment, within its `concurrency` and the caller's deadline. Samples that it can't start at once are

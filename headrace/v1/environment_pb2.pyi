@@ -18,11 +18,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
-
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -47,7 +42,6 @@ class DescribeResponse(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
@@ -61,16 +55,6 @@ class DescribeResponse(_message.Message):
     """What tells two versions of its code apart: a version number, a commit."""
     description: _builtins.str
     """One line for people."""
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def steps(self) -> _builtins.bool:
-        """It answers Step, which nothing asks for."""
-
-    @steps.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def steps(self, value: _builtins.bool) -> None:
-        """It answers Step, which nothing asks for."""
-
     capacity: _builtins.int
     """Trajectories it works on at a time. 0: as many as one call has at most; with `episodes`, it scores no trajectories."""
     calls: _builtins.int
@@ -98,7 +82,6 @@ class DescribeResponse(_message.Message):
         name: _builtins.str = ...,
         build: _builtins.str = ...,
         description: _builtins.str = ...,
-        steps: _builtins.bool = ...,
         capacity: _builtins.int = ...,
         calls: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
@@ -109,7 +92,7 @@ class DescribeResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "reward_max", b"reward_max", "reward_min", b"reward_min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "episodes", b"episodes", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "episodes", b"episodes", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward_max: _TypeAlias = _typing.Literal["reward_max"]  # noqa: Y015
     _WhichOneofArgType__reward_max: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max"]  # noqa: Y015
@@ -203,47 +186,3 @@ class EnvironmentServiceRunEpisodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentServiceRunEpisodeResponse: _TypeAlias = EnvironmentServiceRunEpisodeResponse  # noqa: Y015
-
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class EnvironmentServiceStepRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TURNS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def turns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Turn]: ...
-    def __init__(
-        self,
-        *,
-        turns: _abc.Iterable[_trajectory_pb2.Turn] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["turns", b"turns"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EnvironmentServiceStepRequest: _TypeAlias = EnvironmentServiceStepRequest  # noqa: Y015
-
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class EnvironmentServiceStepResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OUTCOMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Outcome]:
-        """One for each turn, in order."""
-
-    def __init__(
-        self,
-        *,
-        outcomes: _abc.Iterable[_trajectory_pb2.Outcome] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EnvironmentServiceStepResponse: _TypeAlias = EnvironmentServiceStepResponse  # noqa: Y015

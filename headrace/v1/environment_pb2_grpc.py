@@ -64,11 +64,6 @@ class EnvironmentServiceStub:
                 request_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.FromString,
                 _registered_method=True)
-        self.Step = channel.unary_unary(
-                '/headrace.v1.EnvironmentService/Step',
-                request_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepResponse.FromString,
-                _registered_method=True)
 
 
 class EnvironmentServiceServicer:
@@ -113,15 +108,6 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Step(self, request, context):
-        """Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside
-        out: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.
-        RunEpisode takes its place.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,11 +125,6 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.RunEpisode,
                     request_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.SerializeToString,
-            ),
-            'Step': grpc.unary_unary_rpc_method_handler(
-                    servicer.Step,
-                    request_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -242,33 +223,6 @@ class EnvironmentService:
             '/headrace.v1.EnvironmentService/RunEpisode',
             headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.SerializeToString,
             headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Step(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.EnvironmentService/Step',
-            headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepRequest.SerializeToString,
-            headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from headrace.v1 import environment_pb2 as _environment_pb2
 import abc as _abc_1
-import builtins as _builtins
 import grpc as _grpc
 import sys
 import typing as _typing
@@ -16,11 +15,6 @@ if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
-
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
 
 _T = _typing.TypeVar("_T")
 
@@ -64,13 +58,6 @@ class EnvironmentServiceStub:
     is UNIMPLEMENTED. A call that is cancelled, or whose caller has gone, ends the program: its key is dead by then.
     The call is silent for as long as the program runs, so the hub sends HTTP/2 pings every few seconds: permit them.
     """
-    @_builtins.property
-    @_deprecated("""This method has been marked as deprecated using proto method options.""")
-    def Step(self) -> _grpc.UnaryUnaryMultiCallable[_environment_pb2.EnvironmentServiceStepRequest, _environment_pb2.EnvironmentServiceStepResponse]:
-        """Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside
-        out: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.
-        RunEpisode takes its place.
-        """
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
@@ -102,13 +89,6 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     is UNIMPLEMENTED. A call that is cancelled, or whose caller has gone, ends the program: its key is dead by then.
     The call is silent for as long as the program runs, so the hub sends HTTP/2 pings every few seconds: permit them.
     """
-    @_builtins.property
-    @_deprecated("""This method has been marked as deprecated using proto method options.""")
-    def Step(self) -> _aio.UnaryUnaryMultiCallable[_environment_pb2.EnvironmentServiceStepRequest, _environment_pb2.EnvironmentServiceStepResponse]:  # type: ignore[override]
-        """Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside
-        out: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.
-        RunEpisode takes its place.
-        """
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """An environment in a process of its own, which the reward hub dials at `env.<name>.target`. Any language with gRPC can
@@ -154,18 +134,6 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         status of the outcome. A failed call is one with the status of the table above; where the environment runs no programs it
         is UNIMPLEMENTED. A call that is cancelled, or whose caller has gone, ends the program: its key is dead by then.
         The call is silent for as long as the program runs, so the hub sends HTTP/2 pings every few seconds: permit them.
-        """
-
-    @_deprecated("""Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside\nout: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.\nRunEpisode takes its place.""")
-    @_abc_1.abstractmethod
-    def Step(
-        self,
-        request: _environment_pb2.EnvironmentServiceStepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_environment_pb2.EnvironmentServiceStepResponse, _abc.Awaitable[_environment_pb2.EnvironmentServiceStepResponse]]:
-        """Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside
-        out: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.
-        RunEpisode takes its place.
         """
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

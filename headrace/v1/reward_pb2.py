@@ -27,7 +27,7 @@ from headrace.v1 import episode_pb2 as headrace_dot_v1_dot_episode__pb2
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/reward.proto\x12\x0bheadrace.v1\x1a\x1dheadrace/v1/environment.proto\x1a\x19headrace/v1/episode.proto\x1a\x1cheadrace/v1/trajectory.proto\"=\n\x0cScoreRequest\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.headrace.v1.Trajectory\"5\n\rScoreResponse\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Result\":\n\x11RunEpisodeRequest\x12%\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Episode\"B\n\x12RunEpisodeResponse\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.EpisodeOutcome\"3\n\x0bStepRequest\x12 \n\x05turns\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Turn:\x02\x18\x01\":\n\x0cStepResponse\x12&\n\x08outcomes\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Outcome:\x02\x18\x01\"\x19\n\x17ListEnvironmentsRequest\"P\n\x18ListEnvironmentsResponse\x12\x34\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\x1e.headrace.v1.EnvironmentStatus\"\xa0\x03\n\x11\x45nvironmentStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x04kind\x18\x02 \x01(\x0e\x32#.headrace.v1.EnvironmentStatus.Kind\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x32\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.DescribeResponse\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x08 \x01(\r\x12\x0f\n\x07in_hand\x18\t \x01(\r\x12#\n\x06recent\x18\n \x01(\x0b\x32\x13.headrace.v1.Recent\x12/\n\tprocesses\x18\x0b \x03(\x0b\x32\x1c.headrace.v1.AttachedProcess\"S\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_BUILT_IN\x10\x01\x12\x0f\n\x0bKIND_SERVED\x10\x02\x12\x11\n\rKIND_ATTACHED\x10\x03\"[\n\x06Recent\x12\x11\n\twindow_ms\x18\x01 \x01(\r\x12\x0e\n\x06scored\x18\x02 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\r\x12\x0e\n\x06p50_ms\x18\x04 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x05 \x01(\x01\"s\n\x0f\x41ttachedProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0f\n\x07in_hand\x18\x04 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04\x12\r\n\x05works\x18\x06 \x01(\x08\"\xb6\x01\n\rAttachRequest\x12)\n\x08register\x18\x01 \x01(\x0b\x32\x15.headrace.v1.RegisterH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.headrace.v1.CreditH\x00\x12%\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x13.headrace.v1.AnswerH\x00\x12#\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x12.headrace.v1.DrainH\x00\x42\x07\n\x05\x65vent\"\x92\x01\n\x0e\x41ttachResponse\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RegisteredH\x00\x12!\n\x04work\x18\x02 \x01(\x0b\x32\x11.headrace.v1.WorkH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.headrace.v1.CancelH\x00\x42\x07\n\x05\x65vent\"]\n\x08Register\x12\x12\n\nprocess_id\x18\x01 \x01(\t\x12\"\n\x06offers\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Offer\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\"\x90\x01\n\x05Offer\x12\x32\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.DescribeResponse\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.headrace.v1.WorkKind\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04\"\'\n\nRegistered\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\"K\n\x06\x43redit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.headrace.v1.WorkKind\x12\x0e\n\x06\x61mount\x18\x03 \x01(\r\"\x86\x02\n\x04Work\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12<\n\x05score\x18\x04 \x01(\x0b\x32+.headrace.v1.EnvironmentServiceScoreRequestH\x00\x12>\n\x04step\x18\x05 \x01(\x0b\x32*.headrace.v1.EnvironmentServiceStepRequestB\x02\x18\x01H\x00\x12\x43\n\x07\x65pisode\x18\x06 \x01(\x0b\x32\x30.headrace.v1.EnvironmentServiceRunEpisodeRequestH\x00\x42\x07\n\x05\x62\x61tch\"\xe8\x01\n\x06\x41nswer\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12=\n\x05score\x18\x02 \x01(\x0b\x32,.headrace.v1.EnvironmentServiceScoreResponseH\x00\x12?\n\x04step\x18\x03 \x01(\x0b\x32+.headrace.v1.EnvironmentServiceStepResponseB\x02\x18\x01H\x00\x12\x44\n\x07\x65pisode\x18\x04 \x01(\x0b\x32\x31.headrace.v1.EnvironmentServiceRunEpisodeResponseH\x00\x42\x07\n\x05\x62\x61tch\")\n\x06\x43\x61ncel\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x07\n\x05\x44rain*i\n\x08WorkKind\x12\x19\n\x15WORK_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fWORK_KIND_SCORE\x10\x01\x12\x16\n\x0eWORK_KIND_STEP\x10\x02\x1a\x02\x08\x01\x12\x15\n\x11WORK_KIND_EPISODE\x10\x03\x32\x88\x03\n\rRewardService\x12>\n\x05Score\x12\x19.headrace.v1.ScoreRequest\x1a\x1a.headrace.v1.ScoreResponse\x12M\n\nRunEpisode\x12\x1e.headrace.v1.RunEpisodeRequest\x1a\x1f.headrace.v1.RunEpisodeResponse\x12@\n\x04Step\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\"\x03\x88\x02\x01\x12\x45\n\x06\x41ttach\x12\x1a.headrace.v1.AttachRequest\x1a\x1b.headrace.v1.AttachResponse(\x01\x30\x01\x12_\n\x10ListEnvironments\x12$.headrace.v1.ListEnvironmentsRequest\x1a%.headrace.v1.ListEnvironmentsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/reward.proto\x12\x0bheadrace.v1\x1a\x1dheadrace/v1/environment.proto\x1a\x19headrace/v1/episode.proto\x1a\x1cheadrace/v1/trajectory.proto\"=\n\x0cScoreRequest\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.headrace.v1.Trajectory\"5\n\rScoreResponse\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Result\":\n\x11RunEpisodeRequest\x12%\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Episode\"B\n\x12RunEpisodeResponse\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.EpisodeOutcome\"\x19\n\x17ListEnvironmentsRequest\"P\n\x18ListEnvironmentsResponse\x12\x34\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\x1e.headrace.v1.EnvironmentStatus\"\xa0\x03\n\x11\x45nvironmentStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x04kind\x18\x02 \x01(\x0e\x32#.headrace.v1.EnvironmentStatus.Kind\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x32\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.DescribeResponse\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x08 \x01(\r\x12\x0f\n\x07in_hand\x18\t \x01(\r\x12#\n\x06recent\x18\n \x01(\x0b\x32\x13.headrace.v1.Recent\x12/\n\tprocesses\x18\x0b \x03(\x0b\x32\x1c.headrace.v1.AttachedProcess\"S\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_BUILT_IN\x10\x01\x12\x0f\n\x0bKIND_SERVED\x10\x02\x12\x11\n\rKIND_ATTACHED\x10\x03\"[\n\x06Recent\x12\x11\n\twindow_ms\x18\x01 \x01(\r\x12\x0e\n\x06scored\x18\x02 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\r\x12\x0e\n\x06p50_ms\x18\x04 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x05 \x01(\x01\"s\n\x0f\x41ttachedProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0f\n\x07in_hand\x18\x04 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04\x12\r\n\x05works\x18\x06 \x01(\x08\"\xb6\x01\n\rAttachRequest\x12)\n\x08register\x18\x01 \x01(\x0b\x32\x15.headrace.v1.RegisterH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.headrace.v1.CreditH\x00\x12%\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x13.headrace.v1.AnswerH\x00\x12#\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x12.headrace.v1.DrainH\x00\x42\x07\n\x05\x65vent\"\x92\x01\n\x0e\x41ttachResponse\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RegisteredH\x00\x12!\n\x04work\x18\x02 \x01(\x0b\x32\x11.headrace.v1.WorkH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.headrace.v1.CancelH\x00\x42\x07\n\x05\x65vent\"]\n\x08Register\x12\x12\n\nprocess_id\x18\x01 \x01(\t\x12\"\n\x06offers\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Offer\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\"\x90\x01\n\x05Offer\x12\x32\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1d.headrace.v1.DescribeResponse\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.headrace.v1.WorkKind\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x04\"\'\n\nRegistered\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\"K\n\x06\x43redit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.headrace.v1.WorkKind\x12\x0e\n\x06\x61mount\x18\x03 \x01(\r\"\xd2\x01\n\x04Work\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12<\n\x05score\x18\x04 \x01(\x0b\x32+.headrace.v1.EnvironmentServiceScoreRequestH\x00\x12\x43\n\x07\x65pisode\x18\x06 \x01(\x0b\x32\x30.headrace.v1.EnvironmentServiceRunEpisodeRequestH\x00\x42\x07\n\x05\x62\x61tchJ\x04\x08\x05\x10\x06R\x04step\"\xb3\x01\n\x06\x41nswer\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12=\n\x05score\x18\x02 \x01(\x0b\x32,.headrace.v1.EnvironmentServiceScoreResponseH\x00\x12\x44\n\x07\x65pisode\x18\x04 \x01(\x0b\x32\x31.headrace.v1.EnvironmentServiceRunEpisodeResponseH\x00\x42\x07\n\x05\x62\x61tchJ\x04\x08\x03\x10\x04R\x04step\")\n\x06\x43\x61ncel\x12\x0f\n\x07work_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x07\n\x05\x44rain*i\n\x08WorkKind\x12\x19\n\x15WORK_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fWORK_KIND_SCORE\x10\x01\x12\x16\n\x0eWORK_KIND_STEP\x10\x02\x1a\x02\x08\x01\x12\x15\n\x11WORK_KIND_EPISODE\x10\x03\x32\xc6\x02\n\rRewardService\x12>\n\x05Score\x12\x19.headrace.v1.ScoreRequest\x1a\x1a.headrace.v1.ScoreResponse\x12M\n\nRunEpisode\x12\x1e.headrace.v1.RunEpisodeRequest\x1a\x1f.headrace.v1.RunEpisodeResponse\x12\x45\n\x06\x41ttach\x12\x1a.headrace.v1.AttachRequest\x1a\x1b.headrace.v1.AttachResponse(\x01\x30\x01\x12_\n\x10ListEnvironments\x12$.headrace.v1.ListEnvironmentsRequest\x1a%.headrace.v1.ListEnvironmentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKKIND'].values_by_name["WORK_KIND_STEP"]._loaded_options = None
   _globals['_WORKKIND'].values_by_name["WORK_KIND_STEP"]._serialized_options = b'\010\001'
-  _globals['_STEPREQUEST']._loaded_options = None
-  _globals['_STEPREQUEST']._serialized_options = b'\030\001'
-  _globals['_STEPRESPONSE']._loaded_options = None
-  _globals['_STEPRESPONSE']._serialized_options = b'\030\001'
-  _globals['_WORK'].fields_by_name['step']._loaded_options = None
-  _globals['_WORK'].fields_by_name['step']._serialized_options = b'\030\001'
-  _globals['_ANSWER'].fields_by_name['step']._loaded_options = None
-  _globals['_ANSWER'].fields_by_name['step']._serialized_options = b'\030\001'
-  _globals['_REWARDSERVICE'].methods_by_name['Step']._loaded_options = None
-  _globals['_REWARDSERVICE'].methods_by_name['Step']._serialized_options = b'\210\002\001'
-  _globals['_WORKKIND']._serialized_start=2472
-  _globals['_WORKKIND']._serialized_end=2577
+  _globals['_WORKKIND']._serialized_start=2254
+  _globals['_WORKKIND']._serialized_end=2359
   _globals['_SCOREREQUEST']._serialized_start=129
   _globals['_SCOREREQUEST']._serialized_end=190
   _globals['_SCORERESPONSE']._serialized_start=192
@@ -56,42 +46,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNEPISODEREQUEST']._serialized_end=305
   _globals['_RUNEPISODERESPONSE']._serialized_start=307
   _globals['_RUNEPISODERESPONSE']._serialized_end=373
-  _globals['_STEPREQUEST']._serialized_start=375
-  _globals['_STEPREQUEST']._serialized_end=426
-  _globals['_STEPRESPONSE']._serialized_start=428
-  _globals['_STEPRESPONSE']._serialized_end=486
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=488
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=513
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=515
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=595
-  _globals['_ENVIRONMENTSTATUS']._serialized_start=598
-  _globals['_ENVIRONMENTSTATUS']._serialized_end=1014
-  _globals['_ENVIRONMENTSTATUS_KIND']._serialized_start=931
-  _globals['_ENVIRONMENTSTATUS_KIND']._serialized_end=1014
-  _globals['_RECENT']._serialized_start=1016
-  _globals['_RECENT']._serialized_end=1107
-  _globals['_ATTACHEDPROCESS']._serialized_start=1109
-  _globals['_ATTACHEDPROCESS']._serialized_end=1224
-  _globals['_ATTACHREQUEST']._serialized_start=1227
-  _globals['_ATTACHREQUEST']._serialized_end=1409
-  _globals['_ATTACHRESPONSE']._serialized_start=1412
-  _globals['_ATTACHRESPONSE']._serialized_end=1558
-  _globals['_REGISTER']._serialized_start=1560
-  _globals['_REGISTER']._serialized_end=1653
-  _globals['_OFFER']._serialized_start=1656
-  _globals['_OFFER']._serialized_end=1800
-  _globals['_REGISTERED']._serialized_start=1802
-  _globals['_REGISTERED']._serialized_end=1841
-  _globals['_CREDIT']._serialized_start=1843
-  _globals['_CREDIT']._serialized_end=1918
-  _globals['_WORK']._serialized_start=1921
-  _globals['_WORK']._serialized_end=2183
-  _globals['_ANSWER']._serialized_start=2186
-  _globals['_ANSWER']._serialized_end=2418
-  _globals['_CANCEL']._serialized_start=2420
-  _globals['_CANCEL']._serialized_end=2461
-  _globals['_DRAIN']._serialized_start=2463
-  _globals['_DRAIN']._serialized_end=2470
-  _globals['_REWARDSERVICE']._serialized_start=2580
-  _globals['_REWARDSERVICE']._serialized_end=2972
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=375
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=400
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=402
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=482
+  _globals['_ENVIRONMENTSTATUS']._serialized_start=485
+  _globals['_ENVIRONMENTSTATUS']._serialized_end=901
+  _globals['_ENVIRONMENTSTATUS_KIND']._serialized_start=818
+  _globals['_ENVIRONMENTSTATUS_KIND']._serialized_end=901
+  _globals['_RECENT']._serialized_start=903
+  _globals['_RECENT']._serialized_end=994
+  _globals['_ATTACHEDPROCESS']._serialized_start=996
+  _globals['_ATTACHEDPROCESS']._serialized_end=1111
+  _globals['_ATTACHREQUEST']._serialized_start=1114
+  _globals['_ATTACHREQUEST']._serialized_end=1296
+  _globals['_ATTACHRESPONSE']._serialized_start=1299
+  _globals['_ATTACHRESPONSE']._serialized_end=1445
+  _globals['_REGISTER']._serialized_start=1447
+  _globals['_REGISTER']._serialized_end=1540
+  _globals['_OFFER']._serialized_start=1543
+  _globals['_OFFER']._serialized_end=1687
+  _globals['_REGISTERED']._serialized_start=1689
+  _globals['_REGISTERED']._serialized_end=1728
+  _globals['_CREDIT']._serialized_start=1730
+  _globals['_CREDIT']._serialized_end=1805
+  _globals['_WORK']._serialized_start=1808
+  _globals['_WORK']._serialized_end=2018
+  _globals['_ANSWER']._serialized_start=2021
+  _globals['_ANSWER']._serialized_end=2200
+  _globals['_CANCEL']._serialized_start=2202
+  _globals['_CANCEL']._serialized_end=2243
+  _globals['_DRAIN']._serialized_start=2245
+  _globals['_DRAIN']._serialized_end=2252
+  _globals['_REWARDSERVICE']._serialized_start=2362
+  _globals['_REWARDSERVICE']._serialized_end=2688
 # @@protoc_insertion_point(module_scope)

@@ -139,50 +139,6 @@ class RunEpisodeResponse(_message.Message):
 
 Global___RunEpisodeResponse: _TypeAlias = RunEpisodeResponse  # noqa: Y015
 
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class StepRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TURNS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def turns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Turn]: ...
-    def __init__(
-        self,
-        *,
-        turns: _abc.Iterable[_trajectory_pb2.Turn] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["turns", b"turns"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
-
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class StepResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OUTCOMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Outcome]:
-        """One for each turn, in order."""
-
-    def __init__(
-        self,
-        *,
-        outcomes: _abc.Iterable[_trajectory_pb2.Outcome] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
-
 @_typing.final
 class ListEnvironmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -586,7 +542,6 @@ class Work(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
     work_id: _builtins.str
     """A nonce of the hub."""
@@ -597,9 +552,6 @@ class Work(_message.Message):
     @_builtins.property
     def score(self) -> _environment_pb2.EnvironmentServiceScoreRequest: ...
     @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def step(self) -> _environment_pb2.EnvironmentServiceStepRequest: ...
-    @_builtins.property
     def episode(self) -> _environment_pb2.EnvironmentServiceRunEpisodeRequest: ...
     def __init__(
         self,
@@ -608,14 +560,13 @@ class Work(_message.Message):
         name: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
         score: _environment_pb2.EnvironmentServiceScoreRequest | None = ...,
-        step: _environment_pb2.EnvironmentServiceStepRequest | None = ...,
         episode: _environment_pb2.EnvironmentServiceRunEpisodeRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "episode", b"episode", "name", b"name", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "episode", b"episode", "name", b"name", "score", b"score", "work_id", b"work_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step", "episode"]  # noqa: Y015
+    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "episode"]  # noqa: Y015
     _WhichOneofArgType_batch: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_batch) -> _WhichOneofReturnType_batch | None: ...
 
@@ -629,14 +580,10 @@ class Answer(_message.Message):
 
     WORK_ID_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
     work_id: _builtins.str
     @_builtins.property
     def score(self) -> _environment_pb2.EnvironmentServiceScoreResponse: ...
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def step(self) -> _environment_pb2.EnvironmentServiceStepResponse: ...
     @_builtins.property
     def episode(self) -> _environment_pb2.EnvironmentServiceRunEpisodeResponse: ...
     def __init__(
@@ -644,14 +591,13 @@ class Answer(_message.Message):
         *,
         work_id: _builtins.str = ...,
         score: _environment_pb2.EnvironmentServiceScoreResponse | None = ...,
-        step: _environment_pb2.EnvironmentServiceStepResponse | None = ...,
         episode: _environment_pb2.EnvironmentServiceRunEpisodeResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "work_id", b"work_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step", "episode"]  # noqa: Y015
+    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "episode"]  # noqa: Y015
     _WhichOneofArgType_batch: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_batch) -> _WhichOneofReturnType_batch | None: ...
 

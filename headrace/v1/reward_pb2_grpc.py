@@ -46,11 +46,6 @@ class RewardServiceStub:
                 request_serializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.FromString,
                 _registered_method=True)
-        self.Step = channel.unary_unary(
-                '/headrace.v1.RewardService/Step',
-                request_serializer=headrace_dot_v1_dot_reward__pb2.StepRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_reward__pb2.StepResponse.FromString,
-                _registered_method=True)
         self.Attach = channel.stream_stream(
                 '/headrace.v1.RewardService/Attach',
                 request_serializer=headrace_dot_v1_dot_reward__pb2.AttachRequest.SerializeToString,
@@ -87,13 +82,6 @@ class RewardServiceServicer:
         For the runner's token alone.
         INVALID_ARGUMENT    the episode is malformed; nothing was begun
         RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Step(self, request, context):
-        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,11 +126,6 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.RunEpisode,
                     request_deserializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.SerializeToString,
-            ),
-            'Step': grpc.unary_unary_rpc_method_handler(
-                    servicer.Step,
-                    request_deserializer=headrace_dot_v1_dot_reward__pb2.StepRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_reward__pb2.StepResponse.SerializeToString,
             ),
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
@@ -211,33 +194,6 @@ class RewardService:
             '/headrace.v1.RewardService/RunEpisode',
             headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.SerializeToString,
             headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Step(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.RewardService/Step',
-            headrace_dot_v1_dot_reward__pb2.StepRequest.SerializeToString,
-            headrace_dot_v1_dot_reward__pb2.StepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from headrace.v1 import reward_pb2 as _reward_pb2
 import abc as _abc_1
-import builtins as _builtins
 import grpc as _grpc
 import sys
 import typing as _typing
@@ -16,11 +15,6 @@ if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
-
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
 
 _T = _typing.TypeVar("_T")
 
@@ -57,10 +51,6 @@ class RewardServiceStub:
       INVALID_ARGUMENT    the episode is malformed; nothing was begun
       RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
     """
-    @_builtins.property
-    @_deprecated("""This method has been marked as deprecated using proto method options.""")
-    def Step(self) -> _grpc.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]:
-        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
     Attach: _grpc.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
     one and share its load.
@@ -103,10 +93,6 @@ class RewardServiceAsyncStub(RewardServiceStub):
       INVALID_ARGUMENT    the episode is malformed; nothing was begun
       RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
     """
-    @_builtins.property
-    @_deprecated("""This method has been marked as deprecated using proto method options.""")
-    def Step(self) -> _aio.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]:  # type: ignore[override]
-        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
     Attach: _aio.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]  # type: ignore[assignment]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
     one and share its load.
@@ -158,15 +144,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT    the episode is malformed; nothing was begun
           RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
         """
-
-    @_deprecated("""Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why.""")
-    @_abc_1.abstractmethod
-    def Step(
-        self,
-        request: _reward_pb2.StepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_reward_pb2.StepResponse, _abc.Awaitable[_reward_pb2.StepResponse]]:
-        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
 
     @_abc_1.abstractmethod
     def Attach(

@@ -25,11 +25,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
-
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _Status:
@@ -289,77 +284,3 @@ class Result(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__took_ms) -> _WhichOneofReturnType__took_ms | None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
-
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class Turn(_message.Message):
-    """One turn of a conversation between the policy and an environment, for Step."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TRAJECTORY_FIELD_NUMBER: _builtins.int
-    TURN_FIELD_NUMBER: _builtins.int
-    STATE_JSON_FIELD_NUMBER: _builtins.int
-    turn: _builtins.int
-    """Number of the turn, from 0."""
-    state_json: _builtins.str
-    """`state_json` of the last turn's outcome; empty in turn 0. Environments keep no state between calls, so that any
-    process can serve any turn.
-    """
-    @_builtins.property
-    def trajectory(self) -> Global___Trajectory:
-        """The conversation so far: `messages` holds the history, `completion` what the policy wrote in this turn."""
-
-    def __init__(
-        self,
-        *,
-        trajectory: Global___Trajectory | None = ...,
-        turn: _builtins.int = ...,
-        state_json: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state_json", b"state_json", "trajectory", b"trajectory", "turn", b"turn"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Turn: _TypeAlias = Turn  # noqa: Y015
-
-@_deprecated("""This message has been marked as deprecated using proto message options.""")
-@_typing.final
-class Outcome(_message.Message):
-    """What the environment answers to one turn, for Step."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULT_FIELD_NUMBER: _builtins.int
-    OBSERVATION_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    STATE_JSON_FIELD_NUMBER: _builtins.int
-    done: _builtins.bool
-    """The conversation is over."""
-    state_json: _builtins.str
-    """Handed back unchanged with the next turn. Opaque to everything but the environment."""
-    @_builtins.property
-    def result(self) -> Global___Result:
-        """Status, and if `done` or if the environment pays by turn, the reward of this turn."""
-
-    @_builtins.property
-    def observation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """What the policy is shown next. Empty if `done`."""
-
-    def __init__(
-        self,
-        *,
-        result: Global___Result | None = ...,
-        observation: _abc.Iterable[Global___ChatMessage] | None = ...,
-        done: _builtins.bool = ...,
-        state_json: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "observation", b"observation", "result", b"result", "state_json", b"state_json"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Outcome: _TypeAlias = Outcome  # noqa: Y015

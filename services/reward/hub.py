@@ -426,11 +426,6 @@ class Hub(pb_grpc.RewardServiceServicer):
                 self._recent[name].note([outcome.result], now - started, now)
         return pb.RunEpisodeResponse(outcome=outcome)
 
-    async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
-        return await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and not implemented; use RunEpisode"
-        )
-
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AttachResponse]:

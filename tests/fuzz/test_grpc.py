@@ -106,18 +106,15 @@ async def hub() -> AsyncIterator[tuple[int, Any]]:
 
 def messages_of(service: Any) -> dict[str, tuple[Any, bool]]:
     """A good request of each method, and whether it is a stream."""
-    turns = [trajectory_pb2.Turn(trajectory=trajectory, turn=1, state_json="{}") for trajectory in TRAJECTORIES]
     if service is environment_pb2:
         return {
             "Describe": (environment_pb2.DescribeRequest(), False),
             "Score": (environment_pb2.EnvironmentServiceScoreRequest(trajectories=TRAJECTORIES), False),
             "RunEpisode": (environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=EPISODE), False),
-            "Step": (environment_pb2.EnvironmentServiceStepRequest(turns=turns), False),
         }
     return {
         "Score": (reward_pb2.ScoreRequest(trajectories=TRAJECTORIES), False),
         "RunEpisode": (reward_pb2.RunEpisodeRequest(episode=EPISODE), False),
-        "Step": (reward_pb2.StepRequest(turns=turns), False),
         "Attach": (REGISTER, True),
         "ListEnvironments": (reward_pb2.ListEnvironmentsRequest(), False),
     }

@@ -104,7 +104,11 @@ def test_a_file_that_does_not_fit_is_refused_with_its_line(
 
 
 def test_a_file_that_changes_makes_another_build(library: Callable[..., Library]) -> None:
-    builds = {library().build, library(push=PUSH + "-- more\n").build, library(_args=ARGS.replace("2", "3")).build}
+    builds = {
+        library().build,
+        library(push=PUSH + "local more = 1\n").build,
+        library(_args=ARGS.replace("2", "3")).build,
+    }
     assert len(builds) == 3
     assert library().build in builds
 

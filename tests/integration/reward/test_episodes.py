@@ -245,13 +245,6 @@ async def test_a_malformed_episode_is_refused() -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_step_is_never_answered() -> None:
-    async with start_hub({"mine": {"attached": True}}) as hub:
-        with pytest.raises(grpc.aio.AioRpcError, match="use RunEpisode") as refused:
-            await hub.stub.Step(reward_pb2.StepRequest(), timeout=WAIT_S)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_the_runner_alone_may_ask_for_an_episode(tmp_path: Path) -> None:
     path = tmp_path / "credentials"
     complete(path, ["operator", "reader", "scorer", "agents", "environment odd"])
