@@ -100,7 +100,7 @@ class InspectionClient(BufferClient):
             "state": found["state"],
             **found["fields"],
             "group": None if record is None else Group.decode(record),
-            "trajectories": list(map(_described, found["trajectories"])),
+            "trajectories": list(map(_describe, found["trajectories"])),
             "begun": [dict(zip(("index", "calls", "bytes"), each, strict=True)) for each in found.get("begun", ())],
         }
 
@@ -192,15 +192,14 @@ class InspectionClient(BufferClient):
         return reply["held"], None if batch is None else msgspec.convert(batch, BatchReply).reservation()
 
 
-def _described(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    _, length, oldest, newest, latency_ms = trajectory["pushed"].split(" ")
+def _describe(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "index": trajectory["index"],
         "key": trajectory["key"],
-        "length": int(length),
-        "oldest_version": int(oldest),
-        "newest_version": int(newest),
-        "latency_s": int(latency_ms) / 1000,
+        "length": trajectory["length"],
+        "oldest_version": trajectory["oldest"],
+        "newest_version": trajectory["newest"],
+        "latency_s": trajectory["latency_ms"] / 1000,
         "reward": trajectory.get("reward"),
     }
 

@@ -26,6 +26,9 @@ NOT_FOR_ENVIRONMENTS = {
 }
 SDK = {
     "headrace",
+    "headrace.base",
+    "headrace.env",
+    "headrace.records",
     "headrace.records.codec",
     "headrace.env.environment",
     "headrace.env.episode",
@@ -57,7 +60,7 @@ def top_level(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace_services.refit.rendezvous"]
+    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace.launch.pipeline"]
 )
 def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
     assert not top_level(modules_after(f"import {module}")) & HEAVY

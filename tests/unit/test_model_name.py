@@ -17,7 +17,7 @@ from headrace.base.model_name import check_model_name, check_tokenizer_name, mod
 from tests.support.ports import free_port
 
 KEY = "policy.model_name"
-CHECK = "import sys; from headrace import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
+CHECK = "import sys; from headrace.base import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
 
 
 def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:

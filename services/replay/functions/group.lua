@@ -1,9 +1,9 @@
 -- group: read one group and its trajectories, for people.
 -- KEYS     the run
 -- ARGV     group (its id)
--- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), pushed
---          (`p<i>`) and reward once it is scored; for an open group of episodes also begun: index, calls and bytes of each episode that has
---          calls; or nil if the buffer does not know the group
+-- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), length,
+--          oldest, newest, latency_ms and reward once it is scored; for an open group of episodes also begun: index, calls and bytes of
+--          each episode that has calls; or nil if the buffer does not know the group
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register, _steps, _trajectory
 register_reader('group', {group = name}, function(run, call)
@@ -14,8 +14,11 @@ register_reader('group', {group = name}, function(run, call)
   for i = 0, (group.count or group.n) - 1 do
     local pushed, reward = unpack(redis.call('HMGET', group.key, 'p' .. i, 'r' .. i))
     if pushed then
-      trajectories[#trajectories + 1] =
-        {index = i, key = payload_key(run, nonce_of(pushed)), pushed = pushed, reward = tonumber(reward or nil)}
+      local nonce, length, oldest, newest = extent_of(pushed)
+      trajectories[#trajectories + 1] = {
+        index = i, key = payload_key(run, nonce), length = length, oldest = oldest, newest = newest, latency_ms = latency_of(pushed),
+        reward = tonumber(reward or nil),
+      }
     end
   end
   for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',

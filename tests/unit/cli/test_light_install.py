@@ -65,5 +65,5 @@ def test_what_needs_other_packages_names_the_command_and_the_remedy(
     given = [{"CONFIG": str(config), "DIR": str(tmp_path / "model")}.get(word, word) for word in command]
     said = error_of(light(*given))
     assert said.startswith("error: the package '")
-    assert said.endswith(f"', which is not installed: pip install 'headrace[{extra}]'\n")
+    assert said.endswith(f"' is not installed: pip install 'headrace[{extra}]'\n")
     assert not (tmp_path / "model").exists()

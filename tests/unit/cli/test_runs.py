@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError, ServiceError
-from headrace.cli import common
+from headrace.cli import services
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.launch import runs
@@ -182,7 +182,7 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
     # a trainer that ends at once: what it would do is not asked here, and to load it takes longer than all else
-    monkeypatch.setattr(common, "load_entry_point", lambda *_, **__: lambda config: None)
+    monkeypatch.setattr(services, "load_entry_point", lambda *_, **__: lambda config: None)
     done = CliRunner().invoke(app, ["trainer", "--config", str(file), "grpo.seed=7"])
     assert done.exception is None
     saved = runs.find(str(tmp_path / "adder"))
