@@ -134,13 +134,13 @@ def chosen(devices: Sequence[Device], names: str | None) -> list[Device]:
     words = [word.strip() for word in names.split(",")]
     if words in ([""], ["-1"]):  # these ask for no device
         return []
-    found = [_named(devices, word, names) for word in words]
+    found = [_find_named(devices, word, names) for word in words]
     if len(set(found)) < len(found):
         raise ServiceError(f"{VISIBLE}={names} names a device twice; name each once")
     return found
 
 
-def _named(devices: Sequence[Device], word: str, names: str) -> Device:
+def _find_named(devices: Sequence[Device], word: str, names: str) -> Device:
     fits = [
         device
         for device in devices
@@ -160,7 +160,7 @@ def installed() -> Inventory:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return Inventory()
     except pynvml.NVMLError as error:
-        raise _failed(error) from error
+        raise _driver_error(error) from error
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(
@@ -169,12 +169,12 @@ def installed() -> Inventory:
             (cuda // 1000, cuda % 1000 // 10),
         )
     except pynvml.NVMLError as error:
-        raise _failed(error) from error
+        raise _driver_error(error) from error
     finally:
         pynvml.nvmlShutdown()
 
 
-def _failed(error: pynvml.NVMLError) -> ServiceError:
+def _driver_error(error: pynvml.NVMLError) -> ServiceError:
     return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 

@@ -10,11 +10,11 @@ def printable(text: str, keep: str = "") -> str:
     """Return `text` with its control characters (terminal escapes, line breaks, text direction) written as `\\x1b`, except those in
     `keep`."""
     return "".join(
-        c if c in keep or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else _escaped(c) for c in text
+        c if c in keep or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else _escape(c) for c in text
     )
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 

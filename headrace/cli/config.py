@@ -42,7 +42,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
-        warnings, lines = _looked_at(examined)
+        warnings, lines = _check_data_and_models(examined)
     except ConfigError:
         for line in translated:  # the translation itself succeeded
             typer.echo(line)
@@ -54,7 +54,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
-def _looked_at(examined: Loaded) -> tuple[list[str], list[str]]:
+def _check_data_and_models(examined: Loaded) -> tuple[list[str], list[str]]:
     """Return warnings and lines to print about the data and models that the configuration names. Raises `ConfigError`."""
     try:
         warnings = preflight.look(examined)

@@ -97,7 +97,7 @@ class LineDisplay:
             tenths = 10 * run.evaluated // total if total else 0
             if tenths != self._tenths:
                 self._tenths = tenths
-                self.print(f"{run.evaluated} of {total} prompts have ended ({_counted(run.counts)})")
+                self.print(f"{run.evaluated} of {total} prompts have ended ({_format_counts(run.counts)})")
         self._print_waits(run.waits)
         self._failed = min(self._failed, run.failed)  # some may have been retried
         if run.failed > self._failed and self._failures.due("", 1):
@@ -152,7 +152,7 @@ def draw(run: RunSummary) -> RenderableType:
             str(line.restarts) if line.restarts else "",
             cell(line.page, "dim"),
         )
-    groups = _counted(run.counts)
+    groups = _format_counts(run.counts)
     lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
@@ -214,7 +214,7 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
         if steps:
             ends = [f"{_number(series[step], key, '.3f')} (step {step})" for step in (steps[0], steps[-1])]
             table.add_row(title, *ends)
-    table.add_row("prompts", "", _counted(run.counts) or "-")
+    table.add_row("prompts", "", _format_counts(run.counts) or "-")
     table.add_row("time", "", duration(seconds))
     return table
 
@@ -231,7 +231,7 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
 
 

@@ -134,7 +134,7 @@ def list_environments(
 ) -> None:
     """Show the environments of a running run as its hubs see them: attached processes, builds, work in progress, and the results of the
     last minute. Also shows which environments the run waits for. Exits with 1 if a hub doesn't answer."""
-    config = _started(run)
+    config = _find_started(run)
     hubs, away, states = asyncio.run(_read(config))
     if as_json:
         found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
@@ -153,7 +153,7 @@ def list_environments(
         raise typer.Exit(1)
 
 
-def _started(run: str) -> Config:
+def _find_started(run: str) -> Config:
     """Return the configuration of a run that has been up and has its credentials. Raises `ServiceError` for any other."""
     config = runs.with_credentials(runs.find(run))
     own = config.run_folder.absolute() / FILE
@@ -221,7 +221,7 @@ def token(
     run: RunOption,
 ) -> None:
     """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Its holder may attach as NAME."""
-    config = _started(run)
+    config = _find_started(run)
     if name not in config.env or not config.env[name].is_served:
         known = ", ".join(other for other, env in config.env.items() if env.is_served) or "none"
         raise ConfigError(

@@ -183,12 +183,12 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
     keys = [
         key for key in _SHARED if key != "processor" or "data_path" in source
     ]  # the rows of named data sets are known
-    shared = {key: _shared(name, key, config, overrides) for key in keys}
+    shared = {key: _inherit(name, key, config, overrides) for key in keys}
     # dumped whole, so that `data.default`, which may describe another data set (its generator, its size), adds nothing to it
     return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")
 
 
-def _shared(name: str, key: str, config: Config, overrides: Sequence[str]) -> Any:
+def _inherit(name: str, key: str, config: Config, overrides: Sequence[str]) -> Any:
     """Return the value that a data set inherits: `data.default`'s if an override sets it, else the value on which all data sets of the run
     agree."""
     data = config.data

@@ -69,7 +69,7 @@ def copy(found: NamedModel, output: Path) -> None:
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with _unfinished(output) as folder:
-            made = [*_copied(source, folder), folder / CARD]
+            made = [*_copy(source, folder), folder / CARD]
             if not (folder / CARD).exists():
                 (folder / CARD).write_text(card(found), encoding="utf-8")
             for path in [*made, folder]:
@@ -92,14 +92,14 @@ def _unfinished(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def _copied(source: Path, target: Path) -> Iterator[Path]:
+def _copy(source: Path, target: Path) -> Iterator[Path]:
     """Copy the content of `source`, following links, with the modes of new files. Yields every file and folder made."""
     for path in sorted(source.iterdir()):
         made = target / path.name
         if path.is_dir():
             made.mkdir()
             yield made
-            yield from _copied(path, made)
+            yield from _copy(path, made)
         else:
             shutil.copyfile(path, made)
             yield made

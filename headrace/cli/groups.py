@@ -100,7 +100,7 @@ async def _retry(config: Config, groups: Sequence[str] | None, reason: str | Non
         ended = await replay.ended()
         orders = set(ended.failed_orders())
         if groups is not None:
-            orders &= {await _failed_order(replay, group) for group in groups}
+            orders &= {await _find_order(replay, group) for group in groups}
         elif reason is not None:
             letters = [await replay.group(group_id) async for group_id, _ in replay.groups(["failed"])]
             found = [
@@ -110,7 +110,7 @@ async def _retry(config: Config, groups: Sequence[str] | None, reason: str | Non
         return await replay.retry({order: ended.retries.get(order, 0) for order in orders})
 
 
-async def _failed_order(replay: ReplayClient, group: str) -> int:
+async def _find_order(replay: ReplayClient, group: str) -> int:
     """Return the place of a failed training group in the run's order. Raises `HeadraceError` if it is not one."""
     found = await replay.group(group)
     if found is None or found["lane"] != "train" or found["state"] != "failed":

@@ -137,7 +137,7 @@ def _environment(config: Config, env: str) -> tuple[str, EnvConfig]:
 
 
 async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | None) -> list[Rescored]:
-    stored = [each for each in await _stored(config) if of in (None, each[0].env_name)]
+    stored = [each for each in await _read_scored(config) if of in (None, each[0].env_name)]
     if not stored:
         which = "" if of is None else f" of environment {of}"
         raise HeadraceError(
@@ -148,15 +148,15 @@ async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | 
         return await _score(stub, name, environment, stored, size)
 
 
-async def _stored(config: Config) -> list[Scored]:
+async def _read_scored(config: Config) -> list[Scored]:
     """Return the trajectories in the buffer that have a reward."""
     async with runs.open_buffer(config) as replay:
         groups = [group_id async for group_id, _ in replay.groups(_STATES)]
         held = [await replay.held(group_id) for group_id in dict.fromkeys(groups)]
-    return [scored for group in held if group is not None for scored in _scored(group)]
+    return [scored for group in held if group is not None for scored in _select_scored(group)]
 
 
-def _scored(held: HeldGroup) -> list[Scored]:
+def _select_scored(held: HeldGroup) -> list[Scored]:
     return [
         (held.group, trajectory, score.reward)
         for trajectory, score in held.trajectories

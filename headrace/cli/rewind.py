@@ -42,7 +42,7 @@ def rewind(
     if not moved:
         typer.echo(f"run {name}: checkpoint {version} is already the newest")
         return
-    typer.echo(f"run {name} continues from checkpoint {version}; newer ones are in {place}: {_listed(moved)}")
+    typer.echo(f"run {name} continues from checkpoint {version}; newer ones are in {place}: {_join(moved)}")
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
     there = folders.published(checkpoints)
     if version not in there:
         raise ServiceError(
-            f"{checkpoints} has no checkpoint of version {version}; it has {_listed(there)}. The initial model is not a checkpoint: to "
+            f"{checkpoints} has no checkpoint of version {version}; it has {_join(there)}. The initial model is not a checkpoint: to "
             "start from it, give another run.id"
         )
     place = checkpoints / f"set-aside-{now:%Y%m%d-%H%M%S}"
@@ -81,7 +81,7 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
             place.mkdir(exist_ok=True)
             (place / WHY).write_text(
                 f"{now:%Y-%m-%d %H:%M:%S}: `headrace rewind` set the run back to checkpoint {version}. These are the newer "
-                f"checkpoints: {_listed(newer)}.\nNothing needs them any more. Remove them, or load them like any Hugging Face checkpoint. "
+                f"checkpoints: {_join(newer)}.\nNothing needs them any more. Remove them, or load them like any Hugging Face checkpoint. "
                 "To undo this before the run has started again, remove the last line of ../chain.jsonl and move them back.\n",
                 encoding="utf-8",
             )
@@ -99,5 +99,5 @@ def _steps(checkpoints: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
-def _listed(versions: list[int]) -> str:
+def _join(versions: list[int]) -> str:
     return ", ".join(map(str, versions)) or "none"

@@ -63,7 +63,7 @@ def samples(
     config = runs.find(run)
     files = SampleFiles(config.log_folder, config.logger.keep_step_data)
     if failed:
-        title, found = "failed", asyncio.run(_failed(config, files, prompt, count))
+        title, found = "failed", asyncio.run(_read_failed(config, files, prompt, count))
     else:
         kind: Kind = "val" if validation else "train"
         step = choose_step(files, kind, step)
@@ -92,7 +92,7 @@ def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
     )
 
 
-async def _failed(config: Config, files: SampleFiles, text: str, most: int) -> list[SampleGroup]:
+async def _read_failed(config: Config, files: SampleFiles, text: str, most: int) -> list[SampleGroup]:
     """Return the newest groups that failed: those in the buffer, then older ones of which a completion was kept. If the buffer can't be
     reached, only the kept ones are returned, or its error is raised if none were kept."""
     kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.failed))}
@@ -161,15 +161,15 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
         worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
-        *(_said(sample) if text_of is None else [_tokens(sample, text_of)]),
-        *_left(sample),
+        *(_draw_text(sample) if text_of is None else [_tokens(sample, text_of)]),
+        *_draw_artifacts(sample),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
     return Panel(Group(*parts), title=Text(f"{sample.index}"), title_align="left", border_style=colour)
 
 
-def _said(sample: StoredSample) -> Iterator[RenderableType]:
+def _draw_text(sample: StoredSample) -> Iterator[RenderableType]:
     """Yield the text of a sample. The messages of a call are indented, broken lines too, so that nothing in them looks like the head of a
     call."""
     if not sample.calls:
@@ -179,7 +179,7 @@ def _said(sample: StoredSample) -> Iterator[RenderableType]:
         yield Padding(Group(*map(_text, parts)), (0, 0, 0, 2))
 
 
-def _left(sample: StoredSample) -> Iterator[RenderableType]:
+def _draw_artifacts(sample: StoredSample) -> Iterator[RenderableType]:
     if sample.left:
         yield Text.assemble(("artifacts: ", "bold"), _text(sample.left))
 

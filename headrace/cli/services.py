@@ -73,11 +73,11 @@ def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
     # `up` itself records how its run ends
     unsupervised = leads and not is_locked(config.run_folder / history.RUN_LOCK)
-    with _noted(config, file) if unsupervised else contextlib.nullcontext():
+    with _record_end(config, file) if unsupervised else contextlib.nullcontext():
         service(config)
 
 
-def _noted(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:
+def _record_end(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:
     from headrace.launch import runs  # the other services don't need it
 
     return runs.unsupervised(config, file)

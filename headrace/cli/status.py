@@ -197,7 +197,7 @@ def show(
         *([("waits for", f"a runner: {state.episodes} groups of episodes")] if is_without_runner(state) else []),
         *progress,
         *((replica.state.lower(), f"{replica.id}: {replica.reason}") for replica in replicas if replica.reason),
-        *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
+        *((moment, _describe(meter)) for moment, meter in meters.items() if meter.trajectories),
         *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):
         say(console, f"{name:14}{value}")
@@ -227,7 +227,7 @@ def _address(member: Replica | Runner) -> str:
     return str(member.info.get("url", ""))
 
 
-def _described(meter: TrajectoryMeter) -> str:
+def _describe(meter: TrajectoryMeter) -> str:
     """Return the number of trajectories, and mean and deviation of each measured quantity."""
     parts = []
     for quantity, unit in (("length", ""), ("reward", ""), ("latency", " s"), ("age", "")):

@@ -160,7 +160,7 @@ class Change:
         )
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key}: {_show(self.before)} -> {_show(self.after)}"
 
 
 def fixed(config: Config) -> dict[str, Any]:
@@ -206,5 +206,5 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return "null" if value is None else without_password(repr(value))

@@ -73,7 +73,7 @@ def _in_yaml(value: Any) -> str:
     return in_yaml(value)
 
 
-def _known(name: str | None, names: Sequence[str], what: str) -> str | None:
+def _check_known(name: str | None, names: Sequence[str], what: str) -> str | None:
     if name is None or name in names or OWN_CODE.fullmatch(name):
         return name
     close = difflib.get_close_matches(name, names, 1, 0.6)
@@ -147,13 +147,13 @@ class DataSourceConfig(Section):
 
     @field_validator("dataset_name")
     @classmethod
-    def _known_data_set(cls, name: str | None) -> str | None:
-        return _known(name, (*get_args(Generator), *get_args(HubName)), "data set")
+    def _check_data_set(cls, name: str | None) -> str | None:
+        return _check_known(name, (*get_args(Generator), *get_args(HubName)), "data set")
 
     @field_validator("processor")
     @classmethod
-    def _known_processor(cls, name: str | None) -> str | None:
-        return _known(name, get_args(ProcessorName), "processor")
+    def _check_processor(cls, name: str | None) -> str | None:
+        return _check_known(name, get_args(ProcessorName), "processor")
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:

@@ -31,7 +31,7 @@ def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     results, problems = _evaluate(found, whole)
     if problems:
         raise ConfigError("\n".join(problems))
-    resolved: dict[str, Any] = _replaced(values, (), results)
+    resolved: dict[str, Any] = _replace(values, (), results)
     return resolved
 
 
@@ -83,13 +83,13 @@ def _expressions(value: Any, keys: ItemPath) -> Iterator[tuple[ItemPath, str]]:
         yield from _expressions(inner, (*keys, key))
 
 
-def _replaced(value: Any, keys: ItemPath, results: Mapping[ItemPath, Any]) -> Any:
+def _replace(value: Any, keys: ItemPath, results: Mapping[ItemPath, Any]) -> Any:
     if keys in results:
         return results[keys]
     if isinstance(value, dict):
-        return {key: _replaced(inner, (*keys, key), results) for key, inner in value.items()}
+        return {key: _replace(inner, (*keys, key), results) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_replaced(inner, (*keys, number), results) for number, inner in enumerate(value)]
+        return [_replace(inner, (*keys, number), results) for number, inner in enumerate(value)]
     return value
 
 

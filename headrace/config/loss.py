@@ -120,7 +120,7 @@ class LossConfig(Section):
             ):
                 if getattr(self, key):
                     yield (
-                        f"use_cispo true with {key} {_shown(getattr(self, key))}: CISPO weighs log-probabilities by each "
+                        f"use_cispo true with {key} {_show(getattr(self, key))}: CISPO weighs log-probabilities by each "
                         "token's clipped ratio; leave one of them out"
                     )
             if not self.token_level_loss:
@@ -132,7 +132,7 @@ class LossConfig(Section):
             for key in ("proximal", "force_on_policy_ratio"):
                 if value := getattr(self, key):
                     yield (
-                        f"prev_logprobs_source generation with {key} {_shown(value)}: each names another denominator of the "
+                        f"prev_logprobs_source generation with {key} {_show(value)}: each names another denominator of the "
                         "ratio; leave one of them out"
                     )
 
@@ -196,5 +196,5 @@ class ValueLossConfig(Section):
     )
 
 
-def _shown(value: object) -> object:
+def _show(value: object) -> object:
     return "true" if value is True else value

@@ -165,16 +165,16 @@ class Unread:
             return self._call("oc.env", given)
 
         def decode(text: Any, _parent_: Any, _node_: Any) -> Any:
-            return self._call("oc.decode", [text]) if _marked(text) else read["oc.decode"](text, _parent_, _node_)
+            return self._call("oc.decode", [text]) if _is_marked(text) else read["oc.decode"](text, _parent_, _node_)
 
         def computed(name: str) -> Callable[..., Any]:
-            return lambda *given: self._call(name, given) if any(map(_marked, given)) else read[name](*given)
+            return lambda *given: self._call(name, given) if any(map(_is_marked, given)) else read[name](*given)
 
         return {"oc.env": env, "oc.decode": decode, **{name: computed(name) for name in (*_ARITHMETIC, ITEM_OF)}}
 
     def expression(self, text: str) -> str | None:
         """Return the expression that gives the text; None if it has no mark."""
-        return self._written(text, escape) if _marked(text) else None
+        return self._written(text, escape) if _is_marked(text) else None
 
     def mark(self, expression: str) -> str:
         """Return a mark for the expression."""
@@ -189,7 +189,7 @@ class Unread:
             return value if isinstance(value, str) else in_yaml(value)
         if _MARK.fullmatch(value):
             return self._written(value, escape)
-        return f"'{self._written(value, _quoted)}'"
+        return f"'{self._written(value, _quote)}'"
 
     def _written(self, text: str, literal: Callable[[str], str]) -> str:
         *pairs, last = _MARK.split(text)
@@ -201,11 +201,11 @@ class Unread:
         return "".join((*parts, literal(last)))
 
 
-def _marked(value: Any) -> bool:
+def _is_marked(value: Any) -> bool:
     return isinstance(value, str) and _MARK.search(value) is not None
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return re.sub(r"(\\*)'", lambda found: f"{found[1] * 2}\\'", escape(text))
 
 

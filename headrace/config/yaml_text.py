@@ -34,10 +34,10 @@ def _resolvers(base: type) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 def _constructors() -> dict[Any, Callable[[Any, Any], Any]]:
     """Return YAML's own constructors, without those of dates, sets and bytes, which a configuration never contains."""
     dropped = {f"tag:yaml.org,2002:{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
-    return {tag: _checked(make) for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in dropped}
+    return {tag: _check(make) for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in dropped}
 
 
-def _checked(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _check(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def made(loader: _Loader, node: yaml.Node) -> Any:
         try:
             return make(loader, node)

@@ -155,7 +155,7 @@ class Attachment:
         while not self._stopping.is_set():
             try:
                 async with self._dialled() as (stub, metadata):
-                    await self._attached(stub, metadata)
+                    await self._serve(stub, metadata)
                 trouble = "the hub ended the stream"
             except grpc.aio.AioRpcError as error:
                 trouble = f"{error.code().name}: {error.details()}"
@@ -180,7 +180,7 @@ class Attachment:
         async with rpc.channel(self.hub, security=options, keep_alive=True) as channel:
             yield pb_grpc.RewardServiceStub(channel), [] if options.token is None else [rpc.bearer(options.token())]
 
-    async def _attached(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
+    async def _serve(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
         """Work for the hub until the stream ends or the attachment is stopped."""
         stream = _Stream(self._scorer, self._programs, self.name, self._count)
         call = stub.Attach(metadata=metadata)

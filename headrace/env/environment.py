@@ -136,12 +136,12 @@ def checked(environment: Environment, value: object, method: str = "score") -> S
     The value is the user's, and so is what it raises when it is looked at.
     """
     try:
-        return _checked(environment, value, method)
+        return _check(environment, value, method)
     except BaseException as error:  # noqa: BLE001
         return failed(environment, error)
 
 
-def _checked(environment: Environment, value: object, method: str) -> Score:
+def _check(environment: Environment, value: object, method: str) -> Score:
     if isinstance(value, Score):
         score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
         return ranged(score, environment.reward_min, environment.reward_max)
@@ -160,11 +160,11 @@ def ranged(score: Score, least: float | None, most: float | None) -> Score:
         math.inf if most is None else most
     ):
         return score
-    said = f"reward {score.reward:g} is not between the environment's reward_min {_bound(least)} and reward_max {_bound(most)}"
+    said = f"reward {score.reward:g} is not between the environment's reward_min {_format(least)} and reward_max {_format(most)}"
     return Score("FAILED", message=said, environment=score.environment, build=score.build, timings=score.timings)
 
 
-def _bound(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "(none)" if value is None else f"{value:g}"
 
 

@@ -33,7 +33,7 @@ def completed(target: str) -> str:
         return target
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-        for node in _parsed(target, Path(target)).body
+        for node in _parse(target, Path(target)).body
         if isinstance(node, ast.ClassDef)
     }
     derived = {"Environment"}
@@ -58,13 +58,13 @@ def check(target: str) -> None:
     if not is_file(target):
         raise ConfigError(f"{target} is not a Python file; give FILE.py, or FILE.py:CLASS")
     path, name = _parts(target)
-    module = _parsed(target, path)
+    module = _parse(target, path)
     for line in _serving(module):
         raise ConfigError(
             f"{target}: line {line} of {path} serves an environment as soon as the file is loaded; delete the line, or put it under "
             '`if __name__ == "__main__":`'
         )
-    names = set(_bound(module.body))
+    names = set(_find_bound(module.body))
     if name not in names and "*" not in names:
         classes = ", ".join(node.name for node in module.body if isinstance(node, ast.ClassDef)) or "no class"
         raise ConfigError(f"{target}: {path} does not define {name}; it defines {classes}")
@@ -87,7 +87,7 @@ def load(target: str) -> Environment:
     except Exception as error:
         # without frames of the file, the call itself lacks arguments
         remedy = "correct its __init__" if _frames(error) else "it must take no arguments"
-        raise ConfigError(f"{target}: {name}() raised {_told(error)}; {remedy}{_traceback(error)}") from error
+        raise ConfigError(f"{target}: {name}() raised {_describe(error)}; {remedy}{_traceback(error)}") from error
 
 
 def path_of(target: str) -> Path:
@@ -99,7 +99,7 @@ def _parts(target: str) -> tuple[Path, str]:
     return Path(file), name
 
 
-def _parsed(target: str, path: Path) -> ast.Module:
+def _parse(target: str, path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -129,11 +129,13 @@ def run_file(target: str, path: Path) -> ModuleType:
         linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
         exec(code, module.__dict__)
     except Exception as error:
-        raise ConfigError(f"{target}: {path} raised {_told(error)} when it was loaded{_traceback(error)}") from error
+        raise ConfigError(
+            f"{target}: {path} raised {_describe(error)} when it was loaded{_traceback(error)}"
+        ) from error
     return module
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -151,7 +153,7 @@ def _frames(error: Exception) -> TracebackType | None:
     return frame
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[str]:
+def _find_bound(body: list[ast.stmt]) -> Iterator[str]:
     """Yield the names that statements bind at module level; `*` for a star import."""
     for statement in body:
         match statement:
@@ -163,9 +165,9 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
                 yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
             case ast.If() | ast.Try() | ast.With():
                 for field in ("body", "orelse", "finalbody"):
-                    yield from _bound(getattr(statement, field, []))
+                    yield from _find_bound(getattr(statement, field, []))
                 for handler in getattr(statement, "handlers", []):
-                    yield from _bound(handler.body)
+                    yield from _find_bound(handler.body)
 
 
 def _serving(module: ast.Module) -> Iterator[int]:

@@ -58,13 +58,13 @@ class FailureLog:
 def _about(given: Sample | Episode) -> list[str]:
     prompt = " ".join(f"{message.get('role')}: {message.get('content')}" for message in given.messages)
     if isinstance(given, Episode):
-        return [f"prompt: {_shown(prompt)}", f"public: {_shown(str(given.public))}"]
+        return [f"prompt: {_shorten(prompt)}", f"public: {_shorten(str(given.public))}"]
     return [
-        f"prompt: {_shown(prompt)}",
-        f"completion: {_shown(given.completion)}",
-        f"extra_env_info: {_shown(str(given.extra_env_info))}",
+        f"prompt: {_shorten(prompt)}",
+        f"completion: {_shorten(given.completion)}",
+        f"extra_env_info: {_shorten(str(given.extra_env_info))}",
     ]
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return printable(text[:_SHOWN]) + ("…" if len(text) > _SHOWN else "")

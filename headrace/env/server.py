@@ -249,24 +249,24 @@ class BatchScorer:
             score = failed(self.environment, raised.error)
             self._failures.raised(raised.error, [sample], score)
         else:
-            score = _timed(checked(self.environment, value), began)
+            score = _add_timing(checked(self.environment, value), began)
             self._failures.note([sample], [score])
         return [score]
 
     async def _batch(self, samples: Sequence[Sample], slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()
         try:
-            values = _listed(await self._slots.call(self.environment.score_batch, samples, slot), len(samples))
+            values = _as_list(await self._slots.call(self.environment.score_batch, samples, slot), len(samples))
         except Raised as raised:
             scores = [failed(self.environment, raised.error)] * len(samples)
             self._failures.raised(raised.error, samples, scores[0])
         else:
-            scores = [_timed(checked(self.environment, value), began) for value in values]
+            scores = [_add_timing(checked(self.environment, value), began) for value in values]
             self._failures.note(samples, scores)
         return scores
 
 
-def _listed(values: Iterable[object], count: int) -> list[object]:
+def _as_list(values: Iterable[object], count: int) -> list[object]:
     """Return what `score_batch` returned as a list. Raises `Raised` unless it has `count` results."""
     try:
         results = list(itertools.islice(values, count + 1))
@@ -278,5 +278,5 @@ def _listed(values: Iterable[object], count: int) -> list[object]:
     return results
 
 
-def _timed(score: Score, began: float) -> Score:
+def _add_timing(score: Score, began: float) -> Score:
     return msgspec.structs.replace(score, timings={"environment": time.monotonic() - began})

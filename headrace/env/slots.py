@@ -48,7 +48,7 @@ class Slots:
         alone, as `Raised`."""
         if inspect.iscoroutinefunction(method):
             try:
-                return await _awaited(method, argument)
+                return await _await(method, argument)
             finally:
                 give_back()
         # A thread can't be stopped: it keeps its slot until it ends, even if the caller has given up.
@@ -66,14 +66,14 @@ class Slots:
             outcome = await asyncio.shield(running)
             if outcome.error is not None:
                 raise Raised(outcome.error)
-            return await _awaited(lambda result: result, outcome.result) if outcome.is_awaitable else outcome.result
+            return await _await(lambda result: result, outcome.result) if outcome.is_awaitable else outcome.result
         finally:
             waiting = False
             if owed:
                 give_back()
 
 
-async def _awaited(method: Callable[[Any], Any], argument: object) -> Any:
+async def _await(method: Callable[[Any], Any], argument: object) -> Any:
     try:
         return await method(argument)
     except BaseException as error:

@@ -87,7 +87,7 @@ def sample_to_wire(sample: Sample) -> pb.Trajectory:
 
 def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
     return Sample(
-        **_checked(trajectory),
+        **_read_fields(trajectory),
         completion=trajectory.completion,
         completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # slicing reads all numbers at once
         environment=trajectory.environment,
@@ -100,7 +100,7 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
 
 def check_trajectory(trajectory: pb.Trajectory) -> None:
     """Raise `CodecError` if `sample_from_wire` would, but without reading tokens, which takes most of the time for a long trajectory."""
-    _checked(trajectory)
+    _read_fields(trajectory)
 
 
 def score_to_wire(score: Score) -> pb.Result:
@@ -220,7 +220,7 @@ def fitted(results: list[pb.Result], most: int) -> list[pb.Result]:
     return [
         result
         if (size := result.ByteSize()) <= share
-        else _failed(
+        else _failure(
             result, f"a score of {size} bytes is more than its share of a message ({share}); return less metadata"
         )
         for result in results
@@ -232,10 +232,10 @@ def fitted_outcome(outcome: episode_pb2.EpisodeOutcome, most: int) -> episode_pb
     if (size := outcome.ByteSize()) <= _SHARE_OF_MESSAGE * most:
         return outcome
     said = f"its outcome has {size} bytes; a message may have {most}; leave less in artifacts"
-    return episode_pb2.EpisodeOutcome(result=_failed(outcome.result, said))
+    return episode_pb2.EpisodeOutcome(result=_failure(outcome.result, said))
 
 
-def _failed(result: pb.Result, message: str) -> pb.Result:
+def _failure(result: pb.Result, message: str) -> pb.Result:
     return pb.Result(status=pb.STATUS_FAILED, message=message, environment=result.environment, build=result.build)
 
 
@@ -247,7 +247,7 @@ def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
     )
 
 
-def _checked(trajectory: pb.Trajectory) -> dict[str, Any]:
+def _read_fields(trajectory: pb.Trajectory) -> dict[str, Any]:
     """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
     finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)

@@ -45,20 +45,20 @@ def _problems(config: Config, service: str) -> Iterator[str]:
         if config.reward.address is not None:
             for address in config.reward.addresses:
                 if not target_is_local(address):
-                    yield from _dialled(config, "reward.address", address)
+                    yield from _check_dialled(config, "reward.address", address)
         elif not is_loopback(config.reward.host):
-            yield from _dialled(config, "reward.host", config.reward.host)
+            yield from _check_dialled(config, "reward.host", config.reward.host)
     if service == "reward":
         for name, env in config.env.items():
             if env.address is not None and not target_is_local(env.address):
-                yield from _dialled(config, f"env.{name}.target", env.address)
+                yield from _check_dialled(config, f"env.{name}.target", env.address)
             for place, judge in enumerate(env.judges):
-                yield from _judged(f"env.{name}.judges.{place}.base_url", judge)
+                yield from _check_judge(f"env.{name}.judges.{place}.base_url", judge)
     else:
         yield from _redis(config, service)
 
 
-def _dialled(config: Config, key: str, value: str) -> Iterator[str]:
+def _check_dialled(config: Config, key: str, value: str) -> Iterator[str]:
     security = config.security
     if not security.tls or security.credentials is None:
         yield (
@@ -68,7 +68,7 @@ def _dialled(config: Config, key: str, value: str) -> Iterator[str]:
         )
 
 
-def _judged(key: str, judge: JudgeConfig) -> Iterator[str]:
+def _check_judge(key: str, judge: JudgeConfig) -> Iterator[str]:
     url = urlsplit(judge.base_url)
     if is_loopback(url.hostname or "") or (url.scheme == "https" and judge.api_key_file is not None):
         return

@@ -75,7 +75,7 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
         and not (change.key == "run.from_environment" and change.before is None)
     ]
     fixed = [change for change in changes if not change.allowed]
-    if fixed and (trained := _trained(before) or _trained(config)):
+    if fixed and (trained := _describe_results(before) or _describe_results(config)):
         keys = "\n".join(f"  {change}" for change in fixed)
         raise ConfigError(
             f"run {config.run.id} has {trained}, and can't continue with these keys changed; restore them, or give another run.id:\n{keys}"
@@ -110,7 +110,7 @@ def resume_hint(config: Config) -> str:
     )
 
 
-def _trained(config: Config) -> str | None:
+def _describe_results(config: Config) -> str | None:
     """Return a description of the run's training results, or None. Until there are any, no key is fixed."""
     if checkpoints := published(config.checkpoint_folder):
         return f"checkpoint {checkpoints[-1]}"

@@ -44,7 +44,7 @@ class Codec(Generic[R]):
         self._record = record
         self._schema = record.__struct_config__.tag
         self._what = re.sub(r"(?<!^)(?=[A-Z])", " ", record.__name__).lower()
-        self._encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_to_array).encode
         # (position in the record, name, dtype) of each array field
         self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
         # (position in the record, name, codec) of each field of records
@@ -84,9 +84,9 @@ class Codec(Generic[R]):
             stored = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CodecError(f"{self._what}: {self._schema_problem(data) or error}") from error
-        return self._loaded(stored)
+        return self._load(stored)
 
-    def _loaded(self, stored: Any) -> R:
+    def _load(self, stored: Any) -> R:
         _, *values = msgspec.structs.astuple(stored)
         for place, name, dtype in self._arrays:
             try:
@@ -96,7 +96,7 @@ class Codec(Generic[R]):
                     f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype.itemsize}"
                 ) from error
         for place, _, codec in self._records:
-            values[place] = tuple(map(codec._loaded, values[place]))
+            values[place] = tuple(map(codec._load, values[place]))
         return self._record(*values)
 
     def _schema_problem(self, data: bytes) -> str | None:
@@ -127,7 +127,7 @@ def _holds_records(kind: Any) -> bool:
     return isinstance(item, type) and issubclass(item, msgspec.Struct)
 
 
-def _written(value: Any) -> Any:
+def _to_array(value: Any) -> Any:
     """Return the elements of an array in order, little-endian."""
     if type(value) is not np.ndarray:
         raise TypeError(f"a {type(value).__name__}, {value!r:.80}")

@@ -113,7 +113,7 @@ class BufferClient:
         while await self._connection.call(function, **arguments):
             pass
 
-    def _numbered(self) -> dict[str, Any]:
+    def _number(self) -> dict[str, Any]:
         """Return arguments by which the buffer recognizes a repeated call of this client."""
         return {"client": self._name, "number": next(self._numbers)}
 

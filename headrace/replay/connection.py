@@ -351,7 +351,7 @@ class BufferConnection:
             await self._report(error, [command])
             raise self.refused(error, command) from error
         except (RedisError, OSError) as error:
-            raise self._failed(error) from error
+            raise self._error_of(error) from error
         self._answered = True
         return reply
 
@@ -364,13 +364,13 @@ class BufferConnection:
             with keeping_cancellation():
                 replies = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            raise self._failed(error) from error
+            raise self._error_of(error) from error
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 await self._report(reply, commands)
                 raise self.refused(reply, command) from reply
             if isinstance(reply, Exception):
-                raise self._failed(reply) from reply
+                raise self._error_of(reply) from reply
         self._answered = True
         return replies
 
@@ -383,7 +383,7 @@ class BufferConnection:
             with contextlib.suppress(RedisError, OSError), keeping_cancellation():
                 await self.redis.execute_command(*report)
 
-    def _failed(self, error: Exception) -> ReplayError:
+    def _error_of(self, error: Exception) -> ReplayError:
         """Return the error for a call that got no reply. A server that has answered before and now refuses the login or the certificate is
         waited for, like any other outage: what it refuses can be put right there. `refused` does the same for rights."""
         failed = unavailable(error, self._user)
@@ -408,7 +408,7 @@ class BufferConnection:
             f"user {self._user or 'default'!r} of the Redis server may not run {what} ({why}); connect as the user of the right role, or "
             "load the ACL that `headrace acl` of this version prints"
         )
-        if self._answered and command[0] in ("FCALL", "SUBSCRIBE"):  # as in `_failed`
+        if self._answered and command[0] in ("FCALL", "SUBSCRIBE"):  # as in `_error_of`
             return ReplayUnavailable(denied)
         return ReplayDenied(denied)
 

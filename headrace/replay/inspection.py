@@ -80,7 +80,7 @@ class InspectionClient(BufferClient):
     async def append_event(self, kind: str, fields: Mapping[str, str]) -> None:
         """Append an event to the run's stream of events."""
         flat = [word for pair in fields.items() for word in pair]
-        await self._connection.call("append_event", **self._numbered(), kind=kind, fields=flat)
+        await self._connection.call("append_event", **self._number(), kind=kind, fields=flat)
 
     async def newest_event(self) -> str:
         """Return the id of the newest event, from which to follow the stream."""

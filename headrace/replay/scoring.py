@@ -19,7 +19,7 @@ class ScoringClient(BufferClient):
         return await self._read_jobs(
             await self._connection.call(
                 "take_scoring",
-                **self._numbered(),
+                **self._number(),
                 environments=list(room),
                 most=list(room.values()),
                 nonce=secrets.token_hex(8),
@@ -32,7 +32,7 @@ class ScoringClient(BufferClient):
         for batch in chunks(jobs, BATCH):
             places = await self._connection.call(
                 "renew_scoring",
-                **self._numbered(),
+                **self._number(),
                 groups=[job.group.id for job in batch],
                 indices=[job.trajectory.index for job in batch],
                 tokens=[job.token for job in batch],
@@ -72,7 +72,7 @@ class ScoringClient(BufferClient):
 
     async def release_scoring(self) -> None:
         """Return the trajectories of an earlier scorer to the queue at once, without costing an attempt. Called when a scorer starts."""
-        while await self._connection.call("release_scoring", **self._numbered()):
+        while await self._connection.call("release_scoring", **self._number()):
             pass
 
     async def wait_scoring(self, timeout_s: float) -> None:

@@ -99,7 +99,7 @@ class TrainerClient(BufferClient):
                 incarnation=self._incarnation,
                 refill=refill,
                 validation=validation,
-                groups=[_queued(group) for group, _ in batch],
+                groups=[_fields_of(group) for group, _ in batch],
             )
         return new
 
@@ -114,7 +114,7 @@ class TrainerClient(BufferClient):
         Raises `WrongStep`, `WrongTimeline`. If it would have to wait, raises `SamplingStarved` if dynamic sampling has reached its limit,
         and `EnvironmentBroken` if an environment has been broken for longer than its `give_up_after`.
         """
-        answer = await self._connection.call("reserve", **self._numbered(), step=step, timeline=timeline)
+        answer = await self._connection.call("reserve", **self._number(), step=step, timeline=timeline)
         reply = decode_reserve(answer)
         return reply.reservation() if isinstance(reply, BatchReply) else reply
 
@@ -137,7 +137,7 @@ class TrainerClient(BufferClient):
 
         async def read_batch(batch: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
             values = await self._held([*batch, *map(score_key, batch)])
-            return list(map(_decoded, values[: len(batch)], values[len(batch) :]))
+            return list(map(_decode, values[: len(batch)], values[len(batch) :]))
 
         return await self._read_batches(read_batch, keys)
 
@@ -248,7 +248,7 @@ class TrainerClient(BufferClient):
         on, without costing an attempt. Returns False, and changes nothing, if no other replica is HEALTHY, or it is DEAD or gone."""
         return bool(
             await self._connection.call(
-                "quarantine", **self._numbered(), replica=replica, timeline=timeline, reason=reason
+                "quarantine", **self._number(), replica=replica, timeline=timeline, reason=reason
             )
         )
 
@@ -257,14 +257,14 @@ class TrainerClient(BufferClient):
         await self._wakeups.wait("epoch", timeout_s)
 
 
-def _decoded(payload: bytes, score: bytes) -> tuple[AnyTrajectory, Score] | CodecError:
+def _decode(payload: bytes, score: bytes) -> tuple[AnyTrajectory, Score] | CodecError:
     try:
         return decode_trajectory(payload), Score.decode(score)
     except CodecError as error:
         return error
 
 
-def _queued(group: Group) -> dict[str, Any]:
+def _fields_of(group: Group) -> dict[str, Any]:
     """Return the fields of a group that the buffer reads, besides its opaque record (enqueue.lua)."""
     return {
         "id": group.id,

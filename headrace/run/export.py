@@ -68,9 +68,9 @@ def from_line(text: str) -> Exported:
         score = line["score"]
         return Exported(
             state=line["state"],
-            group=Group.decode(_packed(line["group"])),
-            trajectory=decode_trajectory(_packed(line["trajectory"])),
-            score=None if score is None else Score.decode(_packed(score)),
+            group=Group.decode(_pack(line["group"])),
+            trajectory=decode_trajectory(_pack(line["trajectory"])),
+            score=None if score is None else Score.decode(_pack(score)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CodecError(f"not an exported trajectory ({error!r})") from error
@@ -105,51 +105,51 @@ def plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
 
 
 def _with_tags(fields: dict[str, Any]) -> dict[str, Any]:
-    free = {name: _tagged(fields[name]) for name in _FREE & fields.keys()}
+    free = {name: _tag(fields[name]) for name in _FREE & fields.keys()}
     calls = {"calls": list(map(_with_tags, fields["calls"]))} if "calls" in fields else {}
     return {**fields, **free, **calls}
 
 
-def _packed(fields: dict[str, Any]) -> bytes:
+def _pack(fields: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(_without_tags(fields))
 
 
 def _without_tags(fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
-    free = {name: _untagged(fields[name]) for name in _FREE & fields.keys()}
+    free = {name: _untag(fields[name]) for name in _FREE & fields.keys()}
     calls = {"calls": list(map(_without_tags, fields["calls"]))} if "calls" in fields else {}
     return {**fields, **arrays, **free, **calls}
 
 
-def _tagged(value: Any) -> Any:
+def _tag(value: Any) -> Any:
     match value:
         case bytes():
             return {_BYTES: base64.b64encode(value).decode()}
         case float() if not math.isfinite(value):
             return {_FLOAT: str(value)}
         case list() | tuple():
-            return [_tagged(item) for item in value]
+            return [_tag(item) for item in value]
         case dict() if all(isinstance(key, str) for key in value) and not _TAGS & value.keys():
-            return {key: _tagged(item) for key, item in value.items()}
+            return {key: _tag(item) for key, item in value.items()}
         case dict():
-            return {_MAP: [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+            return {_MAP: [[_tag(key), _tag(item)] for key, item in value.items()]}
     return value
 
 
-def _untagged(value: Any) -> Any:
+def _untag(value: Any) -> Any:
     match value:
         case list():
-            return [_untagged(item) for item in value]
+            return [_untag(item) for item in value]
         case {"__bytes__": data, **rest} if not rest:
             return base64.b64decode(data, validate=True)
         case {"__float__": number, **rest} if not rest:
             return float(number)
         case {"__map__": items, **rest} if not rest:
-            keys = [_untagged(key) for key, _ in items]
+            keys = [_untag(key) for key, _ in items]
             return {
-                tuple(key) if isinstance(key, list) else key: _untagged(item)
+                tuple(key) if isinstance(key, list) else key: _untag(item)
                 for key, (_, item) in zip(keys, items, strict=True)
             }
         case dict():
-            return {key: _untagged(item) for key, item in value.items()}
+            return {key: _untag(item) for key, item in value.items()}
     return value

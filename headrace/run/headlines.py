@@ -38,7 +38,7 @@ def build_changes(steps: Iterable[tuple[int, Mapping[str, Sequence[str]]]]) -> l
         for name, builds in builds_of.items():
             former = known.get(name, builds)
             found += [
-                (step, f"step {step}: environment {name} scores with build {_named(build)}, after {_named(former[-1])}")
+                (step, f"step {step}: environment {name} scores with build {_name(build)}, after {_name(former[-1])}")
                 for build in builds
                 if build not in former
             ]
@@ -46,7 +46,7 @@ def build_changes(steps: Iterable[tuple[int, Mapping[str, Sequence[str]]]]) -> l
     return found
 
 
-def _named(build: str) -> str:
+def _name(build: str) -> str:
     return build or "unnamed"
 
 

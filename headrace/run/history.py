@@ -120,10 +120,10 @@ def read(config: Config) -> RunHistory:
     kept = surviving(lines)
     record = _read_record(folder)
     if record is None:  # an older build ran it
-        state: State = "running" if _held(config) else "unknown"
+        state: State = "running" if _is_held(config) else "unknown"
         return RunHistory(config, state, kept, lines[0].time if lines else None)
     state = record.state
-    if state == "running" and not _held(config):
+    if state == "running" and not _is_held(config):
         state = "killed"
         return RunHistory(config, state, kept, record.started, lines[-1].time if lines else record.since)
     return RunHistory(config, state, kept, record.started, record.since, record.reason)
@@ -157,7 +157,7 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
     end("finished")
 
 
-def _held(config: Config) -> bool:
+def _is_held(config: Config) -> bool:
     """Whether `headrace up` or a trainer is running the run."""
     return is_locked(config.run_folder / RUN_LOCK) or is_locked(config.checkpoint_folder / LOCK)
 

@@ -111,17 +111,17 @@ def read_journal(path: Path) -> list[Line]:
 def iter_journal(path: Path) -> Iterator[Line]:
     """Yield what `read_journal` returns, holding one line at a time."""
     with contextlib.ExitStack() as stack:
-        for file in _opened(path, stack):
+        for file in _open(path, stack):
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):  # a writer may be writing the last line
-                    yield _parsed(line.decode(), f"{file.name}:{number}")
+                    yield _parse(line.decode(), f"{file.name}:{number}")
 
 
 def read_bytes(path: Path, offset: int = 0) -> bytes:
     """Return the complete lines of all segments as one, from the byte `offset` on; none if the file doesn't exist."""
     with contextlib.ExitStack() as stack:
         data = bytearray()
-        for file in _opened(path, stack):
+        for file in _open(path, stack):
             size = os.fstat(file.fileno()).st_size
             file.seek(min(offset, size))
             offset -= min(offset, size)
@@ -129,7 +129,7 @@ def read_bytes(path: Path, offset: int = 0) -> bytes:
     return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be writing the last line
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+def _open(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
     """Return all segments, oldest first."""
     parts: list[BinaryIO] = []
     # the newest is opened first: if it is renamed meanwhile, it is found again, and the next read returns what followed
@@ -155,10 +155,10 @@ def _older(path: Path) -> list[Path]:
 def parse_lines(text: str, where: str) -> Iterator[Line]:
     """Yield the lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
     for number, line in enumerate(text.splitlines(), start=1):
-        yield _parsed(line, f"{where}:{number}")
+        yield _parse(line, f"{where}:{number}")
 
 
-def _parsed(line: str, where: str) -> Line:
+def _parse(line: str, where: str) -> Line:
     try:
         fields: dict[str, Any] = json.loads(line)
         return Line(**fields)

@@ -145,7 +145,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         continues = "" if call.parent < 0 else f" continues call {call.parent}"
         # the prompt of the group is shown above all of its samples
         asked = () if call.messages == self.messages else call.messages
-        said = [part for message in (*asked, call.answer) for part in _said(message)]
+        said = [part for message in (*asked, call.answer) for part in _write_message(message)]
         return f"call {number}{continues} ({', '.join(notes)})", said
 
 
@@ -154,7 +154,7 @@ def prompt_of(messages: Iterable[Message]) -> str:
     return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
 
 
-def _said(message: Message) -> Iterator[str]:
+def _write_message(message: Message) -> Iterator[str]:
     """Yield a message's reasoning, content and tool calls, each after its role."""
     calls = message.get("tool_calls")
     parts = [

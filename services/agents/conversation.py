@@ -26,10 +26,10 @@ def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) ->
 
 def followed_by(prefix: bytes, message: Message) -> bytes:
     """Return the digest of the conversation `prefix` followed by this message."""
-    return hashlib.sha256(prefix + _canonical(_compared(message))).digest()
+    return hashlib.sha256(prefix + _canonical(_fields_to_compare(message))).digest()
 
 
-def _compared(message: Message) -> dict[str, Any]:
+def _fields_to_compare(message: Message) -> dict[str, Any]:
     """Return the fields to compare. Null and empty count as absent; other fields (annotations, reasoning, …) are ignored."""
     fields = {
         "role": message.get("role"),

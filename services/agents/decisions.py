@@ -67,11 +67,11 @@ def finish(ended: Outcome, *, on_limit: OnLimit, branches: Literal["allow", "ref
     if isinstance(score, Score) and score.status != "SCORED":
         return Finish(False, score)
     if not ended.trained:
-        return Finish(False, _failed("the program received no trained answer of the policy"))
+        return Finish(False, _failure("the program received no trained answer of the policy"))
     if branches == "refuse" and ended.paths > 1:
         return Finish(
             False,
-            _failed(
+            _failure(
                 f"the episode has {ended.paths} paths, but agents.branches is refuse: it changed its history or branched from it"
             ),
         )
@@ -92,15 +92,15 @@ def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
     stopped = ended.limit is not None and (ended.refused or played_out)
     if stopped and on_limit != "grade":
         if on_limit == "fail":
-            return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
+            return _failure(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
         # it has no build, as no environment gave it; law 3 accepts it beside scores of any build
         return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"})
     if graded and (played_out or stopped):  # an episode that a limit stopped is graded as it is
         return None
     if ended.hung is not None:
         return Score("TIMED_OUT", message=ended.hung)
-    return score or _failed("the program returned no reward, and env.<name>.grader is not set")
+    return score or _failure("the program returned no reward, and env.<name>.grader is not set")
 
 
-def _failed(message: str) -> Score:
+def _failure(message: str) -> Score:
     return Score("FAILED", message=message)

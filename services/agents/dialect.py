@@ -136,13 +136,13 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
     for option, (harmless, why) in _REFUSED.items():
         value = fields.get(option)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
-            raise BadRequest(f"{option} {_shown(value)} is not supported in an episode: {why}", option)
+            raise BadRequest(f"{option} {_show(value)} is not supported in an episode: {why}", option)
     messages = _messages(fields.get("messages"))
     tools = _tools(fields.get("tools"))
     train = _train(headers)
     digest = hashlib.sha256(body)
     digest.update(b"1" if train else b"0")
-    stream_options = _typed(fields, "stream_options", dict) or {}
+    stream_options = _read(fields, "stream_options", dict) or {}
     return ChatRequest(
         asked=CallRequest(
             messages=messages,
@@ -156,13 +156,13 @@ def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
             turned_away=headers.get(TURNED_AWAY_HEADER) == "1",
             idempotency_key=_idempotency_key(headers),
         ),
-        model=_typed(fields, "model", str) or model,
+        model=_read(fields, "model", str) or model,
         parses_tools=fields.get("tool_choice") != "none",
-        stream=_typed(fields, "stream", bool) or False,
-        include_usage=_typed(stream_options, "include_usage", bool) or False,
-        return_token_ids=_typed(fields, "return_token_ids", bool) or False,
-        logprobs=_typed(fields, "logprobs", bool) or False,
-        imposed={name: value for name in IMPOSED if (value := _typed(fields, name, int, float)) is not None},
+        stream=_read(fields, "stream", bool) or False,
+        include_usage=_read(stream_options, "include_usage", bool) or False,
+        return_token_ids=_read(fields, "return_token_ids", bool) or False,
+        logprobs=_read(fields, "logprobs", bool) or False,
+        imposed={name: value for name in IMPOSED if (value := _read(fields, name, int, float)) is not None},
     )
 
 
@@ -228,11 +228,11 @@ def _first_large(fields: dict[str, Any]) -> tuple[str, int]:
         left += [(f"{name}.{key}".lstrip("."), item) for key, item in reversed(list(inner))]
 
 
-def _typed(fields: Mapping[str, Any], name: str, *kinds: type) -> Any:
+def _read(fields: Mapping[str, Any], name: str, *kinds: type) -> Any:
     value = fields.get(name)
     is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if value is not None and not is_kind:
-        raise BadRequest(f"{name} {_shown(value)} must be of type {' or '.join(kind.__name__ for kind in kinds)}", name)
+        raise BadRequest(f"{name} {_show(value)} must be of type {' or '.join(kind.__name__ for kind in kinds)}", name)
     return value
 
 
@@ -286,14 +286,14 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     for name in given:
         value = fields[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BadRequest(f"{name} {_shown(value)} must be a whole number of tokens, at least 1", name)
+            raise BadRequest(f"{name} {_show(value)} must be a whole number of tokens, at least 1", name)
     return min((fields[name] for name in given), default=None)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise BadRequest(f"stop {_shown(value)} must be a non-empty string or a list of them", "stop")
+        raise BadRequest(f"stop {_show(value)} must be a non-empty string or a list of them", "stop")
     if len(stops) > _MOST_STOPS or any(len(each) > _LONGEST_STOP for each in stops):
         raise BadRequest(f"stop may have at most {_MOST_STOPS} strings of {_LONGEST_STOP} characters each", "stop")
     return tuple(stops)
@@ -302,7 +302,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _train(headers: Mapping[str, str]) -> bool:
     value = headers.get(TRAIN_HEADER, "1").strip()
     if value not in ("0", "1"):
-        raise BadRequest(f"the header {TRAIN_HEADER} {_shown(value)} must be 0 (the call is not trained) or 1")
+        raise BadRequest(f"the header {TRAIN_HEADER} {_show(value)} must be 0 (the call is not trained) or 1")
     return value == "1"
 
 
@@ -319,7 +319,7 @@ def retry_count(headers: Mapping[str, str]) -> int | None:
     return max((int(count[:9]) for count in counts if count.isdecimal()), default=None)
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -473,14 +473,14 @@ def unknown_gateway(again_s: float) -> ApiProblem:
 
 def not_spoken(status: int, method: str, path: str, headers: Mapping[str, str]) -> ApiProblem:
     """Return the error for an unknown path (404) or method (405). `path` is without the key."""
-    message = f"{method} {_shown(path)} is not supported; use POST /v1/chat/completions, GET /v1/models or GET /v1/models/MODEL"
+    message = f"{method} {_show(path)} is not supported; use POST /v1/chat/completions, GET /v1/models or GET /v1/models/MODEL"
     if path.startswith("/v1/responses"):
         message += '. In the OpenAI Agents SDK, call agents.set_default_openai_api("chat_completions")'
     return ApiProblem(status, "invalid_request_error", message, "unknown_url", headers=headers)
 
 
 def no_such_model(name: str, model: str) -> ApiProblem:
-    message = f"the model {_shown(name)} does not exist; the policy is {_shown(model)}"
+    message = f"the model {_show(name)} does not exist; the policy is {_show(model)}"
     return ApiProblem(404, "invalid_request_error", message, "model_not_found", "model")
 
 

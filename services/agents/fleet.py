@@ -108,7 +108,7 @@ class Fleet:
         if self._replicas:  # an empty list may only mean that the buffer is away
             self._forget_others()
         for lost, (replica, timeline) in self._awaited.items():
-            if not lost.done() and (why := self._lost(replica, timeline)) is not None:
+            if not lost.done() and (why := self._reason_of_loss(replica, timeline)) is not None:
                 lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
@@ -209,7 +209,7 @@ class Fleet:
                 self._calls[replica] -= 1
 
     async def _answer(self, ask: Coroutine[Any, Any, T], replica: str, timeline: str | None) -> T:
-        """Await the answer of the replica. Raises the error of `_lost` as soon as the replica is lost."""
+        """Await the answer of the replica. Raises the error of `_reason_of_loss` as soon as the replica is lost."""
         asking, lost = asyncio.create_task(ask), asyncio.get_running_loop().create_future()
         self._awaited[lost] = replica, timeline
         try:
@@ -222,7 +222,7 @@ class Fleet:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    def _lost(self, replica: str, timeline: str | None) -> HeadraceError | None:
+    def _reason_of_loss(self, replica: str, timeline: str | None) -> HeadraceError | None:
         """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights."""
         known = self._replicas.get(replica)
         if known is None:

@@ -252,7 +252,10 @@ class EpisodeRunner:
                     if isinstance(error, HeadraceError) and not isinstance(error, CodecError):
                         raise
                     log.exception(_name(lease, index))
-                    trajectory, score = None, self._failed(lease, f"the runner failed: {type(error).__name__}: {error}")
+                    trajectory, score = (
+                        None,
+                        self._failure(lease, f"the runner failed: {type(error).__name__}: {error}"),
+                    )
                 again, score = await self._hand_in(current, index, trajectory, score)
                 status = "graded" if score is None else score.status
                 self._count(current, status.lower())
@@ -278,7 +281,7 @@ class EpisodeRunner:
             if trajectory is None:
                 raise
             log.warning("%s: %s", _name(lease, index), error)
-            failed = await self._refused(
+            failed = await self._refusal(
                 lease, trajectory.newest_version, f"its trajectory can't be handed in: {error}"
             )
             return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
@@ -307,7 +310,7 @@ class EpisodeRunner:
         ended = Outcome(score, hung, ending.limit, ending.refused, trained, ending.paths)
         agents, graded = self._config.agents, self._config.env[env_name].grader is not None
         finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
-        handed_in = None if finish.score is None else self._completed(finish.score, episode, seconds)
+        handed_in = None if finish.score is None else self._complete(finish.score, episode, seconds)
         # a score that can't be kept has become FAILED, which goes without a trajectory
         if not finish.with_trajectory or (handed_in is not None and handed_in.status != "SCORED"):
             return None, handed_in
@@ -315,7 +318,7 @@ class EpisodeRunner:
         try:
             return self._record(lease, index, ending, artifacts, timings), handed_in
         except CodecError as error:
-            return None, self._failed(lease, f"its trajectory can't be recorded: {error}")
+            return None, self._failure(lease, f"its trajectory can't be recorded: {error}")
 
     def _record(
         self, lease: Lease, index: int, ending: SessionSummary, artifacts: dict[str, Any], timings: dict[str, float]
@@ -346,7 +349,7 @@ class EpisodeRunner:
     async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None, dict[str, Any]]:
         """Run the program. Returns its score (None: it returned no reward), the clock that ended it, if one did, and its artifacts. Raises
         the error of `OpenEpisode.over`, `ServiceError`."""
-        running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
+        running = asyncio.create_task(self._programs.run(self._make_episode(episode, key)))
         ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -366,7 +369,7 @@ class EpisodeRunner:
         finally:
             await _cancel([running])
 
-    def _asked(self, episode: OpenEpisode, key: str) -> Episode:
+    def _make_episode(self, episode: OpenEpisode, key: str) -> Episode:
         group, index, lease = episode.lease.group, episode.index, episode.lease
         began_before = lease.tries.get(index, 0)
         env = self._config.env[group.env_name]
@@ -389,18 +392,18 @@ class EpisodeRunner:
     async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
 
-    async def _refused(self, lease: Lease, newest_version: int, message: str) -> Score:
+    async def _refusal(self, lease: Lease, newest_version: int, message: str) -> Score:
         """Return the score of an episode that the buffer refuses. The program is not to blame if the buffer has forgotten the weights,
         because its server lost writes. The trainer then restores the buffer, which ends the lease."""
         state = await self._retry(self._replay.state)
         if newest_version > state.next_step:
             return Score("NOT_STARTED", message=message, environment=lease.group.env_name).storable()
-        return self._failed(lease, message)
+        return self._failure(lease, message)
 
-    def _failed(self, lease: Lease, message: str) -> Score:
+    def _failure(self, lease: Lease, message: str) -> Score:
         return Score("FAILED", message=message, environment=lease.group.env_name).storable()
 
-    def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
+    def _complete(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
         """Return the score with what the runner adds: the environment, the options that the run's values replaced, and the time."""
         metadata = dict(score.metadata)
         if episode.imposed:

@@ -435,7 +435,7 @@ class Session:
         """Number the call and record its answer. Its tool calls are named after the number. Raises `Refused` if its text is longer than
         reserved and there is no room."""
         assert call.completion is not None
-        answer = _named(answer, self._numbered)
+        answer = _name_calls(answer, self._numbered)
         call.message_bytes += _size([answer])
         nbytes = sum(each.nbytes for each in self.calls if each is call or each.number >= 0)
         if nbytes > self.limits.nbytes:
@@ -554,7 +554,7 @@ def _behind_answer(answer: RenderedAnswer, asked: Tokens) -> Tokens | None:
     return asked[answer.rest :].copy()
 
 
-def _named(answer: Message, number: int) -> Message:
+def _name_calls(answer: Message, number: int) -> Message:
     """Return the answer with tool-call ids made from the call's number: nine digits, which every template accepts."""
     calls = answer.get("tool_calls")
     if not calls:

@@ -138,7 +138,7 @@ class WeightProof(TorchDispatchMode):
             known = checksum(source.to(parameter.dtype))
         parameter.checksums[part] = known
         if parameter.packed and part.size[1:] == parameter.shape[1:]:
-            columns = source[:, self._drawn(parameter)].T
+            columns = source[:, self._draw_columns(parameter)].T
             columns = columns.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
             parameter.columns[part.offset // parameter.shape[1]] = columns
 
@@ -173,7 +173,7 @@ class WeightProof(TorchDispatchMode):
         for parameter in self._parameters.values():
             if not parameter.packed:
                 continue
-            tensor, drawn = parameter.tensor, self._drawn(parameter)
+            tensor, drawn = parameter.tensor, self._draw_columns(parameter)
             columns = [tensor[:, drawn].T] if tensor.numel() else [row for _, row in sorted(parameter.columns.items())]
             right, packed = torch.cat(columns, 1), _read_back(parameter, drawn)
             if right.shape != packed.shape or not bool((packed - right).abs().max() <= _SMALLEST):
@@ -181,7 +181,7 @@ class WeightProof(TorchDispatchMode):
                     f"the engine computes with a packed copy of {parameter.name} that differs from what was received"
                 )
 
-    def _drawn(self, parameter: _Parameter) -> slice:
+    def _draw_columns(self, parameter: _Parameter) -> slice:
         """Return the columns to read back of a matrix of this width."""
         width = parameter.shape[1]
         if width not in self._columns:

@@ -370,7 +370,7 @@ class WeightSender:
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
         epoch = await self._replay.epoch()
         if epoch is None or (epoch.id, epoch.state) != (epoch_id, state):
-            raise _lost(epoch_id)
+            raise _lost_epoch(epoch_id)
         return epoch
 
     def _device(self, backend: str) -> torch.device:
@@ -415,10 +415,10 @@ def _server_lost(epoch_id: str) -> Iterator[None]:
     except WrongTimeline:
         raise
     except (Fenced, InvalidCall) as error:
-        raise _lost(epoch_id) from error
+        raise _lost_epoch(epoch_id) from error
 
 
-def _lost(epoch_id: str) -> ReplayUnavailable:
+def _lost_epoch(epoch_id: str) -> ReplayUnavailable:
     """Make the error for an epoch that the buffer no longer has. Only this trainer opens epochs of its timeline, so the server lost it. If
     another trainer has taken over the run, the next call is refused because of its timeline."""
     return ReplayUnavailable(f"the buffer's server lost epoch {epoch_id}; the weights are sent again")

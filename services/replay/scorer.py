@@ -173,7 +173,7 @@ class _Scorer:
                 while True:
                     self._awake.clear()
                     jobs = await self._take()
-                    for hub, items in self._shared_out(await self._prepare(jobs)):
+                    for hub, items in self._share_out(await self._prepare(jobs)):
                         for batch in in_batches(items, lambda name, hub=hub: hub.limits[name].batch):  # type: ignore[misc]
                             self._begin(hub, batch)
                             tasks.create_task(self._batch(hub, batch))
@@ -198,7 +198,7 @@ class _Scorer:
         there = [hub for hub in self._hubs if hub.there]
         return [there[place] for place in routes([hub.statuses.get(name) for hub in there])]
 
-    def _shared_out(self, items: Sequence[Item]) -> Iterator[tuple[_HubConnection, list[Item]]]:
+    def _share_out(self, items: Sequence[Item]) -> Iterator[tuple[_HubConnection, list[Item]]]:
         """Assign each item to the hub that has the most room for it."""
         shares: dict[_HubConnection, list[Item]] = {}
         room: dict[str, dict[_HubConnection, int]] = {}
@@ -295,7 +295,7 @@ class _Scorer:
                     *await self._score(hub, batch[:half], timeout_s),
                     *await self._score(hub, batch[half:], timeout_s),
                 ]
-            return [(job, self._refused(error)) for job, _ in batch]
+            return [(job, self._refusal(error)) for job, _ in batch]
         SECONDS.observe(time.monotonic() - started)
         self._progress = True
         if len(response.results) != len(batch):
@@ -303,11 +303,11 @@ class _Scorer:
             return [(job, Score("NOT_STARTED", message=message)) for job, _ in batch]
         took_s = time.monotonic() - started
         return [
-            (job, _timed(job, score_from_wire(result), took_s))
+            (job, _add_timing(job, score_from_wire(result), took_s))
             for (job, _), result in zip(batch, response.results, strict=True)
         ]
 
-    def _refused(self, error: grpc.aio.AioRpcError) -> Score:
+    def _refusal(self, error: grpc.aio.AioRpcError) -> Score:
         """Return the score of a trajectory that the hub did not score. The hub's own faults are neither the trajectory's nor the
         environment's."""
         message = f"the reward hub refused the trajectory: {error.code().name}: {error.details()}"
@@ -382,7 +382,7 @@ def _place(job: ScoringJob) -> tuple[str, str, int]:
     return job.token, job.group.id, job.trajectory.index
 
 
-def _timed(job: ScoringJob, score: Score, call_s: float) -> Score:
+def _add_timing(job: ScoringJob, score: Score, call_s: float) -> Score:
     """Return `score` with its timings. `call_s` is the duration of the call, which counts as the environment's time if it states none."""
     if score.status != "SCORED":
         return score

@@ -135,11 +135,11 @@ class _CodeWorker:
             PROGRAM.write_text(run.program, encoding="utf-8")
             PROGRAM.chmod(0o755)
             _INPUT.write_bytes(run.input)
-            return self._watched(run)
+            return self._watch(run)
         finally:
             kernel.unmount(FOLDER)
 
-    def _watched(self, run: Run) -> ProgramResult:
+    def _watch(self, run: Run) -> ProgramResult:
         given = os.open(_INPUT, os.O_RDONLY | os.O_CLOEXEC)
         (out, out_end), (error, error_end), (broken, broken_end), (ended, ended_end) = (os.pipe() for _ in range(4))
         first = kernel.fork_apart()

@@ -143,8 +143,8 @@ class RemoteBackend:
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
         assert self._description is not None
-        description = self._described(self._description)
-        batches = self._admitted(trajectories, description)
+        description = self._complete_description(self._description)
+        batches = self._admit(trajectories, description)
         answers = await asyncio.gather(*(self._call(batch, limit, description) for batch in batches))
         results = [result for answer in answers for result in answer]
         full = f"{self._target} is at capacity, or the call had more trajectories than it takes at once"
@@ -162,14 +162,14 @@ class RemoteBackend:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is running, but can't describe itself
                 self._description = environment_pb2.DescribeResponse()
-                return self._described(self._description), None
+                return self._complete_description(self._description), None
             self._description = None
             started = self._env.is_started
             away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
             hint = f"see environment-{self._name}.log" if started else "is it running?"
             said = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
             return None, f"{away} ({error.code().name}: {said}{through_proxy(self._target, GRPC_PROXIES)}); {hint}"
-        return self._described(self._description), None
+        return self._complete_description(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """Run the episode, and return its outcome within `timeout_s`. Does not raise. Cancellation cancels the program."""
@@ -196,7 +196,7 @@ class RemoteBackend:
     async def aclose(self) -> None:
         await self._channel.close()
 
-    def _described(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
+    def _complete_description(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
         """Return the description, with a default capacity if the environment scores but states none."""
         if description.capacity or description.episodes:
             return description
@@ -223,7 +223,7 @@ class RemoteBackend:
             return (await self.describe())[1]
         return None
 
-    def _admitted(
+    def _admit(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], description: environment_pb2.DescribeResponse
     ) -> list[Sequence[trajectory_pb2.Trajectory]]:
         """Return batches of the first `trajectories`, as many as the environment has room for. They count as sent until `_call` is done."""

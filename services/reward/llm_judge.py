@@ -153,9 +153,9 @@ class LLMJudge(Hosted):
         answers = await asyncio.gather(*(self._verdict(place, content) for place in places), return_exceptions=True)
         for place, answer in enumerate(answers):
             if isinstance(answer, _NotNow):
-                return Score("NOT_STARTED", message=self._told(place, answer))
+                return Score("NOT_STARTED", message=self._describe(place, answer))
             if isinstance(answer, _NoVerdict):
-                return Score("FAILED", message=self._told(place, answer))
+                return Score("FAILED", message=self._describe(place, answer))
             if isinstance(answer, BaseException):
                 raise answer
         verdicts = [answer for answer in answers if isinstance(answer, Verdict)]
@@ -176,7 +176,7 @@ class LLMJudge(Hosted):
             await client.aclose()
         self._store.close()
 
-    def _told(self, place: int, error: Exception) -> str:
+    def _describe(self, place: int, error: Exception) -> str:
         judge = self.env.judges[place]
         return f"judge {place} ({judge.model} at {judge.base_url}): {error}"
 

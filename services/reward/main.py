@@ -151,15 +151,15 @@ def sources_of_parts(config: Config) -> list[DataSourceConfig]:
     return [
         source.model_copy(update={"env_name": name})
         for source in config.data.sources
-        for name in _scored_by(str(source.env_name), config)
+        for name in _find_scored(str(source.env_name), config)
     ]
 
 
-def _scored_by(name: str, config: Config) -> Iterator[str]:
+def _find_scored(name: str, config: Config) -> Iterator[str]:
     yield name
     if (env := config.env.get(name)) is not None:
         for part in (*env.parts, *([] if env.grader is None else [env.grader])):
-            yield from _scored_by(part, config)
+            yield from _find_scored(part, config)
 
 
 def _check_started(config: Config) -> None:

@@ -404,7 +404,7 @@ class ScoringWorker(WorkerProcess):
             (answer,) = await asked.results
             if answer is None:
                 raise OSError("it returned no result")
-            return self._checked(environment, answer, time.monotonic() - began)
+            return self._check(environment, answer, time.monotonic() - began)
         except asyncio.CancelledError:
             if self.alive:
                 with contextlib.suppress(OSError):
@@ -442,7 +442,7 @@ class ScoringWorker(WorkerProcess):
         finally:
             del self._asked[number]
         took_s = (time.monotonic() - began) / len(trajectories)
-        return [None if answer is None else self._checked(environment, answer, took_s) for answer in answers]
+        return [None if answer is None else self._check(environment, answer, took_s) for answer in answers]
 
     def _new(self, trajectories: int, asleep: asyncio.Event | None = None) -> tuple[int, _Asked]:
         number = next(self._numbers)
@@ -482,7 +482,7 @@ class ScoringWorker(WorkerProcess):
         else:
             raise OSError(f"it returned {len(answer.results)} results for {asked.trajectories} trajectories")
 
-    def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
+    def _check(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
         """Return the result that came out of the sandbox. Law 7: it becomes FAILED if it breaks the contract. The hub, not the sandbox,
         sets its environment, build and duration."""
         try:

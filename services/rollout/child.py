@@ -30,7 +30,7 @@ def end_with_parent() -> None:
     """Make a child of the service end with its parent. A platform plugin, which returns None because it adds no platform."""
     # not multiprocessing.parent_process(): vLLM is imported before that is set
     parent = int(os.environ.get(PARENT, os.getpid()))
-    if parent == os.getpid() or (os.getppid() != parent and not _ended(parent)):
+    if parent == os.getpid() or (os.getppid() != parent and not _has_ended(parent)):
         return  # the service itself, or a program that one of its children started and manages
     # SIGKILL: vLLM's handler for SIGTERM waits for a busy loop that gets no more input
     die_with_parent(signal.SIGKILL)
@@ -39,7 +39,7 @@ def end_with_parent() -> None:
     os.environ[PARENT] = str(os.getpid())  # the parent of this process's own children
 
 
-def _ended(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     """Return whether a process has ended. A zombie has."""
     try:
         descriptor = os.pidfd_open(pid)

@@ -104,7 +104,7 @@ async def generate(
                     if sampled.new:
                         await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
                     raise RequestAborted(f"trajectory {index}: aborted after {sampled.new} tokens")
-                return _finished(engine, lease, index, sampled, completion, labels, record)
+                return _finish(engine, lease, index, sampled, completion, labels, record)
             if saver is not None and every is not None and sampled.new - saved >= every:
                 labels = _labels(engine, request)
                 if labels:  # empty if the request has ended in the meantime
@@ -124,7 +124,7 @@ def _labels(engine: AsyncLLM, request: str) -> Labels:
     ]
 
 
-def _finished(
+def _finish(
     engine: AsyncLLM,
     lease: Lease,
     index: int,

@@ -216,9 +216,9 @@ class _Examination:
         await self._samples_apart()
         await self._batches()
         await self._calls_at_a_time()
-        await self._malformed()
+        await self._check_malformed()
         await self._deadline()
-        await self._cancelled()
+        await self._check_cancelled()
         await self._odd_completions()
         self._judge_promises()
 
@@ -299,7 +299,7 @@ class _Examination:
         check = "golden samples" if self._golden else "one by one"
         for each, score in zip(golden, scores, strict=True):
             if (difference := each.difference(score)) is not None:
-                self._fault(check, f"{_shown(each.completion)}: {difference}")
+                self._fault(check, f"{_shorten(each.completion)}: {difference}")
         if self._golden:
             self._say(check, "right", f"{len(golden)} are as expected")
         else:
@@ -310,7 +310,7 @@ class _Examination:
         first, again = [await self._alone("equal keys", each) for each in (sample, sample)]
         equal = same(first, again)
         if again.status != "SCORED" or (self._description.deterministic and not equal):
-            said = f"{_shown(sample.completion)} was {_outcome(first)}, and sent again {_outcome(again)}"
+            said = f"{_shorten(sample.completion)} was {_outcome(first)}, and sent again {_outcome(again)}"
             self._fault("equal keys", said)
         self._say("equal keys", "right", "sent again it earned " + ("the same" if equal else "another reward"))
 
@@ -325,12 +325,12 @@ class _Examination:
         after: tuple[list[Score], list[Score]] = [], []
         for _ in range(_ROUNDS):
             for scores, each in zip(after, before, strict=True):
-                await self._alone("samples apart", _renamed(each))
-                scores.append(await self._alone("samples apart", _renamed(sample)))
+                await self._alone("samples apart", _rename(each))
+                scores.append(await self._alone("samples apart", _rename(sample)))
             if not _depends(*after):
                 break
         else:
-            shown = [_shown(each.completion) for each in (sample, *before)]
+            shown = [_shorten(each.completion) for each in (sample, *before)]
             worth = [_outcome(scores[0]) for scores in after]
             self._fault("samples apart", f"{shown[0]} was {worth[0]} after {shown[1]}, and {worth[1]} after {shown[2]}")
         self._say("samples apart", "right", "the previous sample doesn't matter")
@@ -354,7 +354,7 @@ class _Examination:
         await self._full_batch(size)
 
     async def _together(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        answer = await self._ask(list(map(_renamed, samples)))
+        answer = await self._ask(list(map(_rename, samples)))
         self._blame("batches", f"a call of {len(samples)} samples", answer)
         return answer.scores
 
@@ -404,7 +404,7 @@ class _Examination:
                     self._fault("calls at a time", f"of {count} calls one was {_outcome(score)}")
         self._say("calls at a time", "right", f"{count} were answered")
 
-    async def _malformed(self) -> None:
+    async def _check_malformed(self) -> None:
         fine = sample_to_wire(self._ordinary[0][0])
         requests = {"bytes that are not a message": b"\xff\xff\xff\xff", "a call without trajectories": b""}
         for what, change in (
@@ -458,7 +458,7 @@ class _Examination:
             self._say("deadline", "right", f"a batch of {size} took {took_s:.2f} s, far from any deadline")
         await self._still_scores("deadline", "after a call past its deadline")
 
-    async def _cancelled(self) -> None:
+    async def _check_cancelled(self) -> None:
         request = pb.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, self._many(self._batch_size)))
         call = self._stub.Score(request, timeout=self._timeout_s)
         await asyncio.sleep(min(_PAUSE_S, self._took_s / 4))
@@ -470,10 +470,10 @@ class _Examination:
     async def _odd_completions(self) -> None:
         base, hangs = self._ordinary[0][0], 0
         odd = {
-            name: dataclasses.replace(_renamed(base), completion=text, completion_token_ids=tuple(text.encode()[:4096]))
+            name: dataclasses.replace(_rename(base), completion=text, completion_token_ids=tuple(text.encode()[:4096]))
             for name, text in ODD_COMPLETIONS.items()
         }
-        odd["cut off at the maximum length"] = dataclasses.replace(_renamed(base), finish_reason="length")
+        odd["cut off at the maximum length"] = dataclasses.replace(_rename(base), finish_reason="length")
         harmless = []
         for name, sample in odd.items():
             answer = await self._ask([sample])
@@ -491,22 +491,20 @@ class _Examination:
                 self._fault("odd completions", "three hung, so the others were not tried")
                 break
         self._say("odd completions", "right", f"{len(odd)} earned rewards")
-        await self._mixed(harmless)
+        await self._check_mixed(harmless)
 
-    async def _mixed(self, odd: Sequence[Sample]) -> None:
+    async def _check_mixed(self, odd: Sequence[Sample]) -> None:
         """Score two ordinary samples with odd completions between them, in one call."""
         if self._batch_size < 3:
             self._say("mixed batches", "note", f"a call has at most {self._batch_size} samples")
             return
         ordinary = self._ordinary[0], self._ordinary[-1]
-        between = [_renamed(each) for each in odd[: self._batch_size - 2]]
-        answer = await self._ask([_renamed(ordinary[0][0]), *between, _renamed(ordinary[1][0])])
+        between = [_rename(each) for each in odd[: self._batch_size - 2]]
+        answer = await self._ask([_rename(ordinary[0][0]), *between, _rename(ordinary[1][0])])
         self._blame("mixed batches", "a call of ordinary and odd completions", answer)
         for (sample, score, _), got in zip(ordinary, (*answer.scores[:1], *answer.scores[-1:]), strict=False):
             if got.status != "SCORED" or (self._settled and not same(got, score)):
-                said = (
-                    f"{_shown(sample.completion)} is {_outcome(score)} alone, but {_outcome(got)} among odd completions"
-                )
+                said = f"{_shorten(sample.completion)} is {_outcome(score)} alone, but {_outcome(got)} among odd completions"
                 self._fault("mixed batches", said)
         self._say("mixed batches", "right", "ordinary samples keep their rewards among odd ones")
 
@@ -515,7 +513,7 @@ class _Examination:
         differing = [each for each in self._ordinary if not same(each[1], each[2])]
         if self._description.deterministic:
             for sample, first, second in differing:
-                said = f"{_shown(sample.completion)} earned {_outcome(first)}, then {_outcome(second)}"
+                said = f"{_shorten(sample.completion)} earned {_outcome(first)}, then {_outcome(second)}"
                 self._fault("deterministic", said)
             self._say("deterministic", "right", "equal samples earned the same")
         elif differing:
@@ -533,13 +531,13 @@ class _Examination:
         if least is None and most is None:
             self._say("range", "note", "no reward_min and reward_max are stated")
         else:
-            self._say("range", "right", f"from {_bound(least)} to {_bound(most)}")
+            self._say("range", "right", f"from {_format_bound(least)} to {_format_bound(most)}")
 
     # -- calls
 
     async def _alone(self, check: str, sample: Sample) -> Score:
         answer = await self._ask([sample])
-        self._blame(check, _shown(sample.completion), answer)
+        self._blame(check, _shorten(sample.completion), answer)
         return answer.scores[0] if answer.scores else Score("FAILED", message=answer.failure)
 
     async def _ask(self, samples: Sequence[Sample], timeout_s: float | None = None) -> _Scores:
@@ -564,11 +562,11 @@ class _Examination:
             self._fault("one result each", f"{len(results)} results for {len(samples)} trajectories")
         for sample, result in zip(samples, results, strict=False):
             for check, said in problems(result, self._description):
-                self._fault(check, f"{_shown(sample.completion)}: {said}")
+                self._fault(check, f"{_shorten(sample.completion)}: {said}")
         return results
 
     async def _still_scores(self, check: str, when: str) -> None:
-        answer = await self._ask([_renamed(self._ordinary[0][0])])
+        answer = await self._ask([_rename(self._ordinary[0][0])])
         if answer.failure or answer.scores[0].status != "SCORED":
             self._fault(check, f"{when} it stopped scoring: {answer.failure or _outcome(answer.scores[0])}")
             await self._go_on()
@@ -579,7 +577,7 @@ class _Examination:
             await self._renew()
         with contextlib.suppress(grpc.aio.AioRpcError):  # the sample below decides
             await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeout_s, wait_for_ready=True)
-        answer = await self._ask([_renamed(self._ordinary[0][0])])
+        answer = await self._ask([_rename(self._ordinary[0][0])])
         if answer.failure or answer.scores[0].status != "SCORED":
             raise _Stop
 
@@ -619,15 +617,15 @@ class _Examination:
         return max(1, min(_LARGEST_BATCH, capacity // said.calls if said.calls else capacity))
 
     def _many(self, count: int) -> list[Sample]:
-        return [_renamed(self._ordinary[place % len(self._ordinary)][0]) for place in range(count)]
+        return [_rename(self._ordinary[place % len(self._ordinary)][0]) for place in range(count)]
 
 
-def _renamed(sample: Sample) -> Sample:
+def _rename(sample: Sample) -> Sample:
     """Return the same sample under another key."""
     return dataclasses.replace(sample, idempotency_key=secrets.token_hex(8))
 
 
-def _shown(completion: str) -> str:
+def _shorten(completion: str) -> str:
     return f"{completion[:40]!r}" + ("…" if len(completion) > 40 else "")
 
 
@@ -635,5 +633,5 @@ def _outcome(score: Score) -> str:
     return f"{score.reward:g}" if score.reward is not None else f"{score.status} ({score.message:.160})"
 
 
-def _bound(value: float | None) -> str:
+def _format_bound(value: float | None) -> str:
     return "(none)" if value is None else f"{value:g}"

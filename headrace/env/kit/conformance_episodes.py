@@ -54,14 +54,14 @@ class EpisodeExamination:
             calls = await self._at_once(policy)
             self._keys(policy, sessions, calls)
             await self._deadline(policy)
-            await self._cancelled(policy)
+            await self._check_cancelled(policy)
 
     async def _one_by_one(self, policy: ScriptedPolicy) -> list[tuple[ScriptedSession, int]]:
         """Run the episodes one by one. Return their sessions, each with the number of calls made by its end."""
         played, earned = [], []
         for each in self._golden:
             session = policy.session(_always(each.completion))
-            outcome = await self._played("episodes", session, each, self._timeout_s)
+            outcome = await self._play("episodes", session, each, self._timeout_s)
             played.append((session, len(session.calls)))
             if outcome is None:
                 continue
@@ -80,7 +80,7 @@ class EpisodeExamination:
         """Run two episodes at a time, as in a group."""
         each = self._golden[0]
         sessions = [policy.session(_always(each.completion)) for _ in range(2)]
-        await asyncio.gather(*(self._played("episodes", session, each, self._timeout_s) for session in sessions))
+        await asyncio.gather(*(self._play("episodes", session, each, self._timeout_s) for session in sessions))
         return [(session, len(session.calls)) for session in sessions]
 
     def _keys(
@@ -103,9 +103,9 @@ class EpisodeExamination:
 
     async def _deadline(self, policy: ScriptedPolicy) -> None:
         hold = threading.Event()
-        session = policy.session(_held(hold, self._golden[0].completion))
+        session = policy.session(_hold(hold, self._golden[0].completion))
         try:
-            outcome = await self._played("episode deadline", session, self._golden[0], _SHORT_S)
+            outcome = await self._play("episode deadline", session, self._golden[0], _SHORT_S)
         finally:
             session.ended = True
             hold.set()
@@ -113,9 +113,9 @@ class EpisodeExamination:
             status = "ended" if outcome.score is None else outcome.score.status
             self._right("episode deadline", f"with {_SHORT_S:g} s, and a policy that doesn't answer: {status}")
 
-    async def _cancelled(self, policy: ScriptedPolicy) -> None:
+    async def _check_cancelled(self, policy: ScriptedPolicy) -> None:
         each, hold = self._golden[0], threading.Event()
-        session = policy.session(_held(hold, each.completion))
+        session = policy.session(_hold(hold, each.completion))
         call = self._stub.RunEpisode(_request(session, each, self._timeout_s), timeout=self._timeout_s)
         try:
             async with asyncio.timeout(_SHORT_S):
@@ -127,14 +127,14 @@ class EpisodeExamination:
         await asyncio.wait([asyncio.ensure_future(call.code())])
         session.ended = True
         hold.set()
-        outcome = await self._played(
+        outcome = await self._play(
             "cancelled episodes", policy.session(_always(each.completion)), each, self._timeout_s
         )
         if outcome is not None and outcome.score is not None and outcome.score.status == "NOT_STARTED":
             self._fault("cancelled episodes", f"after one it runs no others: {outcome.score.message}")
         self._right("cancelled episodes", "the next one runs after one")
 
-    async def _played(
+    async def _play(
         self, check: str, session: ScriptedSession, each: GoldenSample, within_s: float
     ) -> EpisodeOutcome | None:
         """Run an episode and return its outcome, or None without an answer, which is a fault."""
@@ -168,7 +168,7 @@ def _always(answer: str) -> Answers:
     return [answer] * _MOST_CALLS
 
 
-def _held(until: threading.Event, answer: str) -> Answers:
+def _hold(until: threading.Event, answer: str) -> Answers:
     def wait(_: Sequence[Message]) -> str:
         until.wait()
         return answer

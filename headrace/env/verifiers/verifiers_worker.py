@@ -71,20 +71,20 @@ def outcome(episode: Any, policy: str) -> dict[str, Any]:
     if not episode.ok:
         errors = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
         if not errors:
-            return _failed("the episode is not ok, but has no error")
+            return _failure("the episode is not ok, but has no error")
         last = errors[-1]
-        return {**_failed(f"{last.type}: {last.message}"), "traceback": (last.traceback or "")[-_TRACEBACK:]}
+        return {**_failure(f"{last.type}: {last.message}"), "traceback": (last.traceback or "")[-_TRACEBACK:]}
     traces = [trace for trace in episode.traces if trace.agent.name == policy]
     if len(traces) != 1:
-        return _failed(
+        return _failure(
             f"{policy} was run {len(traces)} times in one episode, with a reward each time, but an episode has one reward"
         )
     (trace,) = traces
     if not trace.rewards:
-        return _failed("its task records no reward; give it a method with @vf.reward")
+        return _failure("its task records no reward; give it a method with @vf.reward")
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored:
-        return _failed(f"{', '.join(unscored)} was not computed ({trace.stop_condition})")
+        return _failure(f"{', '.join(unscored)} was not computed ({trace.stop_condition})")
     return {
         "status": "SCORED",
         "reward": trace.reward,
@@ -93,7 +93,7 @@ def outcome(episode: Any, policy: str) -> dict[str, Any]:
     }
 
 
-def _failed(message: str) -> dict[str, Any]:
+def _failure(message: str) -> dict[str, Any]:
     return {"status": "FAILED", "message": message}
 
 
@@ -101,7 +101,7 @@ def _line(outcome: dict[str, Any]) -> bytes:
     try:
         return json.dumps(outcome).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        return json.dumps(_failed(f"its outcome is not JSON: {error}")).encode() + b"\n"
+        return json.dumps(_failure(f"its outcome is not JSON: {error}")).encode() + b"\n"
 
 
 def row_of(task: Any) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Player:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             said = traceback.format_exception_only(error)[-1].strip()
-            return {**_failed(said), "traceback": traceback.format_exc()[-_TRACEBACK:]}
+            return {**_failure(said), "traceback": traceback.format_exc()[-_TRACEBACK:]}
         finally:
             for trace in traces:
                 self._relay.episodes.pop(trace, None)

@@ -91,7 +91,7 @@ def extract_answer(completion: str, how: Extract) -> str | None:
     if how == "none":
         return completion.strip()
     if how == "boxed":
-        return _boxed(completion)
+        return _unbox(completion)
     if how == "choice":
         return choice(completion)
     where = completion[-ANSWER_TAIL:] if how == "answer_line" else completion
@@ -110,7 +110,7 @@ def choice(text: str) -> str | None:
     return said[-1] if said else None
 
 
-def _boxed(text: str) -> str | None:
+def _unbox(text: str) -> str | None:
     """Return the content of the last box, or None if it is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:

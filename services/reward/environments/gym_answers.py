@@ -124,7 +124,7 @@ def _product(entry: Entry) -> bool:
     )
 
 
-def _sorted_numbers(entry: Entry) -> bool:
+def _are_sorted_numbers(entry: Entry) -> bool:
     return isinstance(entry["answer"], str) and re.fullmatch(_list_of(_NUMBER), entry["answer"]) is not None
 
 
@@ -132,7 +132,7 @@ def _sorted_numbers(entry: Entry) -> bool:
 SOUND: dict[str, Callable[[Entry], bool]] = {
     "bitwise_arithmetic": _bitwise_problem,
     "intermediate_integration": _integrand,
-    "number_sorting": _sorted_numbers,
+    "number_sorting": _are_sorted_numbers,
     "polynomial_multiplication": _product,
     "simple_integration": _integrand,
 }

@@ -56,7 +56,7 @@ class Math(BuiltInEnvironment):
             )
         text = str(answer)
         if self.env.extract == "choice":
-            return _chosen(sample.completion, text)
+            return _score_choice(sample.completion, text)
         boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
         expected = _parse(boxed, _EXPECTED)
         if not expected:
@@ -75,7 +75,7 @@ class Math(BuiltInEnvironment):
         return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": shown(written)})
 
 
-def _chosen(completion: str, expected: str) -> Score:
+def _score_choice(completion: str, expected: str) -> Score:
     letter = choice(expected)
     if letter is None:
         return Score(

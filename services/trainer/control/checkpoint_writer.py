@@ -65,7 +65,7 @@ class CheckpointWriter:
         """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
         if self._work is None:
             return
-        if not self._all_written.is_set() and await self._written(self._context.torch(self._context.lead.saved)):
+        if not self._all_written.is_set() and await self._await_written(self._context.torch(self._context.lead.saved)):
             self._all_written.set()
         if self._work.done():
             work, self._work = self._work, None
@@ -116,7 +116,7 @@ class CheckpointWriter:
         if context.lead.ranks.size > 1:
             await self._all_written.wait()
         else:
-            await self._written(asyncio.wrap_future(context.lead.part))
+            await self._await_written(asyncio.wrap_future(context.lead.part))
 
         def publish() -> None:
             context.lineage.fsync()
@@ -134,7 +134,7 @@ class CheckpointWriter:
                 "and restores the buffer"
             ) from refusal
 
-    async def _written(self, parts: Awaitable[T]) -> T:
+    async def _await_written(self, parts: Awaitable[T]) -> T:
         try:
             return await parts
         except ServiceError:

@@ -226,7 +226,7 @@ class GroupBuilder:
         """Return the token ids of the prompt. Raises `ConfigError` if the chat template refuses its messages (some templates allow no
         system prompt, others no two messages of one role in a row), and for a token that the model does not know."""
         try:
-            ids = self._templated(problem.messages, add_generation_prompt=True)
+            ids = self._apply_template(problem.messages, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             key, name = self._config.tokenizer
             roles = ", ".join(message["role"] for message in problem.messages)
@@ -237,7 +237,7 @@ class GroupBuilder:
         self._tokens.check(ids, self._tokenizer, f"the prompt of {problem.task_name} problem {problem.index}")
         return ids
 
-    def _templated(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+    def _apply_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         ids: list[int] = self._tokenizer.apply_chat_template(
             list(messages),
             add_generation_prompt=add_generation_prompt,
@@ -256,7 +256,7 @@ class GroupBuilder:
     def generation_is_prompted(self) -> bool:
         """Whether the chat template adds something where the answer is to begin."""
         asked = ({"role": "user", "content": "."},)
-        with_prompt, without = (self._templated(asked, add_generation_prompt=each) for each in (True, False))
+        with_prompt, without = (self._apply_template(asked, add_generation_prompt=each) for each in (True, False))
         return with_prompt != without
 
     @functools.cached_property

@@ -86,11 +86,11 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             if len(line) == _LONGEST_LINE:
                 raise bad_row(where, f"the line has {_LONGEST_LINE} characters or more", key)
             if line.strip():
-                yield where, _parsed(line, where, key)
+                yield where, _parse(line, where, key)
 
 
 def _json_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(_parsed(path.read_text(encoding="utf-8-sig"), str(path), key)):
+    for number, row in enumerate(_parse(path.read_text(encoding="utf-8-sig"), str(path), key)):
         yield f"item {number} of {path}", row
 
 
@@ -99,7 +99,7 @@ def _is_list(path: Path) -> bool:
         return file.read(4096).lstrip().startswith("[")
 
 
-def _parsed(text: str, where: str, key: str) -> Any:
+def _parse(text: str, where: str, key: str) -> Any:
     try:
         return strict_json.decode(text)
     except RecursionError as error:
@@ -149,7 +149,7 @@ def processor(name: str, key: str) -> Callable[[dict[str, Any], str], dict[str, 
         try:
             made = function(row)
         except Exception as error:  # whatever the user's code raises is shown to them
-            raise _raised(f"{where}: {key} {name}", error) from error
+            raise _error_in(f"{where}: {key} {name}", error) from error
         if not isinstance(made, dict):
             raise ConfigError(
                 f"{where}: {key} {name} returned {made!r:.80}, not a mapping of fields; return one for each row"
@@ -179,7 +179,7 @@ def own_rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[s
         except ConfigError:
             raise
         except Exception as error:  # whatever the user's code raises is shown to them
-            raise _raised(f"{key} {name}, row {number}", error) from error
+            raise _error_in(f"{key} {name}, row {number}", error) from error
 
 
 @contextlib.contextmanager
@@ -213,7 +213,7 @@ def _load(name: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def _raised(what: str, error: Exception) -> ConfigError:
+def _error_in(what: str, error: Exception) -> ConfigError:
     at = traceback.extract_tb(error.__traceback__)[-1]
     # a call with the wrong arguments fails in this file, where it is made
     where = "" if at.filename == __file__ else f"{at.filename}:{at.lineno} "

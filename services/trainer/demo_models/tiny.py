@@ -61,7 +61,7 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1)
     directory holds anything else.
     """
     recipe = {"model": "tiny", "warmup": warmup, "seed": seed} | ({"turns": turns} if turns > 1 else {})
-    write(directory, recipe, make_tokenizer(), sums(random.Random(seed), turns), _described)
+    write(directory, recipe, make_tokenizer(), sums(random.Random(seed), turns), _describe)
 
 
 def make_two_turns(directory: Path) -> None:
@@ -239,7 +239,7 @@ def _learning_rate_factor(step: int) -> float:
     return 1.0 - 0.9 * (step - RAMP) / (STEPS - RAMP)
 
 
-def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
+def _describe(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
     return f"greedy accuracy {held_out_accuracy(model, tokenizer):.3f} on {arithmetic.HELD_OUT} held-out problems"
 
 

@@ -44,7 +44,7 @@ FURTHEST = 5
 def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
     """Write the model into `directory`: see `tiny.make`."""
     recipe = {"model": "tiny-calculator", "warmup": warmup, "seed": seed}
-    tiny.write(directory, recipe, make_tokenizer(), conversations(random.Random(seed)), _described)
+    tiny.write(directory, recipe, make_tokenizer(), conversations(random.Random(seed)), _describe)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -62,7 +62,7 @@ def conversations(rng: random.Random) -> Iterator[tiny.Conversation]:
             yield [(asked, str(int(right) + rng.randint(-FURTHEST, FURTHEST)))]
 
 
-def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
+def _describe(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
     return f"calls the calculator in {share_of_calls(model, tokenizer):.3f} of its answers to held-out problems"
 
 

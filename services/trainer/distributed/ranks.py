@@ -82,7 +82,7 @@ class Ranks:
         whole = [torch.empty_like(rows) for _ in range(self.size)]
         with self._collective():
             dist.all_gather(whole, rows)
-        return _decoded(whole, sizes, kind)
+        return _decode(whole, sizes, kind)
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """Return every rank's value, in order of rank, on rank 0; on the others only their own. `kind` is as in `all_gather`."""
@@ -92,7 +92,7 @@ class Ranks:
         whole = [torch.empty_like(rows) for _ in range(self.size)] if self.rank == 0 else None
         with self._collective():
             dist.gather(rows, whole, dst=0)
-        return [value] if whole is None else _decoded(whole, sizes, kind)
+        return [value] if whole is None else _decode(whole, sizes, kind)
 
     def _rows(self, data: bytes) -> tuple[Tensor, list[int]]:
         """Return `data` as a tensor, padded to the longest of all ranks, and every rank's length."""
@@ -147,7 +147,7 @@ class Ranks:
             yield
 
 
-def _decoded(rows: Sequence[Tensor], sizes: Sequence[int], kind: type[T]) -> list[T]:
+def _decode(rows: Sequence[Tensor], sizes: Sequence[int], kind: type[T]) -> list[T]:
     return [
         msgspec.msgpack.decode(row[:size].numpy().tobytes(), type=kind) for row, size in zip(rows, sizes, strict=True)
     ]

@@ -171,7 +171,7 @@ def plan(paths: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | 
     if packing.mode == "packed":
         bins = BIN_PACKING[packing.algorithm](lengths, packing.tokens)
         return [(tuple(trees[i] for i in row),) for row in bins]
-    return _padded(trees, lengths, packing, packing.tokens)
+    return _pad(trees, lengths, packing, packing.tokens)
 
 
 def pack(paths: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRows:
@@ -241,7 +241,7 @@ def _trees(paths: Sequence[Trajectory], places: Sequence[int], packing: Packing,
     return sorted(trees, key=lambda tree: (-_length(paths, tree), tree))
 
 
-def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, capacity: int) -> list[Rows]:
+def _pad(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, capacity: int) -> list[Rows]:
     """Make micro-batches of rows of similar length, with as many rows as `capacity` positions allow. `trees` are sorted longest first."""
     batches: list[list[Tree]] = []
     width = 0

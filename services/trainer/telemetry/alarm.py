@@ -187,7 +187,7 @@ def merged(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, Rep
     return totals
 
 
-def _widened(token_mult_prob_error: float, age: float) -> float:
+def _widen(token_mult_prob_error: float, age: float) -> float:
     """Widen the limit for a mean age. As a rule of thumb, the error of a probability grows by its own size per step."""
     return 1 + (token_mult_prob_error - 1) * (1 + age)
 
@@ -208,7 +208,7 @@ def outliers(errors: Mapping[str, ReplicaDisagreement], limit: float | None) -> 
         return bool(others) and excess[replica] > SEPARATION * statistics.median(others)
 
     return frozenset(
-        replica for replica, of in errors.items() if of.error > _widened(limit, of.age) and stands_out(replica)
+        replica for replica, of in errors.items() if of.error > _widen(limit, of.age) and stands_out(replica)
     )
 
 

@@ -206,12 +206,12 @@ def _article(sample: StoredSample) -> str:
     said = "".join(f'<pre class="failed">{safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
     good = ' class="good"' if sample.reward is not None and sample.reward > 0 else ""
     return (
-        f'<article{good}>{_said(sample)}<div class="note"><b>{safe(worth)}</b> {safe(", ".join(notes))}</div>'
+        f'<article{good}>{_write_text(sample)}<div class="note"><b>{safe(worth)}</b> {safe(", ".join(notes))}</div>'
         f"{said}</article>"
     )
 
 
-def _said(sample: StoredSample) -> str:
+def _write_text(sample: StoredSample) -> str:
     calls = (
         f'<div class="note">{safe(head)}</div>' + "".join(f"<pre>{safe(part)}</pre>" for part in parts)
         for head, parts in sample.conversation

@@ -244,14 +244,14 @@ def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[
     """Write one HTML file with a chart for each curve that any of the runs has. The curves are those of `metrics`, or without any, those of
     the page of curves. `histories` are by run name."""
     every_line = [line for lines in histories.values() for line in lines]
-    wanted = [(chart, curve) for chart in CHARTS for curve in _named(chart.curves, every_line)]
+    wanted = [(chart, curve) for chart in CHARTS for curve in _label(chart.curves, every_line)]
     if metrics:
         wanted = [(Chart(name, kind, ()), Curve("", name, kind)) for kind, name in metrics]
     cards = []
     for chart, curve in wanted:
-        drawn = [(run, points) for run, lines in histories.items() if (points := _points(curve, _shown(chart, lines)))]
+        drawn = [(run, points) for run, lines in histories.items() if (points := _points(curve, _select(chart, lines)))]
         note = ", ".join(part for part in (curve.label, chart.note) if part)
-        cards.append(_drawn_card(chart.title, note, drawn, chart.limit))
+        cards.append(_draw_card(chart.title, note, drawn, chart.limit))
     facts = "".join(f"<p>{html.escape(run)}: {html.escape(summary(lines))}</p>" for run, lines in histories.items())
     page = html_page("Headrace, " + " and ".join(histories), f"{facts}<main>{''.join(cards)}</main>")
     with atomic_write(path) as unfinished:
@@ -281,10 +281,10 @@ def summary(lines: Sequence[Line], newest_lines: Sequence[Line] | None = None) -
 def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> str:
     """Draw one chart with its legend, which shows the newest values. Returns "" if no curve has a value. `changes` are steps with a new
     build."""
-    lines = _shown(chart, lines)
-    found = [(curve.label, points) for curve in _named(chart.curves, lines) if (points := _points(curve, lines))]
+    lines = _select(chart, lines)
+    found = [(curve.label, points) for curve in _label(chart.curves, lines) if (points := _points(curve, lines))]
     try:
-        return _drawn_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
+        return _draw_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
     except Exception as error:  # a chart that can't be drawn must not stop the run
         log.exception("%s can't be drawn", chart.title)
         said = html.escape(
@@ -293,14 +293,14 @@ def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> s
         return f'<section><h2>{html.escape(chart.title)}</h2><p class="failures">{said}</p></section>'
 
 
-def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
+def _select(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
     """Return the lines that a chart shows."""
     if not chart.skips_start:
         return lines
     return [line for line in lines if not follows_start(line.metrics)]
 
 
-def _drawn_card(
+def _draw_card(
     title: str,
     note: str,
     found: Sequence[tuple[str, Sequence[tuple[int, float]]]],
@@ -355,12 +355,12 @@ def _drawn_card(
     )
 
 
-def _named(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
+def _label(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
     """Yield the curves with the labels that are shown. A name ending in `/<…>` becomes one curve for each metric that matches it."""
     for curve in curves:
         family, wild, _ = curve.metric.partition("/<")
         if not wild:
-            yield _called(curve, lines)
+            yield _rename(curve, lines)
             continue
         names = {
             name for line in lines if line.kind == curve.kind for name in line.metrics if name.startswith(f"{family}/")
@@ -371,7 +371,7 @@ def _named(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
             )
 
 
-def _called(curve: Curve, lines: Sequence[Line]) -> Curve:
+def _rename(curve: Curve, lines: Sequence[Line]) -> Curve:
     """Give the curve of `accuracy` its right label."""
     if curve.metric != "accuracy":
         return curve

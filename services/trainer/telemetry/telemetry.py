@@ -110,7 +110,7 @@ class Telemetry:
         await asyncio.to_thread(self._gpus.stop)
         for thread in self._trackers:
             await asyncio.to_thread(thread.join)
-        await self._written()
+        await self._await_written()
         if self._drawing is not None:
             await self._drawing
 
@@ -131,7 +131,7 @@ class Telemetry:
 
         Raises `ServiceError` if the samples of the previous step could not be written.
         """
-        await self._written()
+        await self._await_written()
         if self._samples.wanted:
             assert batch is not None
 
@@ -196,7 +196,7 @@ class Telemetry:
         self._draw_after = now + DRAWING_PAUSES * (now - began)
         return lines
 
-    async def _written(self) -> None:
+    async def _await_written(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing

@@ -323,14 +323,14 @@ def peak_of(device: torch.device, precision: str) -> Peak:
         if fitting:
             sheet = max(fitting, key=len)
             return Peak(DATA_SHEETS[sheet][precision], f"data sheet of {sheet}, {precision}")
-        return Peak(_measured(device, precision, 8192), f"matrix product measured on {name}, {precision}")
+        return Peak(_measure(device, precision, 8192), f"matrix product measured on {name}, {precision}")
     return Peak(
-        _measured(device, precision, 512),
+        _measure(device, precision, 512),
         f"matrix product measured on the CPU, {precision}, threads: {torch.get_num_threads()}",
     )
 
 
-def _measured(device: torch.device, precision: str, size: int) -> float:
+def _measure(device: torch.device, precision: str, size: int) -> float:
     """Return the best rate of ten square matrix products, in TFLOP/s."""
     factor = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
     seconds = []

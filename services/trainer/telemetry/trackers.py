@@ -165,7 +165,7 @@ class WeightsAndBiases:
             id=self.run_id,
             resume="allow",
             dir=str(config.log_folder),
-            mode=None if _logged_in() else "offline",
+            mode=None if _is_logged_in() else "offline",
             config=parameters(config),
             # don't record console output and code; an unreachable server must not delay the trainer's exit
             settings=wandb.Settings(
@@ -197,7 +197,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _logged_in() -> bool:
+def _is_logged_in() -> bool:
     """Return whether there is a login for Weights & Biases, or WANDB_MODE makes it unnecessary."""
     import wandb
 
@@ -240,7 +240,7 @@ class MLflowRun:
             run = self._client.create_run(place, run_name=settings.run_name or config.run_folder.name)
             self.run_id: str = run.info.run_id
             params = [
-                Param(_allowed(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
+                Param(_sanitize(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
                 for key, value in flat(parameters(config)).items()
             ]
             for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
@@ -255,7 +255,7 @@ class MLflowRun:
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
         metrics = [
-            Metric(_allowed(name), value, int(entry.time * 1000), entry.step)
+            Metric(_sanitize(name), value, int(entry.time * 1000), entry.step)
             for entry in entries
             for name, value in entry.metrics.items()
         ]
@@ -279,7 +279,7 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _allowed(name: str) -> str:
+def _sanitize(name: str) -> str:
     """Return the name without characters that MLflow rejects. Names of tasks and environments may have them."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
@@ -401,7 +401,7 @@ class TrackerThread:
                 if ending and self._tracker is not None:
                     self._tracker.close()
             except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything, and that must not stop the run
-                self._failed(error)
+                self._note_failure(error)
             else:
                 if self._failing:
                     log.warning("%s works again; it has every line of %s", self.name, self._journal)
@@ -437,7 +437,7 @@ class TrackerThread:
         metrics = {tracked_name(line.kind, name): value for name, value in line.metrics.items()}
         return TrackerEntry(number, line.step, line.time, metrics, texts, pictures)
 
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         self.failures += 1
         if not self._failing:
             log.error(

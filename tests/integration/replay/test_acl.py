@@ -359,14 +359,14 @@ def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | Non
     import subprocess
 
     from headrace.net.service import die_with_parent
-    from headrace_services.replay.embedded import _bundled
+    from headrace_services.replay.embedded import _find_bundled
 
     path = tmp_path / "users.acl"
     path.write_text("\n".join(acl.users(RUN, PASSWORDS)) + "\n")
     port = free_port()
     process = subprocess.Popen(
         [
-            redis_binary or _bundled(),
+            redis_binary or _find_bundled(),
             "--port",
             str(port),
             "--bind",

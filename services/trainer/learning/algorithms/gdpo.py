@@ -68,8 +68,8 @@ def reject_odd_ones(scores: Sequence[tuple[Mapping[str, float], str, str]]) -> N
         for environment in {environment for _, environment, _ in scores}
     }
     odd = {
-        group: f"a trajectory of group {group!r} has reward components {_listed(sorted(given))}, where environment {environment!r} usually "
-        f"gives {_listed(names)}; under gdpo all trajectories need the same"
+        group: f"a trajectory of group {group!r} has reward components {_join(sorted(given))}, where environment {environment!r} usually "
+        f"gives {_join(names)}; under gdpo all trajectories need the same"
         for given, environment, group in scores
         for names, _ in usual[environment]
         if tuple(sorted(given)) != names
@@ -95,23 +95,23 @@ def scaled_components(
         found = sorted(given)
         if len(found) < 2:
             raise ServiceError(
-                f"environment {environment!r} scored with reward components {_listed(found)}, and gdpo needs two or more; have the "
+                f"environment {environment!r} scored with reward components {_join(found)}, and gdpo needs two or more; have the "
                 "environment give each part of its reward as a component, or set grpo.adv_estimator.name to grpo"
             )
         if found != names:
             raise ServiceError(
-                f"environment {environment!r} scored with reward components {_listed(found)}, environment {environments[0]!r} "
-                f"with {_listed(names)}: under gdpo all trajectories need the same"
+                f"environment {environment!r} scored with reward components {_join(found)}, environment {environments[0]!r} "
+                f"with {_join(names)}: under gdpo all trajectories need the same"
             )
     if scores and weights is not None and len(weights) != len(names):
         raise ServiceError(
             f"grpo.adv_estimator.reward_weights has {len(weights)} entries, and environment {environments[0]!r} scored with "
-            f"{len(names)} reward components: {_listed(names)}; give one weight for each, in this order"
+            f"{len(names)} reward components: {_join(names)}; give one weight for each, in this order"
         )
     return {
         name: scale_rewards(np.array([given[name] for given in scores], dtype=np.float64), scaling) for name in names
     }
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"

@@ -187,11 +187,11 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
         loss = -advantages * torch.where(live, clamped, 0.0) * logprobs
         return Surrogate(loss, ratio, clamped, ratio < low, ratio > high)
     below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-    used = _used_ratio(config, log_ratio, ratio, advantages, live)
+    used = _choose_ratio(config, log_ratio, ratio, advantages, live)
     return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
 
 
-def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
+def _choose_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
     """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
