@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.marks import Fixed, MayChange
 from headrace.config.section import Section
 
 # the estimators of each algorithm
@@ -20,24 +21,24 @@ ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("g
 class AsyncConfig(Section):
     """The limits on how far generation may run ahead of training."""
 
-    enabled: bool = Field(False, description="false is strict on-policy: age 0")
-    max_trajectory_age_steps: int = Field(
+    enabled: Fixed[bool] = Field(False, description="false is strict on-policy: age 0")
+    max_trajectory_age_steps: Fixed[int] = Field(
         1, ge=0, description="law 2: a trajectory trained at step t has no token older than t minus this"
     )
-    staleness_policy: Literal["ordered", "drop", "mask"] = Field(
+    staleness_policy: Fixed[Literal["ordered", "drop", "mask"]] = Field(
         "ordered",
         description="how the bound is kept: by the order of generation (nothing dropped), by dropping groups over age, or by "
         "masking tokens over age",
     )
-    ahead_steps: int | None = Field(
+    ahead_steps: MayChange[int | None] = Field(
         None,
         ge=0,
         description="under drop and mask: how many steps generation may run ahead, at least the bound; null: as many as the bound",
     )
-    in_flight_weight_updates: bool = Field(
+    in_flight_weight_updates: MayChange[bool] = Field(
         False, description="refit without waiting for running generations: pause, receive, resume"
     )
-    recompute_kv_cache_after_weight_updates: bool = Field(
+    recompute_kv_cache_after_weight_updates: MayChange[bool] = Field(
         False, description="after an in-flight refit, recompute the KV cache of running requests with the new weights"
     )
 
@@ -146,55 +147,59 @@ class AlgorithmConfig(Section):
 
     name: ClassVar[str]  # the section's
 
-    num_prompts_per_step: int = Field(32, ge=1, description="P: groups in a trainer step")
-    num_generations_per_prompt: int = Field(16, ge=1, description="n: trajectories in a group")
-    max_num_epochs: int = Field(1, ge=1, description="passes over the training prompts")
-    max_num_steps: int = Field(1_000_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
-    val_at_start: bool = Field(False, description="validate before the first step")
-    val_at_end: bool = Field(False, description="validate after the last step")
-    val_start_at: int = Field(-1, description="no validation by val_period before this many steps")
-    max_val_samples: int = Field(256, ge=1, description="held-out prompts in a validation")
-    val_num_generations_per_prompt: int = Field(
+    num_prompts_per_step: Fixed[int] = Field(32, ge=1, description="P: groups in a trainer step")
+    num_generations_per_prompt: Fixed[int] = Field(16, ge=1, description="n: trajectories in a group")
+    max_num_epochs: MayChange[int] = Field(1, ge=1, description="passes over the training prompts")
+    max_num_steps: MayChange[int] = Field(1_000_000, ge=1, description="stop after this many trainer steps")
+    val_period: MayChange[int] = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
+    val_at_start: MayChange[bool] = Field(False, description="validate before the first step")
+    val_at_end: MayChange[bool] = Field(False, description="validate after the last step")
+    val_start_at: MayChange[int] = Field(-1, description="no validation by val_period before this many steps")
+    max_val_samples: MayChange[int] = Field(256, ge=1, description="held-out prompts in a validation")
+    val_num_generations_per_prompt: MayChange[int] = Field(
         1,
         ge=1,
         description="completions of each held-out prompt; with several, pass_k is the share of prompts that any of them solves",
     )
-    stop_at_validation_metric: str | None = Field(
+    stop_at_validation_metric: MayChange[str | None] = Field(
         None,
         pattern=r"^(val:)?(accuracy(/.+)?|pass_k)$",
         description="the run ends, with a checkpoint, once this metric is at least stop_at_validation_threshold",
     )
-    stop_at_validation_threshold: float | None = Field(None, description="for stop_at_validation_metric")
-    use_dynamic_sampling: bool = Field(
+    stop_at_validation_threshold: MayChange[float | None] = Field(None, description="for stop_at_validation_metric")
+    use_dynamic_sampling: Fixed[bool] = Field(
         False, description="filter groups whose scaled rewards are all equal, and train on others in their place"
     )
-    dynamic_sampling_max_gen_batches: int = Field(
+    dynamic_sampling_max_gen_batches: MayChange[int] = Field(
         10,
         ge=1,
         description="generated batches that may be scored for one step before the run ends with an error",
     )
-    batch_multiplier: float = Field(
+    batch_multiplier: Fixed[float] = Field(
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
     )
-    reward_scaling: RewardScalingConfig = RewardScalingConfig()
-    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    reward_scaling: Fixed[RewardScalingConfig] = RewardScalingConfig()
+    reward_shaping: MayChange[RewardShapingConfig] = RewardShapingConfig()
     adv_estimator: AdvEstimatorConfig
-    overlong_filtering: bool = Field(
+    overlong_filtering: MayChange[bool] = Field(
         False,
         description="completions that were cut off at the length limit are left out of the loss, but not out of the baseline",
     )
-    advantage_clip_low: float | None = Field(None, allow_inf_nan=False, description="lower limit of advantages")
-    advantage_clip_high: float | None = Field(None, allow_inf_nan=False, description="upper limit of advantages")
-    seq_logprob_error_threshold: float | None = Field(
+    advantage_clip_low: MayChange[float | None] = Field(
+        None, allow_inf_nan=False, description="lower limit of advantages"
+    )
+    advantage_clip_high: MayChange[float | None] = Field(
+        None, allow_inf_nan=False, description="upper limit of advantages"
+    )
+    seq_logprob_error_threshold: MayChange[float | None] = Field(
         None,
         ge=1,
         description="trajectories whose mean of exp |generation - training log-probability| is above this are left out of the loss",
     )
-    skip_reference_policy_logprobs_calculation: bool = Field(
+    skip_reference_policy_logprobs_calculation: MayChange[bool] = Field(
         False, description="load no reference policy; it is never loaded if nothing uses it"
     )
-    seed: int = Field(
+    seed: Fixed[int] = Field(
         42,
         ge=0,
         description="order of prompts, initial states, calls of episodes; single completions are not repeatable",

@@ -5,53 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from headrace.config.data import BuiltInName, EnvConfig
-from headrace.config.in_yaml import in_yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-# The environments that an option is for. An option that is not listed is for all of them.
-_OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
-    "extract": ("math", "reasoning_gym", "regex", "code"),
-    "threshold": ("reasoning_gym", "llm_judge"),
-    "tolerance": ("math",),
-    "pattern": ("regex",),
-    "tags": ("format",),
-    "min_tokens": ("length",),
-    "max_tokens": ("length",),
-    "fade_tokens": ("length",),
-    "ngram": ("repetition",),
-    "runs_with": ("code",),
-    "cpu_s": ("code",),
-    "wall_s": ("code",),
-    "memory_mb": ("code",),
-    "processes": ("code",),
-    "partial_credit": ("code",),
-    "judges": ("llm_judge",),
-    "rubric": ("llm_judge",),
-    "scale": ("llm_judge",),
-    "vote": ("llm_judge",),
-    "budget": ("llm_judge",),
-    "concurrency": ("llm_judge", "function", "verifiers"),
-    "function": ("function",),
-    "python": ("verifiers",),
-    "verifiers": ("verifiers",),
-    "model_name": ("reward_model",),
-    "device": ("reward_model",),
-    "precision": ("reward_model",),
-    "batch_size": ("reward_model",),
-    "max_model_len": ("reward_model",),
-    "parts": ("combine",),
-    "combine": ("combine",),
-    "gate": ("combine",),
-}
+from headrace.config.data import EnvConfig, JudgeConfig, OptionOf
+from headrace.config.in_yaml import in_yaml
+from headrace.config.marks import Mark
+
 # The built-in environments that run episodes.
 PROGRAMS = ("function", "verifiers")
-# Options that decide no reward: how an environment is found, how long it takes, how much it does at a time, and what follows its failures.
-# The kind stands for `type`; the process that computes there reports its `device`.
-_UNDECISIVE = frozenset({
-    "type", "target", "command", "attached", "port", "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
-    "budget", "concurrency", "device", "batch_size", "max_model_len", "episodes", "public", "grader", "python",
-})  # fmt: skip
-_UNDECISIVE_OF_JUDGE = frozenset({"api_key_file", "tls_ca"})
 _TAG = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -59,9 +21,9 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     """Yield what is wrong with the options of `environments[name]`: the value and the remedy, to be appended to the environment's key."""
     env = environments[name]
     kind = env.kind(name)
-    for option, owners in _OPTIONS.items():
-        value = getattr(env, option)
-        if value != type(env).model_fields[option].get_default(call_default_factory=True) and kind not in owners:
+    for option, field in type(env).model_fields.items():
+        value, owners = getattr(env, option), _owners(field)
+        if owners and kind not in owners and value != field.get_default(call_default_factory=True):
             whose = "a custom environment" if kind is None else f"type {kind}"
             yield f".{option} {in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out"
     if kind in _CHECKS:
@@ -75,13 +37,25 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
 def decisive_options(name: str, env: EnvConfig) -> dict[str, object]:
     """Return the options, as JSON, on which the rewards of the built-in environment `env.<name>` depend. An option counts unless it is
     known not to matter."""
-    kind = env.kind(name)
-    # `code` fails the tests for which no time is left after a program has used up its own
-    undecisive = _UNDECISIVE - {"timeout_s"} if kind == "code" else _UNDECISIVE
-    own = {option for option in type(env).model_fields if kind in _OPTIONS.get(option, (kind,))}
+    kind, fields = env.kind(name), type(env).model_fields
+    undecisive = _undecisive(type(env))
+    if kind == "code":
+        # it fails the tests for which no time is left after a program has used up its own
+        undecisive -= {"timeout_s"}
+    own = {option for option, field in fields.items() if kind in (_owners(field) or (kind,))}
     return env.model_dump(
-        mode="json", include=own - undecisive, exclude={"judges": {"__all__": set(_UNDECISIVE_OF_JUDGE)}}
+        mode="json", include=own - undecisive, exclude={"judges": {"__all__": _undecisive(JudgeConfig)}}
     )
+
+
+def _owners(field: FieldInfo) -> tuple[str, ...]:
+    """Return the environments that an option is for; nothing if it is for all of them."""
+    return next((mark.kinds for mark in field.metadata if isinstance(mark, OptionOf)), ())
+
+
+def _undecisive(model: type[BaseModel]) -> set[str]:
+    marks = (Mark.UNDECISIVE, Mark.MAY_CHANGE)
+    return {option for option, field in model.model_fields.items() if any(mark in field.metadata for mark in marks)}
 
 
 def _grader(name: str, grader: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from headrace.base.addresses import LOOPBACK, with_port
+from headrace.config.marks import AnyPath, CodePath, Fixed, MayChange, ReadPath, Undecisive
 from headrace.config.section import Section
 
 Generator = Literal["arithmetic", "reasoning_gym", "verifiers"]
@@ -31,6 +32,14 @@ BuiltInName = Literal[
     "verifiers",
 ]
 BUILT_IN = get_args(BuiltInName)
+
+
+class OptionOf:
+    """The built-in environments that an option of `env` is for. An option that doesn't say is for all of them."""
+
+    def __init__(self, *kinds: BuiltInName) -> None:
+        self.kinds = kinds
+
 
 # Which part of a completion is the answer.
 Extract = Literal["none", "last_number", "boxed", "answer_tag", "answer_line", "choice"]
@@ -85,65 +94,67 @@ class DataSourceConfig(Section):
     """One data set: a built-in generator or a known set on the Hugging Face Hub by `dataset_name`; or a file, a folder or any set on the
     Hub by `data_path`."""
 
-    dataset_name: str | None = Field(
+    dataset_name: Fixed[CodePath[str | None]] = Field(
         None,
         description=f"{', '.join((*get_args(Generator), *get_args(HubName)))}; or your own function or class, FILE.py:NAME or "
         "package.module.NAME, which is called with task_config and returns rows",
     )
-    data_path: str | None = Field(
+    data_path: MayChange[ReadPath[str | None]] = Field(
         None,
         description="a JSONL file with one problem per line, a JSON list, a Parquet file, a folder that datasets can load, or the "
         "owner/name of a data set on the Hugging Face Hub",
     )
-    input_key: str = Field(
+    input_key: Fixed[str] = Field(
         "input",
         description="field of a row with the problem: text, or a list of chat messages; dots lead into nested fields",
     )
-    output_key: str | None = Field(
+    output_key: Fixed[str | None] = Field(
         "output",
         description="field of a row with the expected answer; null: the last message of the problem if it is the assistant's, else no "
         "answer",
     )
-    task: str | None = Field(None, description="reasoning_gym: name of the task")
-    processor: str | None = Field(
+    task: Fixed[str | None] = Field(None, description="reasoning_gym: name of the task")
+    processor: MayChange[CodePath[str | None]] = Field(
         None,
         description="converts each row before input_key and output_key are read: your own function, FILE.py:NAME or package.module.NAME; "
         "or multichoice_qa_processor, for rows with question, options and answer",
     )
-    task_config: dict[str, Any] = Field(
+    task_config: Fixed[dict[str, Any]] = Field(
         {},
         description="reasoning_gym: arguments of the task; arithmetic: digits; verifiers: which tasks, as in its section `select`; your "
         "own data set: its arguments",
     )
-    size: int = Field(
+    size: Fixed[int] = Field(
         1000,
         ge=1,
         description="problems to generate, before duplicates are removed; verifiers: tasks to take of an endless task set",
     )
-    seed: int = Field(0, ge=0, description="seed of the generator, and of split_validation_size")
-    subset: str | None = Field(None, description="subset of a set on the Hub; null: the usual one")
-    split: str | None = Field(None, description="split of a set on the Hub; null: the usual one")
-    split_validation_size: float = Field(
+    seed: Fixed[int] = Field(0, ge=0, description="seed of the generator, and of split_validation_size")
+    subset: Fixed[str | None] = Field(None, description="subset of a set on the Hub; null: the usual one")
+    split: Fixed[str | None] = Field(None, description="split of a set on the Hub; null: the usual one")
+    split_validation_size: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="share of a training set that is held out for validation, drawn with seed"
     )
-    repeat: int | None = Field(
+    repeat: Fixed[int | None] = Field(
         None, ge=1, description="how often each problem is asked; null: once, but 16 times for AIME2024 to AIME2026"
     )
-    weight: float | None = Field(
+    weight: Fixed[float | None] = Field(
         None,
         gt=0,
         allow_inf_nan=False,
         description="share of the training prompts that are drawn from this set, relative to the other sets; null: 1 beside sets with a "
         "weight. Without any weights, all sets are mixed into one",
     )
-    prompt_file: str | None = Field(
+    prompt_file: MayChange[ReadPath[str | None]] = Field(
         None,
         description="file with the text of the user's message, with {} for the problem and {name} for other fields of the row; null: the "
         "problem as it is",
     )
-    env_name: str | None = Field(None, description="the environment that scores; null: `default.env_name`")
-    system_prompt: str | None = None
-    system_prompt_file: str | None = Field(None, description="a file with the system prompt, instead of system_prompt")
+    env_name: Fixed[str | None] = Field(None, description="the environment that scores; null: `default.env_name`")
+    system_prompt: Fixed[str | None] = None
+    system_prompt_file: MayChange[ReadPath[str | None]] = Field(
+        None, description="a file with the system prompt, instead of system_prompt"
+    )
 
     @field_validator("dataset_name")
     @classmethod
@@ -169,20 +180,20 @@ class DataSourceConfig(Section):
 
 
 class DataConfig(Section):
-    shuffle: bool = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
-    max_input_seq_length: int | None = Field(
+    shuffle: Fixed[bool] = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
+    max_input_seq_length: Fixed[int | None] = Field(
         None, ge=1, description="the longest prompt in tokens; null: as long as the context allows"
     )
-    overlong_prompts: Literal["refuse", "leave_out"] = Field(
+    overlong_prompts: Fixed[Literal["refuse", "leave_out"]] = Field(
         "refuse",
         description="what happens to a longer prompt. refuse: the run ends and names it; leave_out: its problem is left out from the start",
     )
-    use_multiple_dataloader: bool = Field(
+    use_multiple_dataloader: Fixed[bool] = Field(
         False,
         description="draw from every set of `train` in turn, each with its own order and epochs; false mixes them into one set. "
         "A set that is used up starts again, until all have been used max_num_epochs times",
     )
-    num_prompts_per_dataloader: int | None = Field(
+    num_prompts_per_dataloader: Fixed[int | None] = Field(
         None,
         ge=1,
         description="with use_multiple_dataloader: prompts from a set at its turn; null divides num_prompts_per_step among the sets",
@@ -191,17 +202,17 @@ class DataConfig(Section):
     validation: list[DataSourceConfig] = Field(
         [], description="problems that also occur in train are removed from train"
     )
-    evaluate: (
+    evaluate: Fixed[
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], DataSourceConfig | None], Field(min_length=1)
         ]
         | None
-    ) = Field(
+    ] = Field(
         None,
         description="written by `headrace eval`: data sets by name, each asked once; the run trains nothing. null under `validation` or "
         "`train`: the run's own",
     )
-    remove_duplicates: bool = Field(
+    remove_duplicates: Fixed[bool] = Field(
         True, description="keep only the first of equal problems; false keeps a set's own weighting"
     )
     default: DataSourceConfig = Field(DataSourceConfig(), description="fills what a source leaves out")
@@ -281,8 +292,10 @@ class JudgeConfig(Section):
         description="the URL before /chat/completions, for example https://judge.internal/v1",
     )
     model: str = Field(min_length=1)
-    api_key_file: str | None = Field(None, description="a file that contains only the key; it is read for each request")
-    tls_ca: str | None = Field(
+    api_key_file: Undecisive[ReadPath[str | None]] = Field(
+        None, description="a file that contains only the key; it is read for each request"
+    )
+    tls_ca: Undecisive[ReadPath[str | None]] = Field(
         None, description="certificates (PEM) of the authority that signed the endpoint's; null: the system's"
     )
     temperature: float = Field(0.0, ge=0)
@@ -296,181 +309,195 @@ MATH_TIMEOUT_S = 10.0
 class EnvConfig(Section):
     """One environment, under the name by which data sets refer to it."""
 
-    type: BuiltInName | None = Field(
+    type: Undecisive[Fixed[BuiltInName | None]] = Field(
         None,
         description="a built-in environment; null without target, command and attached: the one of the environment's own name",
     )
-    target: str | None = Field(
+    target: MayChange[AnyPath[str | None]] = Field(
         None,
         description="a custom environment: FILE.py:CLASS, which `headrace up` serves (without `up`, the reward service does), or the "
         "host:port of a process that serves it over gRPC",
     )
-    command: list[str] | None = Field(
+    command: MayChange[list[str] | None] = Field(
         None,
         min_length=1,
         description="a custom environment: a program and its arguments, which `headrace up` starts. It serves the environment over gRPC on "
         "$ENVIRONMENT_HOST and $ENVIRONMENT_PORT",
     )
-    attached: bool = Field(
+    attached: MayChange[bool] = Field(
         False,
         description="a custom environment: processes that dial the reward hub (`headrace.attach`) and share its load",
     )
-    episodes: bool = Field(
+    episodes: Undecisive[Fixed[bool]] = Field(
         False,
         description="the environment runs programs that call the policy themselves (the method `episode`); true for types function and "
         "verifiers",
     )
-    public: list[str] = Field(
+    public: Undecisive[Fixed[list[str]]] = Field(
         [],
         description="with episodes: fields of a problem (`extra_env_info`) that the program gets besides the messages; only the grader "
         "gets the others",
     )
-    grader: str | None = Field(
+    grader: Undecisive[Fixed[str | None]] = Field(
         None,
         description="with episodes: the environment that scores what the program did, by its name under env; null: the program returns "
         "its reward",
     )
-    function: str | None = Field(
+    function: Annotated[Fixed[str | None], OptionOf("function")] = Field(
         None,
         pattern=_FUNCTION,
         description="function: package.module:NAME of a function of one headrace.Episode, async or plain, which the reward service runs in "
         "its own process",
     )
-    python: str | None = Field(
+    python: Undecisive[Annotated[Fixed[str | None], OptionOf("verifiers")]] = Field(
         None, description="verifiers: the Python that verifiers 0.4 and the environment are installed in, by its path"
     )
-    verifiers: dict[str, Any] = Field(
+    verifiers: Annotated[Fixed[dict[str, Any]], OptionOf("verifiers")] = Field(
         {},
         description="verifiers: the environment, as in section [env] of verifiers' own configuration: taskset: {id: NAME, …}, its "
         "agents, and its other keys",
     )
-    port: int = Field(
+    port: MayChange[int] = Field(
         0,
         ge=0,
         le=65535,
         description="port on the loopback interface for an environment that `headrace up` starts; 0 chooses a free one",
     )
-    require_stop: bool = Field(
+    require_stop: Fixed[bool] = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
-    extract: Extract = Field(
+    extract: Annotated[Fixed[Extract], OptionOf("math", "reasoning_gym", "regex", "code")] = Field(
         "none",
         description="math, reasoning_gym, regex and code: which part of the completion is the answer. none: all of it (math then uses the "
         "boxed or else the last expression, code the last fenced block if it has one); last_number: its last number; boxed: the content of "
         "the last `\\boxed{…}`; answer_tag: the last <answer>…</answer>; answer_line: what follows the last `Answer:` on its line, in the "
         "last 300 characters; choice (math): the letter of a multiple choice",
     )
-    tolerance: float | None = Field(
+    tolerance: Annotated[Fixed[float | None], OptionOf("math")] = Field(
         None,
         gt=0,
         lt=1,
         description="math: a number that differs from the expected one by at most this share of it is right too; null: it must be equal",
     )
-    threshold: float | None = Field(
+    threshold: Annotated[Fixed[float | None], OptionOf("reasoning_gym", "llm_judge")] = Field(
         None,
         description="reasoning_gym, and each judge of llm_judge: a score (from 0 to 1) of at least this counts as 1, a lower one as 0; "
         "null: the score itself",
     )
-    pattern: str | None = Field(
+    pattern: Annotated[Fixed[str | None], OptionOf("regex")] = Field(
         None,
         description="regex: a Python regular expression; a completion earns 1 if it is found in the part chosen by `extract`, else 0",
     )
-    tags: list[str] = Field(
+    tags: Annotated[Fixed[list[str]], OptionOf("format")] = Field(
         ["think", "answer"],
         min_length=1,
         description="format: a completion that consists of these tags, each once and in this order, earns 1, else 0",
     )
-    min_tokens: int = Field(0, ge=0, description="length: a completion of fewer tokens doesn't earn 1")
-    max_tokens: int | None = Field(None, ge=0, description="length: a completion of more tokens doesn't earn 1")
-    fade_tokens: int = Field(
+    min_tokens: Annotated[Fixed[int], OptionOf("length")] = Field(
+        0, ge=0, description="length: a completion of fewer tokens doesn't earn 1"
+    )
+    max_tokens: Annotated[Fixed[int | None], OptionOf("length")] = Field(
+        None, ge=0, description="length: a completion of more tokens doesn't earn 1"
+    )
+    fade_tokens: Annotated[Fixed[int], OptionOf("length")] = Field(
         0,
         ge=0,
         description="length: tokens below min_tokens or above max_tokens over which the reward falls from 1 to 0",
     )
-    ngram: int = Field(4, ge=1, description="repetition: the reward is the share of distinct runs of this many tokens")
-    runs_with: list[str] | None = Field(
+    ngram: Annotated[Fixed[int], OptionOf("repetition")] = Field(
+        4, ge=1, description="repetition: the reward is the share of distinct runs of this many tokens"
+    )
+    runs_with: Annotated[Fixed[list[str] | None], OptionOf("code")] = Field(
         None,
         min_length=1,
         description="code: a program in /usr and its arguments, to which the file with the completion's program is appended; null: this "
         "Python, with only the standard library",
     )
-    cpu_s: int = Field(5, ge=1, description="code: CPU seconds per test")
-    wall_s: float = Field(10.0, gt=0, description="code: seconds per test")
-    memory_mb: int = Field(512, ge=16, description="code: memory of the program, all its processes together")
-    processes: int = Field(
+    cpu_s: Annotated[Fixed[int], OptionOf("code")] = Field(5, ge=1, description="code: CPU seconds per test")
+    wall_s: Annotated[Fixed[float], OptionOf("code")] = Field(10.0, gt=0, description="code: seconds per test")
+    memory_mb: Annotated[Fixed[int], OptionOf("code")] = Field(
+        512, ge=16, description="code: memory of the program, all its processes together"
+    )
+    processes: Annotated[Fixed[int], OptionOf("code")] = Field(
         1,
         ge=1,
         description="code: processes and threads that the program may have; 1: one process of at most 64 threads",
     )
-    partial_credit: bool = Field(
+    partial_credit: Annotated[Fixed[bool], OptionOf("code")] = Field(
         False, description="code: the reward is the share of tests that pass; false: 1 if all pass, else 0"
     )
-    judges: list[JudgeConfig] = Field([], description="llm_judge: the models that judge each completion")
-    rubric: str | None = Field(None, min_length=1, description="llm_judge: the criteria for the judges")
-    scale: tuple[int, int] = Field(
+    judges: Annotated[Fixed[list[JudgeConfig]], OptionOf("llm_judge")] = Field(
+        [], description="llm_judge: the models that judge each completion"
+    )
+    rubric: Annotated[Fixed[str | None], OptionOf("llm_judge")] = Field(
+        None, min_length=1, description="llm_judge: the criteria for the judges"
+    )
+    scale: Annotated[Fixed[tuple[int, int]], OptionOf("llm_judge")] = Field(
         (1, 10), description="llm_judge: the worst and the best score of a judge, which become 0 and 1"
     )
-    vote: Literal["mean", "majority"] = Field(
+    vote: Annotated[Fixed[Literal["mean", "majority"]], OptionOf("llm_judge")] = Field(
         "mean",
         description="llm_judge: the reward is the mean of the judges' scores, or 1 if more than half of the judges give 1",
     )
-    budget: int | None = Field(
+    budget: Undecisive[Annotated[Fixed[int | None], OptionOf("llm_judge")]] = Field(
         None,
         ge=0,
         description="llm_judge: requests that the run may send to the judges; once they are used up, the breaker opens. null: no limit",
     )
-    concurrency: int = Field(
+    concurrency: Undecisive[Annotated[Fixed[int], OptionOf("llm_judge", "function", "verifiers")]] = Field(
         16,
         ge=1,
         description="llm_judge: completions that are judged at a time; function and verifiers: episodes that run at a "
         "time",
     )
-    model_name: str | None = Field(
+    model_name: Annotated[Fixed[ReadPath[str | None]], OptionOf("reward_model")] = Field(
         None,
         description="reward_model: directory, or name on the Hugging Face Hub, of a model with one label and its tokenizer",
     )
-    device: str = Field(
+    device: Undecisive[Annotated[Fixed[str], OptionOf("reward_model")]] = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="reward_model: the device that it computes on; auto: a GPU if the machine has one",
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
+    precision: Annotated[Fixed[Literal["float32", "bfloat16", "float16"]], OptionOf("reward_model")] = Field(
         "float32", description="reward_model: precision of its weights"
     )
-    batch_size: int = Field(32, ge=1, description="reward_model: completions in one forward pass")
-    max_model_len: int | None = Field(
+    batch_size: Undecisive[Annotated[Fixed[int], OptionOf("reward_model")]] = Field(
+        32, ge=1, description="reward_model: completions in one forward pass"
+    )
+    max_model_len: Undecisive[Annotated[Fixed[int | None], OptionOf("reward_model")]] = Field(
         None,
         ge=1,
         description="reward_model: the most tokens of prompt and completion; null: as many as the model can read",
     )
-    parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+    parts: Annotated[Fixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]], OptionOf("combine")] = Field(
         {}, description="combine: the environments that score each completion, by name, with their weights"
     )
-    combine: Literal["sum", "product"] = Field(
+    combine: Annotated[Fixed[Literal["sum", "product"]], OptionOf("combine")] = Field(
         "sum", description="combine: the reward is the weighted sum of the parts', or their product"
     )
-    gate: str | None = Field(
+    gate: Annotated[Fixed[str | None], OptionOf("combine")] = Field(
         None,
         description="combine: the part that scores first; if its reward is not above 0, the others are not asked, and the reward is 0",
     )
-    timeout_s: float = Field(
+    timeout_s: MayChange[float] = Field(
         60.0,
         gt=0,
         description="seconds for one call of a served environment, or for one trajectory of a built-in one (math: 10 unless given); after "
         "that: TIMED_OUT",
     )
-    max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")
-    failure_share: float = Field(
+    max_batch_size: MayChange[int] = Field(64, ge=1, description="trajectories in one call of a served environment")
+    failure_share: MayChange[float] = Field(
         0.5,
         gt=0,
         le=1,
         description="while more than this share of its last 32 trajectories has failed, the environment is broken, and the run waits for "
         "it",
     )
-    give_up_after: float | None = Field(
+    give_up_after: MayChange[float | None] = Field(
         None, gt=0, description="seconds after which a broken environment ends the run as an error; null waits for ever"
     )
-    unsafe_no_sandbox: bool = Field(
+    unsafe_no_sandbox: Undecisive[Fixed[bool]] = Field(
         False,
         description="score without a sandbox where the machine allows none (built-in environments); false refuses to start there. Without "
         "a sandbox, what the policy writes can read and do whatever the reward service can",

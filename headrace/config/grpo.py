@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
+from headrace.config.marks import MayChange, ReadPath
 
 
 class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
@@ -22,7 +23,7 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
     use_leave_one_out_baseline: bool | None = Field(
         None, description="grpo and gdpo; null: grpo.use_leave_one_out_baseline"
     )
-    teacher_model_name: str | None = Field(
+    teacher_model_name: ReadPath[str | None] = Field(
         None, description="opd: directory or name of the teacher, a causal language model with the policy's vocabulary"
     )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
@@ -87,11 +88,11 @@ class GRPOConfig(AlgorithmConfig):
 
     name: ClassVar[str] = "grpo"
 
-    normalize_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
-    use_leave_one_out_baseline: bool = Field(
+    normalize_rewards: MayChange[bool] = Field(True, description="divide advantages by the group's standard deviation")
+    use_leave_one_out_baseline: MayChange[bool] = Field(
         True, description="baseline and deviation from the group's other trajectories"
     )
-    adv_estimator: GRPOAdvEstimatorConfig = GRPOAdvEstimatorConfig()
+    adv_estimator: MayChange[GRPOAdvEstimatorConfig] = GRPOAdvEstimatorConfig()
     async_grpo: AsyncConfig = AsyncConfig()
 
     @property

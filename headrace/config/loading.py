@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
+from headrace.config.marks import Mark
 from headrace.config.references import Reference, hidden, of_variable
 from headrace.config.root import Config
 from headrace.config.yaml_text import item_of, line_of, parse
@@ -46,29 +48,6 @@ NEMO_RL_KEYS = (
 )
 # the most lines in an error about such a file; once the first ones are fixed, the user sees the others
 _NEMO_RL_LINES = 10
-
-
-# These may also be names rather than files.
-_CODE = ("dataset_name", "processor")
-# Paths that are read, not written: a relative one in a file is looked for beside that file first.
-_DATA_FILES = ("data_path", "prompt_file", "system_prompt_file", *_CODE)
-_READ: tuple[Keys, ...] = (
-    *(("data", part, key) for part in ("default", "train", "validation") for key in _DATA_FILES),
-    ("policy", "model_name"),
-    ("policy", "tokenizer", "name"),
-    ("value", "model_name"),
-    ("grpo", "adv_estimator", "teacher_model_name"),
-    ("env", "*", "model_name"),
-    *(("env", "*", "judges", key) for key in ("api_key_file", "tls_ca")),
-)
-# Every path. In a configuration that a run saved, relative paths start where the run was started.
-_PATHS = (
-    *_READ,
-    ("env", "*", "target"),
-    ("checkpointing", "checkpoint_dir"),
-    ("logger", "log_dir"),
-    *(("security", key) for key in ("credentials", "tls_cert", "tls_key", "tls_ca")),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +106,12 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
 
     if (start := _start_of(Path(path), values)) is not None:
         if start != Path.cwd():
-            _find_in(values, _PATHS, lambda keys: None if _given(origins, keys) else start)
+            _find_in(values, Mark.PATH, lambda keys: None if _given(origins, keys) else start)
         here, run = Path(path).resolve().parent, values["run"]
         if run.get("id") == here.name and not _is_saved(Path(path), values) and not _given(origins, ("run", "dir")):
             run["dir"] = str(here.parent)  # the folder was moved
     elif not _is_saved(Path(path), values):
-        _find_in(values, _READ, folder)
+        _find_in(values, Mark.READ, folder)
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
 
         def origin(keys: Keys) -> str:
@@ -207,7 +186,7 @@ def _is_plain(keys: Keys) -> bool:
     named = tuple(key for key in keys if not key.isdecimal())
     return named[0] == "run" or any(
         len(named) == len(place) and all(one in ("*", key) for one, key in zip(place, named, strict=True))
-        for place in _PATHS
+        for place in _places(Mark.PATH)
     )
 
 
@@ -226,13 +205,24 @@ def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
     return path.resolve().parent == (Path(run["dir"]) / run["id"]).resolve()
 
 
-def _find_in(values: dict[str, Any], places: Sequence[Keys], folder: Callable[[Keys], Path | None]) -> None:
-    """Move the paths at `places` into the folder that `folder` returns for their keys, if they exist there. For None a path stays as it
-    is."""
-    for keys, holder in _holders(values, places):
+@functools.cache
+def _places(mark: Mark) -> tuple[Keys, ...]:
+    """Return the keys with this mark. A list has no number, as a single item may stand for a list of one."""
+    return tuple(
+        tuple(key for end, key in enumerate(keys) if key != "*" or not _is_list(keys[:end]))
+        for keys, field in known_keys().items()
+        if mark in field.metadata
+    )
+
+
+def _find_in(values: dict[str, Any], mark: Mark, folder: Callable[[Keys], Path | None]) -> None:
+    """Move the paths whose keys have `mark` into the folder that `folder` returns for their keys, if they exist there. For None a path
+    stays as it is."""
+    code = {place[-1] for place in _places(Mark.CODE)}
+    for keys, holder in _holders(values, _places(mark)):
         name, where = holder.get(keys[-1]), folder(keys)
         if isinstance(name, str) and name and where is not None:
-            if keys[-1] in _CODE and ".py:" not in name:
+            if keys[-1] in code and ".py:" not in name:
                 continue
             # FILE.py:CLASS is a file, too
             file = name.rpartition(":")[0] if ".py:" in name else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from headrace.config.marks import AnyPath
 from headrace.config.section import Section
 
 
@@ -48,7 +49,7 @@ class TrainInferenceAlarmConfig(Section):
 class LoggerConfig(Section):
     """`metrics.jsonl` in the run's folder is always written, and first. What is enabled here follows it."""
 
-    log_dir: str | None = Field(
+    log_dir: AnyPath[str | None] = Field(
         None,
         description="folder in which each run's logs get a folder with its name; null: <run folder>/logs",
     )

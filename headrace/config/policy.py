@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.marks import Fixed, MayChange, ReadPath
 from headrace.config.section import Section
 
 # torch's schedulers whose arguments are all numbers, with these arguments
@@ -38,8 +39,8 @@ class OptimizerKwargs(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["torch.optim.AdamW", "torch.optim.Adam"] = "torch.optim.AdamW"
-    kwargs: OptimizerKwargs = OptimizerKwargs()
+    name: Fixed[Literal["torch.optim.AdamW", "torch.optim.Adam"]] = "torch.optim.AdamW"
+    kwargs: MayChange[OptimizerKwargs] = OptimizerKwargs()
 
 
 class SchedulerConfig(Section):
@@ -99,7 +100,7 @@ SchedulerConfigs = Annotated[
 
 
 class TokenizerConfig(Section):
-    name: str | None = Field(None, description="directory or name; null: policy.model_name")
+    name: ReadPath[str | None] = Field(None, description="directory or name; null: policy.model_name")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
 
 
@@ -195,38 +196,38 @@ class VLLMConfig(Section):
 
 
 class GenerationConfig(Section):
-    max_new_tokens: int = Field(
+    max_new_tokens: Fixed[int] = Field(
         256,
         ge=1,
         description="a completion also ends once it and its prompt have policy.max_total_sequence_length tokens",
     )
-    temperature: float = Field(
+    temperature: Fixed[float] = Field(
         1.0,
         ge=COLDEST,
         le=HOTTEST,
         description="also divides the training logits, so that ratios compare equal distributions",
     )
-    top_p: float = Field(
+    top_p: Fixed[float] = Field(
         1.0,
         gt=0,
         le=1,
         description="keep the smallest set of tokens with this probability, after top_k; in training logits too",
     )
-    top_k: int | None = Field(
+    top_k: Fixed[int | None] = Field(
         None,
         ge=-1,
         description="keep this many of the most probable tokens, in training logits too; null, 0 and -1: all",
     )
-    val_temperature: float | None = Field(
+    val_temperature: MayChange[float | None] = Field(
         None, ge=0, le=HOTTEST, description=f"for validation; 0 is greedy, else at least {COLDEST}; null: temperature"
     )
-    val_top_p: float | None = Field(None, gt=0, le=1, description="for validation; null: top_p")
-    val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1: all; null: top_k")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+    val_top_p: MayChange[float | None] = Field(None, gt=0, le=1, description="for validation; null: top_p")
+    val_top_k: MayChange[int | None] = Field(None, ge=-1, description="for validation; 0 and -1: all; null: top_k")
+    stop_token_ids: Fixed[list[Annotated[int, Field(ge=0)]]] = Field(
         [], description="in addition to the end tokens of the tokenizer and of the model's generation_config.json"
     )
-    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field([])
-    vllm_cfg: VLLMConfig = VLLMConfig()
+    stop_strings: Fixed[list[Annotated[str, Field(min_length=1)]]] = Field([])
+    vllm_cfg: MayChange[VLLMConfig] = VLLMConfig()
 
     @field_validator("val_temperature")
     @classmethod
@@ -268,24 +269,24 @@ class LoRAConfig(Section):
     """An adapter (LoRA): small matrices beside the policy's linear layers, which are trained in their place. The model itself is frozen.
     Its head and its embedding have no adapter. Neither has the value model, all of whose weights are trained."""
 
-    enabled: bool = False
-    dim: int = Field(8, ge=1, description="rank of the adapter's matrices")
-    alpha: int = Field(32, ge=1, description="the adapter's output is multiplied by alpha / dim")
-    dropout: float = Field(
+    enabled: Fixed[bool] = False
+    dim: Fixed[int] = Field(8, ge=1, description="rank of the adapter's matrices")
+    alpha: Fixed[int] = Field(32, ge=1, description="the adapter's output is multiplied by alpha / dim")
+    dropout: Fixed[float] = Field(
         0.0,
         ge=0,
         lt=1,
         description="dropout of the adapter's inputs, in the passes in which it is trained; costs one more pass per step",
     )
-    target_modules: list[str] = Field(
+    target_modules: Fixed[list[str]] = Field(
         [],
         description="linear layers by the last part of their names, or by patterns of whole names; empty: all of them",
     )
-    exclude_modules: list[str] = Field([], description="layers without an adapter, named the same way")
-    init: Literal["xavier", "uniform"] = Field(
+    exclude_modules: Fixed[list[str]] = Field([], description="layers without an adapter, named the same way")
+    init: Fixed[Literal["xavier", "uniform"]] = Field(
         "xavier", description="how A is drawn, with grpo.seed: xavier_normal_ or kaiming_uniform_; B is 0"
     )
-    refit: Literal["merged", "adapter"] = Field(
+    refit: MayChange[Literal["merged", "adapter"]] = Field(
         "merged",
         description="what replicas get. merged: the model merged with the adapter; adapter: the model once, then only the adapter, for "
         f"vLLM's LoRA (dim at most {ENGINE_DIMS[-1]}, no experts, one GPU per replica)",
@@ -311,44 +312,46 @@ class LoRAConfig(Section):
 
 
 class PolicyConfig(Section):
-    model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
-    hf_config_overrides: dict[str, Any] = Field(
+    model_name: Fixed[ReadPath[str]] = Field(
+        "Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name"
+    )
+    hf_config_overrides: Fixed[dict[str, Any]] = Field(
         {}, description="keys of the model's own configuration with their values, for trainer and rollouts"
     )
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
-    train_global_batch_size: int | None = Field(
+    tokenizer: Fixed[TokenizerConfig] = TokenizerConfig()
+    max_total_sequence_length: Fixed[int] = Field(512, ge=2, description="prompt and completion together, in tokens")
+    train_global_batch_size: MayChange[int | None] = Field(
         None, ge=1, description="trajectories in an optimizer step; must divide a batch; null: all of it"
     )
-    train_micro_batch_size: int = Field(4, ge=1, description="sequences in a forward and backward pass")
-    logprob_batch_size: int | None = Field(
+    train_micro_batch_size: MayChange[int] = Field(4, ge=1, description="sequences in a forward and backward pass")
+    logprob_batch_size: MayChange[int | None] = Field(
         None, ge=1, description="sequences in a forward-only pass; null: train_micro_batch_size"
     )
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    share_prompts: bool = Field(
+    dynamic_batching: MayChange[DynamicBatchingConfig] = DynamicBatchingConfig()
+    sequence_packing: MayChange[SequencePackingConfig] = SequencePackingConfig()
+    share_prompts: MayChange[bool] = Field(
         False,
         description="put trajectories of one prompt in one row: the prompt once, and each completion attends to it and to itself",
     )
-    logprob_chunk_size: int | None = Field(
+    logprob_chunk_size: MayChange[int | None] = Field(
         None,
         ge=1,
         description="tokens whose logits are held at a time, in the backward pass too; null: 2048 on a GPU, else all of a micro-batch",
     )
-    activation_checkpointing: bool | None = Field(
+    activation_checkpointing: MayChange[bool | None] = Field(
         None,
         description="keep only each layer's input, and recompute the layer in the backward pass; null: true on a GPU",
     )
-    torch_compile: bool = Field(
+    torch_compile: MayChange[bool] = Field(
         False,
         description="compile the models' layers with torch, which takes a minute or more in the first step; needs a C++ compiler",
     )
-    freeze_moe_router: bool = Field(False, description="in a mixture of experts, don't train the routers")
+    freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
     lora_cfg: LoRAConfig = LoRAConfig()
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    max_grad_norm: float = Field(1.0, gt=0)
+    precision: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"
+    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfigs = Field([])
+    scheduler: MayChange[SchedulerConfigs] = Field([])
     generation: GenerationConfig = GenerationConfig()
 
     def chunk_size(self, device: str) -> int | None:
@@ -381,20 +384,22 @@ class PolicyConfig(Section):
 class ValueConfig(Section):
     """A transformers backbone with a linear head, used by `ppo` with the estimator `gae`; otherwise none of it is loaded."""
 
-    model_name: str | None = Field(
+    model_name: Fixed[ReadPath[str | None]] = Field(
         None,
         description="directory or name of a model whose backbone it starts from, or `value/` of a checkpoint, including its head; null: "
         "policy.model_name",
     )
-    hf_config_overrides: dict[str, Any] = Field({}, description="like policy.hf_config_overrides, for the value model")
-    train_global_batch_size: int | None = Field(
+    hf_config_overrides: Fixed[dict[str, Any]] = Field(
+        {}, description="like policy.hf_config_overrides, for the value model"
+    )
+    train_global_batch_size: MayChange[int | None] = Field(
         None, ge=1, description="trajectories in an optimizer step; null: policy.train_global_batch_size"
     )
-    train_micro_batch_size: int | None = Field(
+    train_micro_batch_size: MayChange[int | None] = Field(
         None, ge=1, description="sequences in a pass; null: policy.train_micro_batch_size"
     )
-    freeze_moe_router: bool = Field(False, description="in a mixture of experts, don't train the routers")
-    precision: Literal["float32", "bfloat16"] | None = Field(None, description="null: policy.precision")
-    max_grad_norm: float = Field(1.0, gt=0)
+    freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
+    precision: Fixed[Literal["float32", "bfloat16"] | None] = Field(None, description="null: policy.precision")
+    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
-    scheduler: SchedulerConfigs = Field([])
+    scheduler: MayChange[SchedulerConfigs] = Field([])

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
+from headrace.config.marks import MayChange
 
 
 class PPOAdvEstimatorConfig(AdvEstimatorConfig):
@@ -67,23 +68,23 @@ class PPOConfig(AlgorithmConfig):
 
     name: ClassVar[str] = "ppo"
 
-    max_num_epochs: int = Field(100_000, ge=1, description="passes over the training prompts")
-    max_num_steps: int = Field(100_000, ge=1, description="stop after this many trainer steps")
-    val_period: int = Field(20, ge=0, description="steps from one validation to the next; 0: never validate")
-    val_at_start: bool = Field(True, description="validate before the first step")
-    ppo_epochs: int = Field(4, ge=1, description="passes of the policy over each batch")
-    critic_ppo_epochs: int | None = Field(
+    max_num_epochs: MayChange[int] = Field(100_000, ge=1, description="passes over the training prompts")
+    max_num_steps: MayChange[int] = Field(100_000, ge=1, description="stop after this many trainer steps")
+    val_period: MayChange[int] = Field(20, ge=0, description="steps from one validation to the next; 0: never validate")
+    val_at_start: MayChange[bool] = Field(True, description="validate before the first step")
+    ppo_epochs: MayChange[int] = Field(4, ge=1, description="passes of the policy over each batch")
+    critic_ppo_epochs: MayChange[int | None] = Field(
         None, ge=1, description="passes of the value model over each batch; null: ppo_epochs"
     )
-    policy_training_start_step: int = Field(
+    policy_training_start_step: MayChange[int] = Field(
         0, ge=0, description="the first step that trains the policy; earlier steps train only the value model"
     )
-    scheduler_counts: Literal["steps", "epochs"] = Field(
+    scheduler_counts: MayChange[Literal["steps", "epochs"]] = Field(
         "steps",
         description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch; a step has ppo_epochs "
         "(critic_ppo_epochs) passes",
     )
-    adv_estimator: PPOAdvEstimatorConfig = PPOAdvEstimatorConfig()
+    adv_estimator: MayChange[PPOAdvEstimatorConfig] = PPOAdvEstimatorConfig()
     async_ppo: AsyncConfig = AsyncConfig()
 
     @model_validator(mode="after")

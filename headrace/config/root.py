@@ -17,6 +17,7 @@ from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.config.marks import MayChange
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
 from headrace.config.references import Reference, referred, variables
@@ -44,21 +45,21 @@ class Config(Section):
     run: RunConfig = RunConfig()
     grpo: GRPOConfig | None = None
     ppo: PPOConfig | None = None
-    loss_fn: LossConfig = LossConfig()
-    value_loss_fn: ValueLossConfig = ValueLossConfig()
+    loss_fn: MayChange[LossConfig] = LossConfig()
+    value_loss_fn: MayChange[ValueLossConfig] = ValueLossConfig()
     policy: PolicyConfig = PolicyConfig()
     value: ValueConfig = ValueConfig()
     data: DataConfig = DataConfig()
     env: dict[str, EnvConfig] = Field({}, description="environments, by the names that data sets use")
     replay: ReplayConfig = ReplayConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
+    rollout: MayChange[RolloutConfig] = RolloutConfig()
+    reward: MayChange[RewardConfig] = RewardConfig()
     agents: AgentsConfig = AgentsConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    weight_channel: WeightChannelConfig = WeightChannelConfig()
+    trainer: MayChange[TrainerConfig] = TrainerConfig()
+    weight_channel: MayChange[WeightChannelConfig] = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    logger: LoggerConfig = LoggerConfig()
-    security: SecurityConfig = SecurityConfig()
+    logger: MayChange[LoggerConfig] = LoggerConfig()
+    security: MayChange[SecurityConfig] = SecurityConfig()
     # the run's folder, if it is not the one that `run` names
     _folder: Path | None = PrivateAttr(None)
     _references: tuple[Reference, ...] = PrivateAttr(())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.marks import AnyPath
 from headrace.config.section import Section
 
 
@@ -14,14 +15,16 @@ class SecurityConfig(Section):
     insecure: bool = Field(
         False, description="listen and connect beyond the loopback interface without TLS and credentials"
     )
-    credentials: str | None = Field(
+    credentials: AnyPath[str | None] = Field(
         None,
         description="file with a line `ROLE TOKEN` for each token; null: `headrace up` makes one in the run's folder, and a service "
         "started by hand requires no token",
     )
-    tls_cert: str | None = Field(None, description="this machine's certificate chain (PEM); `headrace certs` makes one")
-    tls_key: str | None = Field(None, description="private key (PEM) of tls_cert")
-    tls_ca: str | None = Field(
+    tls_cert: AnyPath[str | None] = Field(
+        None, description="this machine's certificate chain (PEM); `headrace certs` makes one"
+    )
+    tls_key: AnyPath[str | None] = Field(None, description="private key (PEM) of tls_cert")
+    tls_ca: AnyPath[str | None] = Field(
         None,
         description="certificates (PEM) of the authorities that signed the other machines' certificates; null: the system's",
     )

@@ -7,36 +7,37 @@ from typing import Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from headrace.base.addresses import reached, with_port
+from headrace.config.marks import AnyPath, Fixed, MayChange
 from headrace.config.section import Section
 
 Port = int
 
 
 class RunConfig(Section):
-    id: str | None = Field(
+    id: Fixed[str | None] = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
         description="name of the run; `up` with the id of an earlier run continues it; null: `up` makes one",
     )
-    dir: str = Field(
+    dir: MayChange[str] = Field(
         "runs", description="folder with one folder per run: logs, metrics, checkpoints, the buffer's files"
     )
-    started_in: str | None = Field(
+    started_in: MayChange[str | None] = Field(
         None,
         description="the folder at which this file's relative paths start, relative to the file; `up` writes it into the run's config.yaml",
     )
-    from_environment: str | None = Field(
+    from_environment: Fixed[str | None] = Field(
         None,
         description="digest of the fixed keys whose text comes from the environment, where another value would go unseen; `up` writes it "
         "into the run's config.yaml",
     )
-    max_failed_share: float = Field(
+    max_failed_share: MayChange[float] = Field(
         0.2,
         ge=0,
         le=1,
         description="once 100 prompts have ended, the run ends with an error if a larger share of its prompts has failed",
     )
-    hang_timeout_s: float = Field(
+    hang_timeout_s: MayChange[float] = Field(
         120.0,
         gt=0,
         description="`headrace up` kills and restarts a service of its own that answers nothing for this many seconds",
@@ -44,58 +45,58 @@ class RunConfig(Section):
 
 
 class ReplayConfig(Section):
-    redis_url: str | None = Field(
+    redis_url: MayChange[str | None] = Field(
         None,
         description="a Redis >= 7 or Valkey server: redis://host:port/0, rediss:// for TLS, sentinel://host:port,host:port/SERVICE, "
         "unix:///path; null: the replay service starts an embedded server",
     )
-    redis_host: str = Field("127.0.0.1", description="host on which the embedded server listens")
-    redis_port: int = Field(
+    redis_host: MayChange[str] = Field("127.0.0.1", description="host on which the embedded server listens")
+    redis_port: MayChange[int] = Field(
         6390,
         ge=1,
         le=65535,
         description="port of the embedded server; `headrace up` chooses a free one unless this is given",
     )
-    host: str = Field("127.0.0.1", description="host on which the HTTP API listens")
-    port: int = Field(
+    host: MayChange[str] = Field("127.0.0.1", description="host on which the HTTP API listens")
+    port: MayChange[int] = Field(
         8390,
         ge=0,
         le=65535,
         description="port of the HTTP API; with 0, and under `headrace up` unless this is given, a free one is chosen",
     )
-    appendfsync: Literal["always", "everysec", "no"] = Field(
+    appendfsync: MayChange[Literal["always", "everysec", "no"]] = Field(
         "everysec", description="durability of the embedded server's append-only file"
     )
-    redundant_generations: int = Field(
+    redundant_generations: Fixed[int] = Field(
         0, ge=0, description="trajectories started beyond n for each group; the first n scored complete it"
     )
-    retain_steps: int = Field(
+    retain_steps: MayChange[int] = Field(
         0,
         ge=0,
         description="newest trained steps whose trajectories are kept after their checkpoint, for `headrace replay-step` and `rescore`",
     )
-    bias_warning: float | None = Field(
+    bias_warning: MayChange[float | None] = Field(
         0.2,
         gt=0,
         description="warn if the mean length or reward of trained trajectories differs from that of all finished ones by more than this, "
         "relative to their standard deviation; null: never",
     )
-    lease_s: float = Field(15.0, gt=0, description="seconds without renewal after which a lease expires")
-    group_deadline_s: float = Field(
+    lease_s: MayChange[float] = Field(15.0, gt=0, description="seconds without renewal after which a lease expires")
+    group_deadline_s: MayChange[float] = Field(
         600.0, gt=0, description="absolute deadline in seconds of one attempt at a group, regardless of heartbeats"
     )
-    scoring_deadline_s: float = Field(
+    scoring_deadline_s: MayChange[float] = Field(
         120.0,
         gt=0,
         description="seconds without renewal after which a scorer's trajectories return to the queue; this costs no attempt",
     )
-    max_attempts: int = Field(3, ge=1, description="attempts at a group before it fails")
-    max_scoring_attempts: int = Field(
+    max_attempts: MayChange[int] = Field(3, ge=1, description="attempts at a group before it fails")
+    max_scoring_attempts: MayChange[int] = Field(
         3,
         ge=1,
         description="attempts at scoring a trajectory before its group fails; twice as many while its environment scores no other",
     )
-    max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes beyond which leases wait")
+    max_bytes: MayChange[int] = Field(4 * 1024**3, ge=1024**2, description="payload bytes beyond which leases wait")
 
 
 class RolloutConfig(Section):
@@ -255,25 +256,27 @@ class WeightChannelConfig(Section):
 
 
 class CheckpointingConfig(Section):
-    enabled: bool = True
-    checkpoint_dir: str | None = Field(None, description="null: <run folder>/checkpoints")
-    save_period: int = Field(
+    enabled: MayChange[bool] = True
+    checkpoint_dir: MayChange[AnyPath[str | None]] = Field(None, description="null: <run folder>/checkpoints")
+    save_period: MayChange[int] = Field(
         10, ge=1, description="steps between checkpoints; the steps since the last one are trained again after a crash"
     )
-    checkpoint_must_save_by: str | None = Field(
+    checkpoint_must_save_by: MayChange[str | None] = Field(
         None,
         pattern=r"^\d+:[0-2]\d:[0-5]\d:[0-5]\d$",
         description="DD:HH:MM:SS after the trainer's start by which one more checkpoint is saved, for jobs with a time limit; the run "
         "continues",
     )
-    keep_top_k: int | None = Field(
+    keep_top_k: MayChange[int | None] = Field(
         3,
         ge=1,
         description="the number of checkpoints to keep, the best by metric_name; null keeps all. The newest is always kept",
     )
-    metric_name: str | None = Field("val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest")
-    higher_is_better: bool = True
-    save_optimizer: bool = True
+    metric_name: MayChange[str | None] = Field(
+        "val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest"
+    )
+    higher_is_better: MayChange[bool] = True
+    save_optimizer: Fixed[bool] = True
 
     @property
     def must_save_by_s(self) -> float | None:

@@ -63,8 +63,8 @@ def test_the_wheel_installs_two_packages_and_none_is_called_services(wheel: Path
     assert {name.partition("/")[0] for name in installed_files(wheel)} == {"headrace", "headrace_services"}
 
 
-def test_the_wheel_has_every_module_and_every_function_of_the_buffer(wheel: Path, sources: list[str]) -> None:
-    modules = {name for name in sources if name.startswith("headrace/") and name.endswith(".py")}
+def test_the_wheel_has_every_module_and_every_file_that_they_read(wheel: Path, sources: list[str]) -> None:
+    modules = {name for name in sources if name.startswith("headrace/") and name.endswith((".py", ".yaml"))}
     modules |= {
         f"headrace_{name}" for name in sources if name.startswith("services/") and name.endswith((".py", ".lua"))
     }

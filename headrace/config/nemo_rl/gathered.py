@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from headrace.config.in_yaml import in_yaml
-from headrace.config.nemo_rl.rules import look
+from headrace.config.nemo_rl.values import look
 
 Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
 # takes the whole file and yields (Headrace's key, value, key in the file)
@@ -124,7 +124,7 @@ def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
         name = sampler.get("name", "in_order")
         age = sampler.get("max_lookahead_versions" if name == "in_order" else "max_staleness_versions")
     orders = {"in_order": "ordered", "weight_fifo": "drop", "ready_first": "drop", "windowed": "drop"}
-    if name not in orders:
+    if name not in [*orders]:
         raise ValueError(f"{in_yaml(name)} is not a known sampler; use one of {', '.join(orders)}")
     return {
         "enabled": True,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.config.in_yaml import in_yaml
-from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH, look, off, sources
+from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH
+from headrace.config.nemo_rl.values import look, off, sources
 
 Said = tuple[str, str]
 
@@ -35,7 +36,7 @@ def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     name = data.pop("dataset_name", None)
     default = {key: data.pop(key) for key in _OF_EACH_SOURCE if key in data}
     train = {} if name is None else {"dataset_name": name}
-    validation = dict(_OWN_VALIDATION.get(name or "", {}))
+    validation = dict(_OWN_VALIDATION.get(name, {}) if isinstance(name, str) else {})
     for key in ("data_path", "split"):
         for source, prefix, part in ((train, "train_", "train"), (validation, "val_", "validation")):
             value = data.pop(prefix + key, None)

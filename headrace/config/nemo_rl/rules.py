@@ -1,19 +1,19 @@
-"""The rules for NeMo RL's keys, and how the rule for a key is found."""
+"""The rules for NeMo RL's keys, read from table.yaml, and how the rule for a key is found."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config.keys import Keys
-
-Whole = Mapping[str, Any]
-
-Does = Literal["used", "renamed", "replaced", "refused"]
+from headrace.config.nemo_rl.values import CONDITIONS, CONVERSIONS, Whole, off
+from headrace.config.yaml_text import parse
 
 # the similarity of a misspelling to the intended key; keys of the families below are less similar to each other
 _MISSPELT = 0.92
@@ -23,21 +23,20 @@ ENABLED, MISSPELT_SWITCH = "enabled", 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule for one key of NeMo RL. A part `*` stands for several keys, and a last part `**` for everything below.
+    """A rule for one key of NeMo RL; table.yaml says what its fields mean.
 
-    `used`: Headrace has the key by this name. `renamed`: Headrace has it as `to`. `replaced`: it belongs to a part of NeMo RL that Headrace
-    does differently; `says` how. `refused`: it can't be honoured; `says` why and what to do. `fine(value, file)`: whether a value of a
-    refused key has no effect. `convert(value)`: the value in Headrace's terms; raises `ValueError` with what is wrong.
+    `fine(value, file, keys)`: whether a value of a refused key has no effect. `convert(value)`: the value in Headrace's terms; raises
+    `ValueError` with what is wrong.
     """
 
     key: str
-    does: Does
+    does: Literal["used", "renamed", "replaced", "refused"]
     to: str = ""
     says: str = ""
-    fine: Callable[[Any, Whole], bool] | None = None
-    convert: Callable[[Any], Any] | None = None
-    gathered: bool = False  # read together with other keys, by `translate`
-    once: bool = False  # a refused section, reported in one line instead of a line per key
+    fine: Callable[[Any, Whole, Keys], bool] = off
+    convert: Callable[[Any], Any] = lambda value: value
+    gathered: bool = False
+    once: bool = False
 
     @functools.cached_property
     def parts(self) -> Keys:
@@ -68,10 +67,14 @@ def _matches(key: str, part: str) -> bool:
 
 
 class Table:
-    """A searchable table of all rules. `dtensor_cfg`, the name of `automodel_cfg` in older releases, has the same ones."""
+    """All rules: `rows` as table.yaml has them, and `rules` with their alternatives written out. `dtensor_cfg`, the name of
+    `automodel_cfg` in older releases, has the same ones."""
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        self.rules = tuple(rules)
+    def __init__(self, text: str) -> None:
+        given = parse(text, "table.yaml")
+        self.alternatives: Mapping[str, list[str]] = given["alternatives"]
+        self.rows = tuple(_rows(given["table"]))
+        self.rules = tuple(rule for row in self.rows for rule in _expanded(row, self.alternatives))
         self._exact = {rule.parts: rule for rule in self.rules if "*" not in rule.key}
         self._patterns: dict[str, list[Rule]] = {}  # by first part, the most exact first
         for rule in sorted(self.rules, key=lambda rule: rule.exactness, reverse=True):
@@ -81,7 +84,7 @@ class Table:
 
     def find(self, keys: Keys) -> Rule | None:
         """Return the most exact rule that matches `keys`; None if none does, or if `keys` is a misspelling of a key with its own rule."""
-        keys = tuple("automodel_cfg" if key == "dtensor_cfg" else key for key in keys)
+        keys = _newer(keys)
         if rule := self._exact.get(keys):
             return rule
         rule = next((rule for rule in self._patterns.get(keys[0], ()) if rule.matches(keys)), None)
@@ -95,7 +98,7 @@ class Table:
 
     def beside(self, keys: Keys) -> list[str]:
         """Return the names with their own rules in the section of `keys`."""
-        section = tuple("automodel_cfg" if key == "dtensor_cfg" else key for key in keys[:-1])
+        section = _newer(keys[:-1])
         if section not in self._beside:
             longer = (rule.parts for rule in self.rules if len(rule.parts) > len(section))
             found = {parts[len(section)] for parts in longer if all(map(_matches, section, parts))}
@@ -103,49 +106,41 @@ class Table:
         return self._beside[section]
 
 
-def names(section: str, keys: str) -> list[str]:
-    """Return full keys for the keys of `section`, given separated by blanks."""
-    return [f"{section}.{key}" for key in keys.split()]
+def _newer(keys: Keys) -> Keys:
+    return tuple("automodel_cfg" if key == "dtensor_cfg" else key for key in keys)
 
 
-def used(section: str, keys: str, says: str = "", convert: Callable[[Any], Any] | None = None) -> list[Rule]:
-    """Return rules for keys (separated by blanks) of `section` that Headrace has by the same names."""
-    return [Rule(key, "used", says=says, convert=convert) for key in names(section, keys)]
+def _rows(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
+    """Yield a rule for each name of each row; its alternatives are not yet written out."""
+    for section, rows in sections.items():
+        for names, given in rows.items():
+            row: dict[str, Any] = {given: ""} if isinstance(given, str) else {**given}
+            does: Any = next(iter(row))
+            row["to" if does == "renamed" else "says"] = row.pop(does)
+            if "unless" in row:
+                row["fine"] = _condition(row.pop("unless"))
+            if "convert" in row:
+                row["convert"] = CONVERSIONS[row["convert"]]
+            for name in names.split():
+                rule = Rule(f"{section}.{name}".lstrip("."), does, **row)
+                yield dataclasses.replace(rule, to=rule.to.replace("<name>", name))
 
 
-def renamed(key: str, to: str, says: str = "", *, gathered: bool = False) -> Rule:
-    return Rule(key, "renamed", to=to, says=says, gathered=gathered)
+def _condition(unless: str | list[Any]) -> Callable[[Any, Whole, Keys], bool]:
+    if isinstance(unless, str):
+        return CONDITIONS[unless]
+    return lambda value, whole, keys: off(value, whole, keys) or value in unless
 
 
-def replaced(says: str, *keys: str) -> list[Rule]:
-    return [Rule(key, "replaced", says=says) for key in keys]
+def _expanded(row: Rule, alternatives: Mapping[str, Iterable[str]]) -> Iterator[Rule]:
+    """Yield `row` once for each alternative of every `<name>` in its key."""
+    found = re.search(r"<(\w+)>", row.key)
+    if found is None:
+        yield row
+        return
+    for alternative in alternatives[found[1]]:
+        written = {field: getattr(row, field).replace(found[0], alternative) for field in ("key", "to", "says")}
+        yield from _expanded(dataclasses.replace(row, **written), alternatives)
 
 
-def off(value: Any, whole: Whole) -> bool:
-    """Whether a value has no effect, whatever its key is: null, false, empty."""
-    return value is None or value is False or value in ("", "false", "none", {}, [])
-
-
-def refused(says: str, *keys: str, fine: Callable[[Any, Whole], bool] = off, once: bool = False) -> list[Rule]:
-    return [Rule(key, "refused", says=says, fine=fine, once=once) for key in keys]
-
-
-def only(*values: Any) -> Callable[[Any, Whole], bool]:
-    """Return a `fine` for a key for which these `values` ask for what Headrace does anyway."""
-    return lambda value, whole: off(value, whole) or value in values
-
-
-def sources(whole: Any, part: str) -> list[dict[str, Any]]:
-    """Return the data sets in `data.train` or `data.validation` that are mappings."""
-    given = look(whole, f"data.{part}")
-    listed = given if isinstance(given, list) else [given]
-    return [source for source in listed if isinstance(source, dict)]
-
-
-def look(whole: Any, key: str, default: Any = None) -> Any:
-    """Return the value at a dotted key, or `default`."""
-    for part in key.split("."):
-        if not isinstance(whole, Mapping) or part not in whole:
-            return default
-        whole = whole[part]
-    return whole
+TABLE = Table(Path(__file__).with_name("table.yaml").read_text(encoding="utf-8"))

@@ -14,14 +14,10 @@ from headrace.config.explain import known_keys, nearest, pattern, similar
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import as_written
 from headrace.config.keys import Keys
-from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
 from headrace.config.nemo_rl.gathered import GATHERERS
 from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise, unclear_switches
-from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
-from headrace.config.nemo_rl.rules import Rule, Table, look, off, sources
-from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER, MULTIMODAL
-
-TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
+from headrace.config.nemo_rl.rules import TABLE, Rule
+from headrace.config.nemo_rl.values import look, off, sources
 
 # what such a file means implicitly; keys of `ppo` apply to a file that has it
 IMPLIED: dict[str, Any] = {
@@ -34,6 +30,9 @@ IMPLIED: dict[str, Any] = {
 IMPLIED_BY: dict[str, tuple[Any, str]] = {
     "loss_fn.truncated_importance_sampling_type": ("tis", "loss_fn.truncated_importance_sampling_ratio"),
 }
+
+# data sets of images, audio and video, by their names in small letters and with hyphens
+_MULTIMODAL = ("clevr-cogent", "refcoco", "geometry3k", "mmpr-tiny", "avqa", "daily-omni", "intent")
 
 # kinds of training that Headrace doesn't have, by their sections
 _OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
@@ -212,7 +211,7 @@ class _Builder:
         if rule.does == "replaced":
             self.replaced.setdefault(rule.says, []).append(self._written(keys))
         elif rule.does == "refused":
-            if rule.fine is None or not rule.fine(value, self.theirs):
+            if not rule.fine(value, self.theirs, keys):
                 self._refuse(rule, keys, value)
         else:
             self._carry(rule, keys, value)
@@ -235,7 +234,7 @@ class _Builder:
         if rule.gathered:
             return
         try:
-            value = rule.convert(value) if rule.convert else value
+            value = rule.convert(value)
         except ValueError as error:
             self._refuse_value(".".join(keys), str(error))
             return
@@ -284,7 +283,7 @@ def _of_another_kind(values: dict[str, Any]) -> Refusal | None:
         given = look(values, path)
         for number, source in enumerate(given if isinstance(given, list) else [given]):
             name = source.get("dataset_name") if isinstance(source, dict) else None
-            if isinstance(name, str) and name.lower().replace("_", "-") in MULTIMODAL:
+            if isinstance(name, str) and name.lower().replace("_", "-") in _MULTIMODAL:
                 keys = (*path.split("."), *([str(number)] if isinstance(given, list) else []), "dataset_name")
                 return Refusal(
                     keys,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config, load
-from headrace.config.compare import FREE, diff
+from headrace.config.compare import diff, may_change
 from headrace.config.explain import known_keys
+from headrace.config.marks import Mark
 
 
 def loaded(tmp_path: Path, *overrides: str) -> Config:
@@ -81,5 +82,12 @@ def test_equal_configurations_have_no_changes(tmp_path: Path) -> None:
     assert diff(loaded(tmp_path), loaded(tmp_path)) == []
 
 
-def test_every_key_that_may_change_exists() -> None:
-    assert [key for key in FREE if tuple(key.split(".")) not in known_keys()] == []
+def test_every_key_says_whether_it_may_change() -> None:
+    sections = {key[:end] for key in known_keys() for end in range(len(key))}
+    assert [".".join(key) for key in known_keys() if key not in sections and may_change(key) is None] == []
+
+
+def test_no_key_says_both() -> None:
+    both = {Mark.MAY_CHANGE, Mark.FIXED}
+    marks = {key: [mark for mark in field.metadata if mark in both] for key, field in known_keys().items()}
+    assert [".".join(key) for key, said in marks.items() if len(said) > 1] == []

@@ -478,3 +478,19 @@ def test_an_error_of_two_keys_says_where_the_first_of_them_stands(file: Path) ->
     assert said.splitlines() == [said]
     assert said.endswith("use 2 or more (command line)")
     assert refusal(file).endswith(f"({file}:15)")
+
+
+def test_the_paths_of_an_evaluation_start_where_its_run_was_started(tmp_path: Path) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "asked.txt").write_text("{}")
+    saved = tmp_path / "runs" / "first" / "config.yaml"
+    saved.parent.mkdir(parents=True)
+    saved.write_text(
+        f"run: {{id: first, dir: {tmp_path}/runs, started_in: ../../start}}\n"
+        "env: {math: {}}\n"
+        "data: {default: {env_name: math}, evaluate: {mine: {dataset_name: gsm8k, prompt_file: asked.txt}}}\n"
+    )
+    evaluated = load(saved, [], {}).data.evaluate
+    assert evaluated is not None
+    assert evaluated["mine"] is not None
+    assert evaluated["mine"].prompt_file == str(tmp_path / "start" / "asked.txt")

@@ -194,6 +194,19 @@ def test_values_are_said_as_yaml_writes_them(tmp_path: Path, text: str, said: st
     assert any(said in line for line in refusal(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("env: {math: {math_verify_impl: [x]}}", "env.math.math_verify_impl"),
+        ("env: {math: {math_verify_impl: {}}}", "env.math.math_verify_impl"),
+        ("grpo: {async_grpo: null}\nasync_rl: {sampler: {name: [x]}}", "async_rl.sampler.name"),
+        ("data: {_override_: true, dataset_name: [x]}", "data.dataset_name"),
+    ],
+)
+def test_a_list_in_the_place_of_a_name_is_named(tmp_path: Path, text: str, key: str) -> None:
+    assert any(line.startswith(f"{key}: ") for line in refusal(tmp_path, text))
+
+
 def test_data_of_images_are_the_reason(tmp_path: Path) -> None:
     text = (
         "data: {_override_: true, dataset_name: clevr-cogent, split: trainA}\nenv: {_override_: true, clevr-cogent: {}}"

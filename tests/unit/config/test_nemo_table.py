@@ -10,7 +10,9 @@ import pytest
 
 from headrace.config.explain import known_keys, pattern
 from headrace.config.loading import NEMO_RL_KEYS
-from headrace.config.nemo_rl.translate import IMPLIED, TABLE
+from headrace.config.nemo_rl.rules import TABLE
+from headrace.config.nemo_rl.translate import IMPLIED
+from headrace.config.nemo_rl.values import CONDITIONS, CONVERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -160,10 +162,17 @@ def test_every_key_of_ours_that_the_table_names_is_there() -> None:
 
 def test_every_row_says_what_it_has_to() -> None:
     for rule in TABLE.rules:
+        assert rule.does in ("used", "renamed", "replaced", "refused"), rule.key
+        assert "<" not in rule.key + rule.to, rule.key
         assert bool(rule.to) == (rule.does == "renamed"), rule.key
         assert rule.says or rule.does in ("used", "renamed"), rule.key
         assert not rule.says.endswith("."), rule.key
         assert "**" not in rule.parts[:-1], rule.key
+
+
+def test_every_function_that_rows_can_name_is_named() -> None:
+    assert {*CONVERSIONS.values()} <= {rule.convert for rule in TABLE.rules}
+    assert {*CONDITIONS.values()} <= {rule.fine for rule in TABLE.rules}
 
 
 def test_no_key_is_decided_twice() -> None:

@@ -1,0 +1,204 @@
+"""What table.yaml calls by name: the conversions of values, and the conditions under which a refused key has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from headrace.config.data import OWN_CODE, Generator, HubName, ProcessorName
+from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import Keys
+
+Whole = Mapping[str, Any]  # the whole file
+
+
+def look(whole: Any, key: str, default: Any = None) -> Any:
+    """Return the value at a dotted key, or `default`."""
+    for part in key.split("."):
+        if not isinstance(whole, Mapping) or part not in whole:
+            return default
+        whole = whole[part]
+    return whole
+
+
+def sources(whole: Any, part: str) -> list[dict[str, Any]]:
+    """Return the data sets in `data.train` or `data.validation` that are mappings."""
+    given = look(whole, f"data.{part}")
+    listed = given if isinstance(given, list) else [given]
+    return [source for source in listed if isinstance(source, dict)]
+
+
+# conversions
+
+
+def epochs(value: Any) -> Any:
+    """Convert `-1`, which async PPO requires there, to no limit."""
+    return 1_000_000_000 if value == -1 else value
+
+
+def period(value: Any) -> Any:
+    return 0 if isinstance(value, int | float) and value < 0 else value
+
+
+def fused_adam(value: Any) -> Any:
+    """Convert Transformer Engine's fused Adam, which decouples weight decay, to AdamW."""
+    return "torch.optim.AdamW" if isinstance(value, str) and value.endswith(".FusedAdam") else value
+
+
+def precision(value: Any) -> Any:
+    if value == "fp8":
+        raise ValueError("'fp8': rollouts have the dtype of the weights; set it to bfloat16")
+    return value
+
+
+def kv_cache_dtype(value: Any) -> Any:
+    return "fp8" if value == "fp8_e4m3" else value  # two names of the same type
+
+
+def dataset(value: Any) -> Any:
+    """Return a name that Headrace reads too, or None where `data_path` names the data set."""
+    if value == "ResponseDataset":
+        return None
+    known = (*get_args(Generator), *get_args(HubName))
+    if value is not None and value not in known and not OWN_CODE.fullmatch(str(value)):
+        raise ValueError(
+            f"{in_yaml(value)} is not supported; convert it to a JSONL file, and give data_path, with the question under input_key and the "
+            f"answer under output_key, or use one of {', '.join(known)}"
+        )
+    return value
+
+
+# Headrace does their work for each data set that is read by name, and for files
+_WITHOUT_NAME = (
+    "math_hf_data_processor",
+    "math_data_processor",
+    "math_gdpo_data_processor",
+    "helpsteer3_data_processor",
+)
+
+
+def processor(value: Any) -> Any:
+    """Return a name that Headrace reads too, or None where problems already have a question and an answer."""
+    if value is None or value in _WITHOUT_NAME:
+        return None
+    if value not in get_args(ProcessorName) and not OWN_CODE.fullmatch(str(value)):
+        raise ValueError(
+            f"{in_yaml(value)} is not one of {', '.join((*_WITHOUT_NAME, *get_args(ProcessorName)))}; write a function that is called "
+            "with each row and returns one with input and output, and name it as FILE.py:NAME"
+        )
+    return value
+
+
+def extract(value: Any) -> Any:
+    ours = {"hf_math_verify": "none", "dapo_math_verify": "answer_line"}
+    if value is not None and value not in [*ours]:
+        raise ValueError(
+            f"{in_yaml(value)} is not one of {', '.join(ours)}; choose one, or serve an environment (env.math.target)"
+        )
+    return ours.get(value)
+
+
+def metric(value: Any) -> Any:
+    """Convert the bare names of older releases. `val_reward` was the mean reward of a validation."""
+    if isinstance(value, str) and not value.startswith(("val:", "train:")):
+        older = {"val_reward": "val:accuracy", "val_accuracy": "val:accuracy"}
+        if value not in older:
+            raise ValueError(f"{in_yaml(value)} is neither val:… nor train:…; write for example val:accuracy")
+        return older[value]
+    return value
+
+
+CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    function.__name__: function
+    for function in (epochs, period, fused_adam, precision, kv_cache_dtype, dataset, processor, extract, metric)
+}
+
+# conditions: each takes the value, the whole file and the value's keys
+
+
+def off(value: Any, whole: Whole, keys: Keys = ()) -> bool:
+    """Whether a value has no effect, whatever its key is: null, false, empty."""
+    return value is None or value is False or value in ("", "false", "none", {}, [])
+
+
+def not_false(value: Any, whole: Whole, keys: Keys) -> bool:
+    return value is not False
+
+
+def default_template(value: Any, whole: Whole, keys: Keys) -> bool:
+    return bool(value == "default")
+
+
+def max_length(value: Any, whole: Whole, keys: Keys) -> bool:
+    return value is None or value == look(whole, "policy.max_total_sequence_length")
+
+
+def same_precision(value: Any, whole: Whole, keys: Keys) -> bool:
+    """Whether a type is the one that the model is trained in."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    return off(value, whole) or name in ("auto", look(whole, f"{keys[0]}.precision"))
+
+
+def trained_in_float32(value: Any, whole: Whole, keys: Keys) -> bool:
+    return off(value, whole) or look(whole, f"{keys[0]}.precision") == "float32"
+
+
+def zero_or_not_fp8(value: Any, whole: Whole, keys: Keys) -> bool:
+    return off(value, whole) or value == 0 or look(whole, "policy.generation.vllm_cfg.precision") != "fp8"
+
+
+def dense(value: Any, whole: Whole, keys: Keys) -> bool:
+    """Whether nothing indicates a mixture of experts: no experts are spread over ranks."""
+    spread = (
+        look(whole, f"{keys[0]}.megatron_cfg.expert_model_parallel_size", 1),
+        look(whole, f"{keys[0]}.automodel_cfg.expert_parallel_size", 1),
+    )
+    return off(value, whole) or all(size in (None, 1) for size in spread)
+
+
+def zero_or_dense(value: Any, whole: Whole, keys: Keys) -> bool:
+    return value == 0 or dense(value, whole, keys)
+
+
+def one_token_predicted(value: Any, whole: Whole, keys: Keys) -> bool:
+    return not look(whole, f"{keys[0]}.megatron_cfg.mtp_num_layers")
+
+
+def before_or_no_dropout(value: Any, whole: Whole, keys: Keys) -> bool:
+    older = ["dtensor_cfg" if key == "automodel_cfg" else key for key in keys[:-1]]
+    newer = ["automodel_cfg" if key == "dtensor_cfg" else key for key in keys[:-1]]
+    return value in (None, "pre") or not any(look(whole, ".".join((*at, "dropout"))) for at in (older, newer))
+
+
+def no_penalty(value: Any, whole: Whole, keys: Keys) -> bool:
+    """Whether the token ids have no effect, because no penalty that reads them is on."""
+    penalties = look(whole, "reward_penalties") or {}
+    return not any(value for key, value in penalties.items() if key.startswith("penalize_"))
+
+
+def sampled_alone(value: Any, whole: Whole, keys: Keys) -> bool:
+    return off(look(whole, "on_policy_distillation.full.enabled"), whole)
+
+
+def served(value: Any, whole: Whole, keys: Keys) -> bool:
+    return bool(look(whole, f"env.{keys[1]}.target") or look(whole, f"env.{keys[1]}.type"))
+
+
+def model_itself(value: Any, whole: Whole, keys: Keys) -> bool:
+    return off(value, whole) or value == look(whole, "env.reward_model.model_name")
+
+
+def draws_alike(value: Any, whole: Whole, keys: Keys) -> bool:
+    """Whether the data loader has no effect: NeMo RL's example draws like Headrace, and any other is called only with several data
+    loaders."""
+    example = isinstance(value, str) and value.endswith(".example_custom_dataloader")
+    return off(value, whole) or example or off(look(whole, "data.use_multiple_dataloader"), whole)
+
+
+CONDITIONS: Mapping[str, Callable[[Any, Whole, Keys], bool]] = {
+    function.__name__: function
+    for function in (
+        not_false, default_template, max_length, same_precision, trained_in_float32, zero_or_not_fp8, dense, zero_or_dense,
+        one_token_predicted, before_or_no_dropout, no_penalty, sampled_alone, served, model_itself, draws_alike,
+    )
+}  # fmt: skip
