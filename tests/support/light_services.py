@@ -23,7 +23,7 @@ from headrace.base.errors import ReplayUnavailable, ServiceError
 from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
+from headrace.net.service import EXIT_STOPPED, admit, admitting, bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
@@ -58,6 +58,7 @@ def forked_rollout(config: Config) -> None:
 
 def _be_forked(kind: str) -> None:
     """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
+    admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
     service = fork(command, *sys.argv[1:], kind=kind)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, _: service.send_signal(number))
@@ -73,7 +74,9 @@ def idle_reward(config: Config) -> None:
             self.end_headers()
             self.wfile.write(b"[]")
 
-    with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
+    with admitting(config.reward.http_port):
+        server = ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready)
+    with server:
         server.serve_forever()
 
 

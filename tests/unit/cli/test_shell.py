@@ -14,7 +14,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from headrace.launch import shell
 
-CHECK = "from headrace.cli import shell; shell.check()"
+CHECK = "from headrace.launch import shell; shell.check()"
 
 
 def limited(limit: int, value: int) -> Callable[[], None]:

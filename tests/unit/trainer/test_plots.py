@@ -147,7 +147,7 @@ def test_a_chart_that_can_not_be_drawn_says_so_and_ends_nothing(monkeypatch: pyt
             raise ValueError("no <ticks>")
         return f"<section>{title}</section>"
 
-    monkeypatch.setattr(plots, "_drawn_card", drawn)
+    monkeypatch.setattr(plots, "_draw_card", drawn)
     page = render([line(0, reward=1.0, entropy=1.0)], "run")
     assert "can&#x27;t be drawn, its values are in metrics.jsonl: ValueError: no &lt;ticks&gt;" in page
     assert "<section>Entropy</section>" in page
