@@ -96,6 +96,7 @@ style: $(STAMP)
 	$(BIN)/buf breaking --against $(RELEASED)
 	$(BIN)/yamllint --strict deploy examples .github .pre-commit-config.yaml .yamllint.yaml buf.yaml
 	$(BIN)/hadolint deploy/Dockerfile
+	$(PY) scripts/check_lua.py
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -34,6 +34,10 @@ _DEFINED = re.compile(r"^local (?:function (\w+)|(\w+(?:, \w+)*))", re.MULTILINE
 _COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
 _READER = re.compile(r"^register_reader\(", re.MULTILINE)
+# the line above each file in the joined source
+_BEGINS = re.compile(r"do  -- (\w+)\.lua")
+# ends a line of names, however many they are
+_LONG = "  -- luacheck: ignore 631"
 # commands that change nothing
 _READS = {
     *(
@@ -86,7 +90,7 @@ class _File:
 
     def check(self, shared: dict[str, _File]) -> None:
         """Raise `LibraryError` unless `uses` names exactly the shared files from which this file takes names, and no other shared file
-        defines the same names."""
+        defines the same names. A local variable of a name that another file defines would count as taken: luacheck refuses those."""
         for file in shared.values():
             for name in sorted(self.defines.keys() & file.defines.keys()):
                 if self.shared and file is not self:
@@ -129,6 +133,10 @@ def _code_of(text: str) -> str:
     """Return Lua source without comments, blank lines and white space at the ends of lines."""
     code = _COMMENT_OR_STRING.sub(lambda match: "" if match[0].startswith("--") else match[0], text)
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
+def _scope(name: str, text: str) -> str:
+    return f"do  -- {name}.lua\n{text}\nend\n"
 
 
 class Library:
@@ -177,15 +185,24 @@ class Library:
         """Return the joined source for `FUNCTION LOAD`."""
         return f"#!lua name={self.name}\nlocal BUILD = '{self.build}'\n{self._joined}"
 
+    def place(self, line: int) -> str:
+        """Return the file, and the line in it, from which a line of `source` comes."""
+        for above, text in enumerate(reversed(self.source().splitlines()[:line])):
+            begins = _BEGINS.fullmatch(text)
+            if begins:
+                return f"{begins[1]}.lua:{above}"
+        return f"{self.name}:{line}"
+
     def _join(self) -> str:
         """Join the files. Each has its own scope, because Lua allows only 200 local variables per scope. The names that a shared file
         defines for others are declared before its scope. COMMANDS has the commands of each function."""
         commands = [f"{name} = '{' '.join(sorted(self.commands(name)))}'" for name in self._transitions]
-        parts = [f"local COMMANDS = {{{', '.join(commands)}}}"]
+        parts = [f"local COMMANDS = {{{', '.join(commands)}}}{_LONG}"]
         for name in self._order:
             taken = self._taken_from(name)
-            parts.append(f"local {', '.join(sorted(taken))}\ndo\n{self._shared[name].defining(taken)}\nend\n")
-        parts += [f"do\n{file.text}\nend\n" for file in self._transitions.values()]
+            parts.append(f"local {', '.join(sorted(taken))}{_LONG}")
+            parts.append(_scope(name, self._shared[name].defining(taken)))
+        parts += [_scope(name, file.text) for name, file in self._transitions.items()]
         return "\n".join(parts)
 
     def _taken_from(self, name: str) -> set[str]:

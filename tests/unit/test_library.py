@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +15,12 @@ import pytest
 from headrace_services.replay import library as module
 from headrace_services.replay.library import Library, LibraryError, built_in
 
+ROOT = Path(__file__).resolve().parents[2]
+# a luacheck that objects to a line of a shared file and to one of a transition
+FUSSY = """#!/bin/sh
+sed -n "/function load_run(/{=}; /^register('push'/{=}" | sed "s/.*/stdin:&:9: (W431) shadowing upvalue 'x' on line 7/"
+exit 1
+"""
 ARGS = """-- _args: arguments.
 
 local function name(value) return value end
@@ -44,10 +55,7 @@ def test_shared_files_come_before_those_that_use_them_and_transitions_last(libra
         _aaa="-- uses: _run\nlocal function early() return load_run({}) end\n", zip="-- uses: _aaa\nearly()\n"
     )
     text = source.source()
-    order = [
-        text.index(part)
-        for part in ("-- _args: ", "-- _run: ", "function early", "do\n" + PUSH, "do\n-- uses: _aaa\nearly()")
-    ]
+    order = [text.index(part) for part in ("-- _args: ", "-- _run: ", "function early", PUSH, "-- uses: _aaa\nearly()")]
     assert order == sorted(order)
     assert text.startswith(f"#!lua name=headrace_{source.build}\nlocal BUILD = '{source.build}'\n")
     assert source.transitions == ["push", "zip"]
@@ -55,7 +63,7 @@ def test_shared_files_come_before_those_that_use_them_and_transitions_last(libra
 
 def test_a_shared_file_keeps_the_names_that_no_other_takes_to_itself(library: Callable[..., Library]) -> None:
     text = library(_args=ARGS + "local own = 3\n").source()
-    assert "local MOST, name\ndo\n" in text
+    assert re.search(r"^local MOST, name\b.*\ndo\b", text, re.MULTILINE)
     assert "\nfunction name(value)" in text
     assert "\nlocal LEAST MOST, LEAST = 2, 1\n" in text
     assert "\nlocal own = 3\n" in text
@@ -122,3 +130,32 @@ def test_clients_call_the_build_of_these_files(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_buffers_own_files_fit() -> None:
     assert {"push", "lease", "reserve", "score"} <= set(built_in().transitions)
+
+
+def checked(path: Path) -> subprocess.CompletedProcess[str]:
+    script, environment = ROOT / "scripts" / "check_lua.py", {**os.environ, "PATH": str(path)}
+    return subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+
+
+def test_what_luacheck_finds_in_the_joined_files_is_printed_with_the_line_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "luacheck").write_text(FUSSY)
+    (tmp_path / "luacheck").chmod(0o755)
+    (tmp_path / "sed").symlink_to(shutil.which("sed") or "")
+    found = checked(tmp_path)
+    assert found.returncode == 1
+    folder = Path("services/replay/functions")
+    for line, (file, start) in zip(
+        found.stdout.splitlines(),
+        [("_run.lua", "local function load_run("), ("push.lua", "register('push'")],
+        strict=True,
+    ):
+        number = next(
+            n for n, text in enumerate((ROOT / folder / file).read_text().splitlines(), 1) if text.startswith(start)
+        )
+        assert line == f"{folder / file}:{number}:9: (W431) shadowing upvalue 'x'"
+
+
+def test_a_machine_without_luacheck_is_told_its_package(tmp_path: Path) -> None:
+    found = checked(tmp_path)
+    assert found.returncode == 1
+    assert "apt-get install lua-check" in found.stderr

@@ -9,8 +9,8 @@ local function refuse(code, message)
 end
 
 -- Format a value for a one-line error.
-local function show(text)
-  local clean = string.gsub(tostring(text), '[%c"]', '?')
+local function show(value)
+  local clean = string.gsub(tostring(value), '[%c"]', '?')
   if #clean > 80 then clean = string.sub(clean, 1, 77) .. '...' end
   return '"' .. clean .. '"'
 end
@@ -83,9 +83,9 @@ local function one_of(allowed)
   end
 end
 
-local function entries_of(map)
+local function entries_of(value)
   local count = 0
-  for _ in pairs(map) do count = count + 1 end
+  for _ in pairs(value) do count = count + 1 end
   return count
 end
 
@@ -127,8 +127,8 @@ local function require_bytes(count, args)
 end
 
 -- For replies: msgpack can't distinguish an empty map from an empty list, so an empty map is left out.
-local function unless_empty(map)
-  if next(map) ~= nil then return map end
+local function unless_empty(value)
+  if next(value) ~= nil then return value end
 end
 
 -- Text from people and programs, shortened. A character that would be cut in two is dropped.
@@ -139,9 +139,9 @@ end
 
 -- Turn a hash's fields and values into a map of numbers.
 local function numbers(flat)
-  local map = {}
-  for i = 1, #flat, 2 do map[flat[i]] = tonumber(flat[i + 1]) end
-  return map
+  local by_name = {}
+  for i = 1, #flat, 2 do by_name[flat[i]] = tonumber(flat[i + 1]) end
+  return by_name
 end
 
 -- Group the entries of a batch by their group, in the order in which they came.

@@ -5,8 +5,8 @@
 -- from calls for an earlier one (law 4): at most one program works on an episode.
 -- uses: _group, _payload, _trajectory
 
--- The group of a call that names an episode, or nil, code and message. With it three counts of the episode: how often it was begun before, how
--- many of its attempts it has used, and how often it was interrupted since it last ended in another way.
+-- The group of a call that names an episode, or nil, code and message. With it three counts of the episode: how often it was begun before,
+-- how many of its attempts it has used, and how often it was interrupted since it last ended in another way.
 local function episode_of(run, call, entry)
   if is_foreign(run, call) then return nil, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id end
   local group = load_group(run, entry.id)
@@ -31,7 +31,8 @@ local function episode_refusal(run, call, entry, group)
 end
 
 local function bytes_refusal(run, entry, bytes)
-  if bytes <= max_episode_bytes(run) then return end
-  return 'HR_EPISODE_BYTES', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes .. ' bytes, more than max_episode_bytes ' ..
-    max_episode_bytes(run)
+  local most = max_episode_bytes(run)
+  if bytes <= most then return end
+  return 'HR_EPISODE_BYTES', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes ..
+    ' bytes, more than max_episode_bytes ' .. most
 end

@@ -10,7 +10,8 @@
 -- The number of bytes of the length, or of the value, after each msgpack type from 0xc0 to 0xdf. Types without an entry occur in no
 -- message. (cmsgpack can't read the bytes that a rendezvous contains.)
 local VALUE_BYTES = {
-  [192] = 0, [194] = 0, [195] = 0, [202] = 4, [203] = 8, [204] = 1, [205] = 2, [206] = 4, [207] = 8, [208] = 1, [209] = 2, [210] = 4, [211] = 8,
+  [192] = 0, [194] = 0, [195] = 0, [202] = 4, [203] = 8, [204] = 1, [205] = 2, [206] = 4, [207] = 8, [208] = 1, [209] = 2, [210] = 4,
+  [211] = 8,
 }
 local LENGTH_BYTES = {[196] = 1, [197] = 2, [198] = 4, [217] = 1, [218] = 2, [219] = 4, [220] = 2, [221] = 4, [222] = 2, [223] = 4}
 

@@ -41,3 +41,9 @@ end
 
 -- Whether a replica in this state (as stored, or as `state_of` returns it) is waited for: epochs include it, and it may hold leases.
 local function takes_part(state) return state == 'HEALTHY' or state == 'STALE' end
+
+-- Whether a member may lease: a replica must be HEALTHY on this timeline, a runner ALIVE.
+local function may_lease(run, holder)
+  local state, timeline = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'timeline'))
+  return state == 'ALIVE' or state == 'HEALTHY' and timeline == run.timeline
+end

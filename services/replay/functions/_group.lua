@@ -21,7 +21,7 @@
 --   r<i>      reward
 --   x<i>      why it was dropped
 --
--- A queued group that was passed over has its place in line and its bytes (_lease.lua).
+-- A queued group that was passed over has its place in line and its bytes (_admission.lua).
 --
 -- The first n trajectories that are scored are the group (law 3). Which indices they have is left to chance, so readers go by p<i>.
 -- uses: _args, _fields, _fleet, _meter, _run, _trajectory

@@ -59,7 +59,8 @@ local function record_refusal(run, entry, group)
     return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. group.count .. ' trajectories'
   end
   if entry.oldest > entry.newest or entry.newest > run.next_step then
-    return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' .. run.next_step
+    return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' ..
+      run.next_step
   end
 end
 

@@ -37,8 +37,8 @@ end
 
 -- The server's words for a command that the caller has no right to. Those of Redis 7.0 don't name it.
 local function is_denied(reply)
-  local words = type(reply) == 'table' and reply.err or tostring(reply)
-  return string.find(words, 'ACL failure in script', 1, true) or string.find(words, "The user executing the script can't", 1, true)
+  local said = type(reply) == 'table' and reply.err or tostring(reply)
+  return string.find(said, 'ACL failure in script', 1, true) or string.find(said, "The user executing the script can't", 1, true)
 end
 
 -- The commands of a function that the caller has no right to.
@@ -132,7 +132,9 @@ end
 -- the queue.
 local function count_waiting_episodes(run)
   local count = 0
-  for _, place in ipairs({'orphans', 'suspects', 'validation', 'passed'}) do count = count + redis.call('ZCARD', of_kind(run, place, 'episodes')) end
+  for _, place in ipairs({'orphans', 'suspects', 'validation', 'passed'}) do
+    count = count + redis.call('ZCARD', of_kind(run, place, 'episodes'))
+  end
   local first = redis.call('ZRANGE', queue_of(run, 'train'), 0, 0)[1]
   return count + (first and redis.call('HEXISTS', group_key(run, first), 'kind') or 0)
 end

@@ -8,7 +8,8 @@
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
 --   drains      string  the replica that gets no more groups until it can take suspects
---   passed      zset    queued train groups that have their place in line because groups of the other kind behind them were leased, by ticket
+--   passed      zset    queued train groups that have their place in line because groups of the other kind behind them were leased, by
+--                       ticket
 --   leases      zset    open groups by the end of their lease, or by their deadline if another replica is to continue them
 --   orphans     zset    open groups whose lease was lost, by ticket: leased next
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
@@ -35,7 +36,8 @@
 --   m:<moment>        hashes (see _meter.lua)
 --   clients           hash: `<what> <client>` -> number of the newest such call; `taken <client>` -> the answer to its newest take_scoring
 --   old               set of incarnations to be swept
---   used              set of timelines and incarnations that have ended, replicas that have left, and superseded starts of the replay service
+--   used              set of timelines and incarnations that have ended, replicas that have left, and superseded starts of the replay
+--                     service
 --   wake:<what>       channels
 -- uses: _args
 
@@ -106,8 +108,8 @@ local function load_run(keys)
   for i = 3, #FIELDS - #WORDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
   for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
   if run.build and run.build ~= BUILD then
-    refuse('HR_BUILD', 'run ' .. string.sub(key, 5, -2) .. ' was opened by build ' .. run.build .. ', and this call is of build ' .. BUILD ..
-      '; restart the service that made it with the version of Headrace that the replay service has')
+    refuse('HR_BUILD', 'run ' .. string.sub(key, 5, -2) .. ' was opened by build ' .. run.build .. ', and this call is of build ' ..
+      BUILD .. '; restart the service that made it with the version of Headrace that the replay service has')
   end
   run.base = key .. ':' .. run.incarnation .. ':'
   tell_time(run)

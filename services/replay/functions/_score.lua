@@ -22,7 +22,8 @@ local function parse_score(run, entry, given, record)
       refuse('HR_INVALID', 'build ' .. show(entry.build) .. ' has ' .. #entry.build .. ' bytes, more than ' .. MOST_BUILD_BYTES)
     end
     if select(3, parse_filter(run.filter)) == 'components' and not score_field(record, 'components', 'table') then
-      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is invalid, and groups are filtered by its components')
+      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at ..
+        ' is invalid, and groups are filtered by its components')
     end
   else
     if entry.reward ~= nil or given.build ~= nil then
@@ -30,7 +31,9 @@ local function parse_score(run, entry, given, record)
         '; only SCORED has them')
     end
     entry.message = score_field(record, 'message', 'string')
-    if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' does not say what went wrong') end
+    if not entry.message then
+      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' does not say what went wrong')
+    end
     text(entry.message, 'message')
     entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
     if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end

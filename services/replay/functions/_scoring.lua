@@ -10,9 +10,10 @@
 --                            works: of all trajectories that it scored, the highest number under which one was taken
 --                            not_started: calls in a row of which it began nothing
 --                            alone: `<place> <member>`, the trajectory that was last taken alone
---                            repaired: a number: when the breaker was closed by a probe that was not from a new group, or that had failed before
---                            Only of an open breaker: since, kind, message, traceback, probes (failed in a row), probe_at, group (the newest
---                            that was leased to be the probe), asked (the value of `probes` at that time)
+--                            repaired: a number: when the breaker was closed by a probe that was not from a new group, or that had failed
+--                            before
+--                            Only of an open breaker: since, kind, message, traceback, probes (failed in a row), probe_at, group (the
+--                            newest that was leased to be the probe), asked (the value of `probes` at that time)
 --   broken           zset    environments whose breaker is open, by `since`
 -- f<i> of a group: when trajectory i first failed, as the number that the next take gets. `<number> INVALID`: when it was first INVALID,
 -- which may be after other failures. A failure up to `repaired` no longer counts.
@@ -23,10 +24,12 @@
 -- begun before the environment broke.
 --
 -- The breaker keeps a broken environment from using up the generated trajectories. It opens
--- - when more than the failure share of the last WINDOW trajectories failed (with fewer than FIRST results, only before one fails for good),
+-- - when more than the failure share of the last WINDOW trajectories failed (with fewer than FIRST results, only before one fails for
+--   good),
 -- - when one would fail for good while others of another group fail too and none that was taken since is scored (a run with few in flight),
 -- - when the environment began nothing of NOTHING_BEGUN calls in a row,
--- - or when a group was rescored MOST_RESCORED times because builds take turns (score.lua): it then stays open until a probe changes no build.
+-- - or when a group was rescored MOST_RESCORED times because builds take turns (score.lua): it then stays open until a probe changes no
+--   build.
 -- Opening gives the attempts back. While the breaker is open, one trajectory at a time goes out as a probe, and nothing is charged. The
 -- breaker is a lease: it holds until `probe_at`, and each failed probe renews it for longer. Without a scorer it expires, and the next
 -- scorer may probe at once. A probe that is scored closes it.
@@ -61,9 +64,9 @@ local function setting_of(run, env)
 end
 
 -- The backoff in ms before try `tries` + 1. It doubles each time, minus a jitter of up to half of it, which is derived from the name.
-local function pause_of(who, tries)
+local function pause_of(what, tries)
   local whole = math.min(FIRST_PAUSE_MS * 2 ^ (tries - 1), LONGEST_PAUSE_MS)
-  local jitter = tonumber(string.sub(redis.sha1hex(who .. ' ' .. tries), 1, 4), 16) / 65536
+  local jitter = tonumber(string.sub(redis.sha1hex(what .. ' ' .. tries), 1, 4), 16) / 65536
   return math.floor(whole * (1 - jitter / 2))
 end
 
@@ -78,8 +81,8 @@ end
 
 -- The place from which `member` was taken alone, or nil.
 local function taken_alone_from(run, env, member)
-  local place, who = string.match(redis.call('HGET', environment_key(run, env), 'alone') or '', '^(%a+) (.+)$')
-  return who == member and place or nil
+  local place, taken = string.match(redis.call('HGET', environment_key(run, env), 'alone') or '', '^(%a+) (.+)$')
+  return taken == member and place or nil
 end
 
 -- Put the trajectory back in line, for at least `delay` ms. Without `place`, it returns to the line that it came from.
@@ -167,7 +170,7 @@ local function count_scored(run, env, members, newest)
 end
 
 -- The group is rescored. Returns whether this has happened too often to be explained by edits of the environment.
-local function rescored_too_often(run, group)
+local function rescored_too_often(group)
   return redis.call('HINCRBY', group.key, 'rescored', 1) > MOST_RESCORED
 end
 
@@ -300,8 +303,8 @@ local function allowance(run, env, most)
     local found = redis.call('ZRANGEBYSCORE', place_of(run, place, env), '-inf', run.now, 'WITHSCORES', 'LIMIT', 0, 1)
     return tonumber(found[2] or math.huge)
   end
-  local suspect = first('alone')
-  if not broken and suspect == math.huge then
+  local suspected_at = first('alone')
+  if not broken and suspected_at == math.huge then
     if not alone then return 'unscored', most end
     if redis.call('ZSCORE', taken, string.match(alone, ' (.+)$')) then return 'unscored', 0 end
     redis.call('HDEL', key, 'alone')
@@ -310,7 +313,7 @@ local function allowance(run, env, most)
   if redis.call('EXISTS', taken) == 1 or (broken and run.now < tonumber(probe_at)) then return 'unscored', 0 end
   local untried = broken and select(3, probe_group(run, env))
   if untried then return 'unscored', 1, true, untried end
-  local suspected = not broken or suspect <= first('unscored')
+  local suspected = not broken or suspected_at <= first('unscored')
   return suspected and 'alone' or 'unscored', 1, true
 end
 

@@ -14,12 +14,12 @@
 local function appended(run, group, entry)
   local nonce, bytes, oldest, newest = extent_of(redis.call('HGET', group.key, 'q' .. entry.at))
   local key = payload_key(run, nonce or entry.nonce)
-  local numbers = {key = key, nonce = nonce or entry.nonce, count = 0, bytes = 0, oldest = entry.oldest, newest = entry.newest}
+  local calls = {key = key, nonce = nonce or entry.nonce, count = 0, bytes = 0, oldest = entry.oldest, newest = entry.newest}
   if nonce then
-    numbers.count, numbers.bytes = redis.call('LLEN', key), bytes
-    numbers.oldest, numbers.newest = math.min(oldest, entry.oldest), math.max(newest, entry.newest)
+    calls.count, calls.bytes = redis.call('LLEN', key), bytes
+    calls.oldest, calls.newest = math.min(oldest, entry.oldest), math.max(newest, entry.newest)
   end
-  return numbers
+  return calls
 end
 
 local function refuse_call(call, why)
@@ -27,8 +27,8 @@ local function refuse_call(call, why)
 end
 
 register('append', {
-  timeline = text, incarnation = name, group = name, token = text, index = natural, tries = natural, number = natural, parent = natural_or_none,
-  nonce = name, oldest = natural, newest = natural,
+  timeline = text, incarnation = name, group = name, token = text, index = natural, tries = natural, number = natural,
+  parent = natural_or_none, nonce = name, oldest = natural, newest = natural,
 }, function(run, call, args)
   require_bytes(1, args)
   local entry = {

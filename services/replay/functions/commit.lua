@@ -24,7 +24,8 @@ register('commit', {version = natural, timeline = text, trained = text}, functio
   end
   -- law 1: a server that lost a step may have reserved it again with other groups, for a copy of `reserve` that arrived late
   if call.trained ~= '' and version > run.committed and call.trained ~= digest_of(run, version) then
-    refuse('HR_STEP', 'commit of version ' .. version .. ': the steps from ' .. math.max(run.committed, 0) .. ' on are not those that were trained')
+    refuse('HR_STEP', 'commit of version ' .. version .. ': the steps from ' .. math.max(run.committed, 0) ..
+      ' on are not those that were trained')
   end
   commit_steps(run, version)
   return meter_tally(run) + empty_trash(run)

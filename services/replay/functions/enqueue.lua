@@ -47,7 +47,7 @@ local function check_new(run, group)
   end
 end
 
-local function add(run, group)
+local function add_group(run, group)
   redis.call('SET', run.base .. 'd:' .. group.nonce, group.record)
   redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'env', group.env, 'n', group.n,
     'record', group.nonce, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
@@ -101,7 +101,7 @@ register('enqueue', {
       environments[group.env] = {kind = setting_of(run, group.env).episodes and 'episodes' or nil}
     end
     group.kind = environments[group.env].kind
-    add(run, group)
+    add_group(run, group)
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
   end
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end

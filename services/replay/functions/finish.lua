@@ -29,8 +29,8 @@ local function parse(run, call, args)
   require_bytes(1 + #call.scores, args)
   local entry = {
     id = call.group, index = call.index, at = string.format('%d', call.index), token = call.token, nonce = call.nonce, bytes = call.bytes,
-    extent = string.format('%d %d %d', call.length, call.oldest, call.newest), oldest = call.oldest, newest = call.newest, payload = payload,
-    key = run.key .. ':' .. call.incarnation .. ':p:' .. call.nonce,
+    extent = string.format('%d %d %d', call.length, call.oldest, call.newest), oldest = call.oldest, newest = call.newest,
+    payload = payload, key = run.key .. ':' .. call.incarnation .. ':p:' .. call.nonce,
   }
   if payload ~= '' and #payload ~= call.bytes then
     refuse('HR_INVALID', 'the payload of episode ' .. entry.id .. ':' .. entry.at .. ' has ' .. #payload .. ' bytes, not ' .. call.bytes)
@@ -45,7 +45,8 @@ end
 
 -- Whether the episode's group, which no longer exists, was filtered. Only its order is left.
 local function was_filtered(run, order)
-  return order >= 0 and order <= run.enqueued and redis.call('GETBIT', run.base .. 'ended', order) == 1 and redis.call('GETBIT', run.base .. 'failures', order) == 0
+  if order < 0 or order > run.enqueued then return false end
+  return redis.call('GETBIT', run.base .. 'ended', order) == 1 and redis.call('GETBIT', run.base .. 'failures', order) == 0
 end
 
 -- End the episode without a trajectory. Returns whether it starts over.
@@ -77,7 +78,8 @@ local function build_of(group)
 end
 
 local function generate_again(run, group, before, build)
-  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', but one build must score a group'
+  local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) ..
+    ', but one build must score a group'
   if redis.call('HINCRBY', group.key, 'rebuilt', 1) > MOST_RESCORED then
     fail(run, group, reason)
   else
@@ -91,15 +93,17 @@ local function take(run, group, entry)
   fields[1], fields[2] = 'p' .. entry.at, take_in(run, group, entry)
   if entry.status then
     group.scored = group.scored + 1
-    for _, value in ipairs({'r' .. entry.at, entry.reward, 'w' .. entry.at, scoring_value(1, entry.token), 'scored', group.scored, 'build', entry.numbered}) do
-      fields[#fields + 1] = value
-    end
+    local scored = {
+      'r' .. entry.at, entry.reward, 'w' .. entry.at, scoring_value(1, entry.token), 'scored', group.scored, 'build', entry.numbered,
+    }
+    for _, value in ipairs(scored) do fields[#fields + 1] = value end
     redis.call('SET', score_key(run, entry.nonce), entry.record)
   else
     redis.call('ZADD', place_of(run, 'unscored', env), run.now, member)
     wake(run, 'scoring')
   end
-  redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest, unpack(fields))
+  redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
+    unpack(fields))
   if group.pushed + group.dropped == group.count then
     end_generation(run, group)
     group.state = 'scoring'
@@ -141,8 +145,8 @@ register('finish', {
   bytes = natural, length = natural, oldest = natural, newest = natural, scores = list_of(map, BATCH),
 }, function(run, call, args)
   local entry = parse(run, call, args)
-  local answer, code, message = finish(run, call, entry)
+  local reply, code, message = finish(run, call, entry)
   unstage(entry)
   if code then refuse(code, message) end
-  return answer
+  return reply
 end, true, true)

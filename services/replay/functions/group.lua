@@ -21,8 +21,8 @@ register_reader('group', {group = name}, function(run, call)
       }
     end
   end
-  for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
-    'newest', 'step', 'reason'}) do
+  for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed',
+    'scored', 'oldest', 'newest', 'step', 'reason'}) do
     fields[field] = group[field]
   end
   local begun
@@ -31,5 +31,7 @@ register_reader('group', {group = name}, function(run, call)
     begun = begun or {}
     if nonce then begun[#begun + 1] = {i, redis.call('LLEN', payload_key(run, nonce)), bytes} end
   end
-  return cmsgpack.pack({begun = begun, state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories})
+  return cmsgpack.pack({
+    begun = begun, state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories,
+  })
 end)

@@ -9,7 +9,7 @@
 --
 -- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). The reply says if the replica is DEAD, unknown or
 -- QUARANTINED. A heartbeat that arrives again, or late, renews nothing.
--- uses: _args, _fleet, _lease, _register
+-- uses: _args, _fleet, _heartbeat, _register
 
 register('heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
   local id = call.replica
@@ -25,6 +25,7 @@ register('heartbeat', {replica = name, number = natural, epoch = text, tokens = 
   local epoch, epoch_state = unpack(redis.call('HMGET', run.base .. 'epoch', 'id', 'state'))
   local known = epoch and epoch .. ' ' .. epoch_state or ''
   return cmsgpack.pack({
-    state = state, reason = state == 'QUARANTINED' and reason or '', timeline = run.timeline, epoch_changed = known ~= call.epoch, lost = lost, complete = complete,
+    state = state, reason = state == 'QUARANTINED' and reason or '', timeline = run.timeline, epoch_changed = known ~= call.epoch,
+    lost = lost, complete = complete,
   })
 end)

@@ -17,7 +17,9 @@ local function lowest_version(run)
   return lowest
 end
 
-register('lease_episodes', {runner = name, slots = natural, validation_slots = natural, number = positive, nonce = name}, function(run, call)
+register('lease_episodes', {
+  runner = name, slots = natural, validation_slots = natural, number = positive, nonce = name,
+}, function(run, call)
   local holder = runner_name(call.runner)
   return answer_lease(run, call, holder, function()
     local state, cohort = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'cohort'))

@@ -14,7 +14,9 @@ register('refilled', {timeline = text}, function(run, call)
     -- law 1: every prompt is in the buffer, wanted for a retry, or has ended
     local known = redis.call('ZCARD', run.base .. 'wanted')
     for _, count in pairs(counts_of(run).train or {}) do known = known + count end
-    if known <= run.enqueued then refuse('HR_STEP', run.enqueued + 1 - known .. ' prompts of the refill are missing; enqueue them again') end
+    if known <= run.enqueued then
+      refuse('HR_STEP', run.enqueued + 1 - known .. ' prompts of the refill are missing; enqueue them again')
+    end
     set(run, 'refill', 0)
     event(run, 'refilled')
     wake(run, 'work')

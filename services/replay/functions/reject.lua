@@ -11,7 +11,7 @@
 -- uses: _args, _group, _register, _run, _steps
 
 local function named_groups(run, step, entries)
-  local of_step, named = {}, {}
+  local of_step, rejected = {}, {}
   for _, id in ipairs(step_ids(run, step)) do of_step[id] = true end
   for _, entry in ipairs(entries) do
     local id, attempt = name(entry.id, 'the id of a group'), positive(entry.attempt, 'the attempt of a group')
@@ -19,9 +19,9 @@ local function named_groups(run, step, entries)
     if not group or group.attempt ~= attempt then
       refuse('HR_STEP', 'step ' .. step .. ' does not hold attempt ' .. attempt .. ' of group ' .. id)
     end
-    named[id] = true
+    rejected[id] = true
   end
-  return named
+  return rejected
 end
 
 register('reject', {
@@ -31,14 +31,15 @@ register('reject', {
   require_timeline(run, call.timeline)
   if #call.groups == 0 then refuse('HR_INVALID', 'the rejection of step ' .. step .. ' names no group') end
   if redis.call('GET', rejected) == call.nonce then return 1 end
-  local oldest = math.max(run.committed, run.evicted, 0)  -- a step below `evicted` was trained, and the payloads of its other groups are gone
+  -- a step below `evicted` was trained, and the payloads of its other groups are gone
+  local oldest = math.max(run.committed, run.evicted, 0)
   if step ~= run.next_step - 1 or step < oldest then
     refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. oldest .. ' to ' .. run.next_step - 1 .. ' are reserved')
   end
-  local named, kept = named_groups(run, step, call.groups), {}
+  local to_reject, kept = named_groups(run, step, call.groups), {}
   for _, id in ipairs(step_ids(run, step)) do
     local group = load_group(run, id)
-    if named[id] then
+    if to_reject[id] then
       requeue(run, group, 'invariant', true, call.reason)
     else
       redis.call('HSET', group.key, 'state', 'ready')

@@ -7,7 +7,7 @@
 --
 -- Renews the runner, and its leases up to their groups' absolute deadlines (law 6). The reply says if the runner is DEAD or unknown. A
 -- heartbeat that arrives again, or late, renews nothing.
--- uses: _args, _fields, _fleet, _group, _lease, _register
+-- uses: _args, _fields, _fleet, _group, _heartbeat, _register
 
 -- Episodes of a complete group that have not ended.
 local function add_surplus(run, token, surplus)

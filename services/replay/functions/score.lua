@@ -92,7 +92,8 @@ local function of_one_build(run, group, scored, reply)
       kept[#kept + 1] = entry
     else
       void_token(run, environment_of(run, group), entry.id .. ':' .. entry.at)
-      reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' is scored by build ' .. show(build) .. ', not ' .. show(entry.build))
+      reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' is scored by build ' .. show(build) .. ', not ' ..
+        show(entry.build))
     end
   end
   -- scores of no build go with any (finish.lua)
@@ -105,7 +106,7 @@ end
 -- The members that were scored.
 local function write(run, group, scored, reply)
   local fields, records, members = {}, {}, {}
-  for i = #scored, group.n - group.scored + 1, -1 do
+  for _ = #scored, group.n - group.scored + 1, -1 do
     local entry = table.remove(scored)
     reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has its ' .. group.n .. ' scores without this one')
   end
@@ -172,7 +173,7 @@ register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
       local results = of_environment(environments, environment_of(run, group))
       local changed
       if #scored > 0 then scored, changed = of_one_build(run, group, scored, reply) end
-      local takes_turns = changed and rescored_too_often(run, group)
+      local takes_turns = changed and rescored_too_often(group)
       if takes_turns then results.builds = changed end
       local members = takes_turns and results.turns or results.scored
       for _, member in ipairs(#scored > 0 and write(run, group, scored, reply) or {}) do members[#members + 1] = member end

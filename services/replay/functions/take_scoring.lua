@@ -72,10 +72,12 @@ register('take_scoring', {
   client = name, number = positive, environments = list_of(name, BATCH), most = list_of(positive, BATCH), nonce = name,
 }, function(run, call)
   if #call.environments ~= #call.most then refuse('HR_INVALID', #call.environments .. ' environments, and ' .. #call.most .. ' of most') end
-  local clients, answer = run.key .. ':clients', 'taken ' .. call.client
-  local newest, before = unpack(redis.call('HMGET', clients, 'take ' .. call.client, answer))
+  local clients, field = run.key .. ':clients', 'taken ' .. call.client
+  local newest, before = unpack(redis.call('HMGET', clients, 'take ' .. call.client, field))
   if before and call.number == tonumber(newest) then return before end
-  if made_before(run, 'take', call) then refuse('HR_FENCED', 'take_scoring ' .. call.number .. ' of ' .. call.client .. ' was answered before') end
+  if made_before(run, 'take', call) then
+    refuse('HR_FENCED', 'take_scoring ' .. call.number .. ' of ' .. call.client .. ' was answered before')
+  end
   local deadline, room, groups, token = run.now + run.scoring_deadline_ms, BATCH, {}, ''
   for i, env in ipairs(call.environments) do
     local members = room > 0 and take_members(run, env, math.min(call.most[i], room), deadline) or {}
@@ -85,6 +87,6 @@ register('take_scoring', {
   end
   if token ~= '' then due_at(run, deadline) end
   local reply = cmsgpack.pack({token = token, payload_prefix = run.base .. 'p:', groups = groups})
-  redis.call('HSET', clients, answer, reply)
+  redis.call('HSET', clients, field, reply)
   return reply
 end)

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from headrace.base.errors import ReplayUnavailable, WrongBuild, WrongTimeline
+from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.build import BUILD
-from headrace.replay.connection import BufferConnection
+from headrace.replay.connection import BufferConnection, function_name
 from headrace_services.replay import library
 from headrace_services.replay.library import Library
-from tests.support.buffer import make_group
-from tests.support.recorded_run import DIGEST
+from headrace_services.replay.main import _Buffer
+from tests.support.buffer import (
+    enqueue,
+    generate,
+    group_of,
+    healthy_replica,
+    make_group,
+    make_trajectory,
+    payloads,
+    push_all,
+    refit,
+    reserve,
+    rewind,
+    score_all,
+    some,
+)
+from tests.support.recorded_run import DIGEST, run
 
 
 class Another(BufferConnection):
@@ -31,12 +49,16 @@ class Another(BufferConnection):
 
 @pytest.fixture
 async def another(replay: ReplayClient, tmp_path: Path) -> Another:
-    """A connection of another build, whose `wanted` says so."""
+    """A connection of another build, whose `wanted` says so. As an early build did, it writes a group without its environment."""
     with resources.as_file(resources.files("headrace_services.replay") / "functions") as folder:
         shutil.copytree(folder, tmp_path / "functions")
     (tmp_path / "functions" / "wanted.lua").write_text(
         "-- uses: _register\nregister_reader('wanted', nil, function() return 'of another build' end)\n"
     )
+    enqueue_file = tmp_path / "functions" / "enqueue.lua"
+    written, with_environment = enqueue_file.read_text(), "'env', group.env, "
+    assert with_environment in written
+    enqueue_file.write_text(written.replace(with_environment, ""))
     built = Library(tmp_path / "functions")
     await replay.redis.function_load(built.source(), replace=True)
     connection = Another(replay.redis, replay.run_id)
@@ -70,23 +92,55 @@ async def test_builds_that_share_a_server_leave_each_other_alone(
     assert await another.call("wanted") == b"of another build"
 
 
-async def test_law_4_fencing_a_call_of_another_build_than_the_one_that_opened_the_run_changes_nothing(
+class Shadowed(BufferConnection):
+    """Before each call of a function it arrives as a client of another build makes it."""
+
+    other: Another
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        super().__init__(redis, run_id)
+        self.functions: set[str] = set()
+
+    async def command(self, *command: Any) -> Any:
+        await self._refused([command])
+        return await super().command(*command)
+
+    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        await self._refused(commands)
+        return await super().pipeline(commands)
+
+    async def _refused(self, commands: list[tuple[Any, ...]]) -> None:
+        for name, function, *arguments in [command for command in commands if command[0] == "FCALL"]:
+            transition = function.removeprefix(function_name(""))
+            if transition == "open_run":  # takes the run over
+                continue
+            self.functions.add(transition)
+            pipe = self.redis.pipeline(transaction=False)
+            pipe.eval(DIGEST, 0, f"{self.key}*")
+            pipe.execute_command(name, function.replace(BUILD, self.other.build), *arguments)
+            pipe.eval(DIGEST, 0, f"{self.key}*")
+            before, refusal, after = await pipe.execute(raise_on_error=False)
+            assert re.match(f"HR_BUILD .*{BUILD}.*{self.other.build}", str(refusal)), f"{function}: {refusal}"
+            assert after == before, function
+
+
+async def test_law_4_fencing_no_function_of_another_build_than_the_one_that_opened_the_run_changes_anything(
+    replay: ReplayClient, another: Another
+) -> None:
+    shadowed = replay._connection = Shadowed(replay.redis, replay.run_id)
+    shadowed.other = another
+    await run(replay)
+    assert shadowed.functions == {*library.built_in().transitions} - {"open_run"}
+
+
+async def test_law_4_fencing_the_refusal_of_another_build_names_both(
     replay: ReplayClient, another: Another, limits: Limits
 ) -> None:
     timeline = (await replay.state()).timeline
-    calls = [
-        another.fcall("state"),
-        another.fcall("make_room", refused=1, sheds=True),
-        another.fcall("register", b"{}", replica="r", incarnation="i"),
-        another.fcall("close", timeline=timeline),
-    ]
-    before = await everything(replay)
-    for call in calls:
-        with pytest.raises(
-            WrongBuild, match=rf"opened by build {BUILD}, and this call is of build {another.build}; restart"
-        ):
-            await another.command(*call)
-    assert await everything(replay) == before
+    with pytest.raises(
+        WrongBuild, match=rf"opened by build {BUILD}, and this call is of build {another.build}; restart"
+    ):
+        await another.call("state")
 
     await opened_by(another, replay, limits)
     assert await another.call("wanted") == b"of another build"
@@ -97,10 +151,84 @@ async def test_law_4_fencing_a_call_of_another_build_than_the_one_that_opened_th
         await replay.enqueue([make_group(0)], timeline)
     with pytest.raises(WrongBuild):
         await replay.state()
+    assert await everything(replay) == before
     # what is staged goes by itself
     assert [key async for key in replay.redis.scan_iter(f"hr:{{{replay.run_id}}}:*:g:*")] == []
     with pytest.raises(ReplayUnavailable, match=f"opened by build {another.build}"):  # it waits for the replay service
         await ReplayClient.connect(url_of(replay), replay.run_id, timeout_s=0.01)
+
+
+async def test_law_1_conservation_a_run_goes_on_with_its_data_after_an_upgrade_of_all_services(
+    replay: ReplayClient, another: Another, limits: Limits
+) -> None:
+    old = ReplayClient(replay.redis, replay.run_id)
+    old._connection = another
+    await old.open_run(limits)
+    await enqueue(old, range(6))
+    ready, also_ready, unscored, unfinished = leases = await old.lease(await healthy_replica(old), 4)
+    for lease in (ready, also_ready):
+        await push_all(old, lease)
+    await score_all(old)
+    reserved = await reserve(old, 0)
+    await push_all(old, unscored)
+    (job,) = await old.take_scoring({"math": 1})
+    complete = set(await payloads(old))
+    await old.push(unfinished, make_trajectory(unfinished, 0))
+    state = await old.state()
+    assert some(state.counts) == {"reserved": 2, "scoring": 1, "open": 1, "queued": 2}
+
+    assert await replay.open_run(limits) == state
+    before = await everything(replay)
+    for late in (
+        old.push(unfinished, make_trajectory(unfinished, 1)),
+        old.score(job, Score("SCORED", 1.0)),
+        old.reserve(1, state.timeline),
+        old.commit(1, state.timeline),
+    ):
+        with pytest.raises(WrongBuild):
+            await late
+    assert await everything(replay) == before
+
+    # what the services of the next build do when they start
+    await replay.release_scoring()
+    await rewind(replay, 0)
+    replica, steps = await healthy_replica(replay), []
+    for step in range(3):
+        await refit(replay, step, [replica])
+        await generate(replay, replica)
+        steps.append([*(await reserve(replay, step)).groups])
+        if step == 1:
+            # only what was being generated when its replica ended is generated again
+            assert [(await group_of(replay, lease))["attempt"] for lease in leases] == [1, 1, 1, 2]
+            assert complete <= set(await payloads(replay))
+    assert steps == [[f"e0-train-{order}" for order in pair] for pair in ((0, 1), (2, 3), (4, 5))]
+    assert steps[0] == [*reserved.groups]
+    await replay.commit(3, (await replay.state()).timeline)
+    assert some((await replay.state()).counts) == {"trained": 6}
+
+
+@pytest.mark.parametrize("env_name", ["math", "m" * 31, "m" * 32, "m" * 255])
+async def test_a_group_that_an_early_build_wrote_is_scored_by_the_environment_in_its_record(
+    replay: ReplayClient, another: Another, limits: Limits, env_name: str
+) -> None:
+    old = ReplayClient(replay.redis, replay.run_id)
+    old._connection = another
+    await old.open_run(limits)
+    await old.enqueue([make_group(0, env_name=env_name)], (await old.state()).timeline)
+    await replay.open_run(limits)
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    assert len(await replay.take_scoring({env_name: 8})) == 2
+
+
+async def test_the_replay_service_of_a_build_that_was_replaced_ends(
+    replay: ReplayClient, another: Another, limits: Limits
+) -> None:
+    buffer = _Buffer(replay, limits, url_of(replay))
+    await buffer.prepare()
+    await opened_by(another, replay, limits)
+    with pytest.raises(WrongBuild, match=f"{another.build}.*{BUILD}"):
+        await buffer.watch()
 
 
 async def test_law_4_fencing_whoever_opens_the_run_takes_it_over_and_no_late_start_takes_it_back(

@@ -1,0 +1,32 @@
+-- A `taker`: a member that takes groups, and what a group needs of it.
+--
+-- holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it may still get), slots
+-- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
+-- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open).
+-- uses: _run
+
+local function lease_token(nonce, number, group)
+  return nonce .. '-' .. number .. '/' .. group.id
+end
+
+-- Give the group to the taker until its lease ends. Returns in how many milliseconds that is.
+local function hold_lease(run, group, taker, deadline)
+  local ends = math.min(run.now + run.lease_ms, deadline)
+  redis.call('ZADD', run.base .. 'leases', ends, group.id)
+  redis.call('SADD', run.base .. 'h:' .. taker.holder, group.id)
+  due_at(run, ends)
+  return ends - run.now
+end
+
+-- Whether the taker has room for this many trajectories of one group. If not, it gets nothing more of that lane: a wide group must not
+-- starve.
+local function has_slots(taker, lane, count)
+  if count <= taker.slots[lane] then return true end
+  taker.slots[lane] = 0
+  return false
+end
+
+local function give(taker, lease, lane, count)
+  taker.leases[#taker.leases + 1] = lease
+  taker.most, taker.slots[lane] = taker.most - 1, taker.slots[lane] - count
+end
