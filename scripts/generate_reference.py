@@ -37,7 +37,8 @@ One YAML file configures a run. Every service reads the same file.
 
 A value comes from the first of these that sets it:
 
-1. the command line: `grpo.num_prompts_per_step=8` (YAML values; `data.train.0.size=100` is an item of a list),
+1. the command line: `grpo.num_prompts_per_step=8` (YAML values; `data.train.0.size=100` is an item of a list, and the only one is also
+   `data.train.size`),
 2. the environment: `HEADRACE_GRPO__NUM_PROMPTS_PER_STEP=8` (text for a scalar, YAML for a list or a mapping, `null` for none),
 3. the file,
 4. the files that it builds on: `defaults: base.yaml`, or a list in which later files win. Their paths are relative to the file that names

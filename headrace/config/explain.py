@@ -6,16 +6,18 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from headrace.config.in_yaml import in_yaml
 from headrace.config.other_names import NAMES
 from headrace.config.references import Reference, referred
 from headrace.config.root import Config
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]

@@ -74,15 +74,19 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     """
     inherited = read(Path(path))
     values = copy.deepcopy(inherited.values)
-    origins: dict[Keys, str] = {}
+    origins: dict[Keys, str] = {}  # by the keys in `values`
+    named_by: dict[Keys, Keys] = {}  # what variables gave: the keys by which they name it, by the keys in `values`
     environ = os.environ if environ is None else environ
     for keys, value in _environment(environ):
-        _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
-        origins[keys] = "environment"
+        place = _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
+        origins[place], named_by[place] = "environment", keys
     for override in overrides:
         keys, value = _override(override)
-        _put(values, keys, value, override)
-        origins[keys] = _COMMAND_LINE
+        place = _put(values, keys, value, override)
+        for replaced in [known for known in origins if known[: len(place)] == place]:
+            del origins[replaced]
+            named_by.pop(replaced, None)
+        origins[place] = _COMMAND_LINE
     if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
         raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
@@ -90,7 +94,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     unresolved, whole = values, merge(Config().model_dump(mode="json"), values)
     values = resolve(unresolved, whole)
     references = {
-        **_of_variables(unresolved, origins, environ),
+        **_of_variables(unresolved, named_by, environ),
         **dict(from_environment(unresolved, whole, values)),
     }
     references = {keys: reference for keys, reference in references.items() if not _is_plain(keys)}
@@ -115,7 +119,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
 
         def origin(keys: Keys) -> str:
-            return _origin(origins, inherited, written, keys)
+            return _origin(origins, inherited, written, unresolved, keys)
 
         return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin)
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
@@ -135,36 +139,48 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     def translated(keys: Keys) -> str:
         there = translation.placed.get(keys) or translation.came_from.get(keys, keys)
         name = f" ({'.'.join(there)} in NeMo RL)" if there not in (keys, named(keys)) else ""
-        return _origin(origins, inherited, written, there) + name
+        return _origin(origins, inherited, written, unresolved, there) + name
 
-    problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
+    problems = [
+        problem.line(_origin(origins, inherited, written, unresolved, problem.keys)) for problem in translation.problems
+    ]
     checked = _checked(translation.values, [*references.values(), *moved], translated, named, problems, _NEMO_RL_LINES)
     return Loaded(checked, translation, translated)
 
 
 def _of_variables(
-    values: dict[str, Any], origins: Mapping[Keys, str], environ: Mapping[str, str]
+    values: dict[str, Any], named_by: Mapping[Keys, Keys], environ: Mapping[str, str]
 ) -> dict[Keys, Reference]:
-    """Return the references of the text in `values` that `HEADRACE_*` variables gave, alone or in a list or mapping, by its keys."""
+    """Return the references of the text in `values` that `HEADRACE_*` variables gave, alone or in a list or mapping, by its keys.
+    `named_by` has the keys by which a variable named what stands at other keys in `values`."""
     names = {name.upper(): name for name in environ}
     references = {}
-    for keys in (keys for keys, origin in origins.items() if origin == "environment"):
+    for place, keys in named_by.items():
         for depth in range(len(keys), 0, -1):
             name = names.get((PREFIX + "__".join(keys[:depth])).upper())
             if name is None:
                 continue
-            for inner, text in _texts(_at(values, keys), keys):
-                given = environ[name] if inner == keys[:depth] else item_of(environ[name], *inner[depth:])
-                if text == given:
-                    last = next(key for key in reversed(inner) if not key.isdecimal())
-                    references[inner] = Reference(last, text, of_variable(name, inner[depth:]))
+            for inner, text in _texts(_at(values, place), ()):
+                item = (*keys[depth:], *inner)
+                if _is_item(text, environ[name], item):
+                    there = (*place, *inner)
+                    last = next(key for key in reversed(there) if not key.isdecimal())
+                    references[there] = Reference(last, text, of_variable(name, item))
             break
     return references
 
 
+def _is_item(text: str, variable: str, keys: Keys) -> bool:
+    """Whether `text` is the item at `keys` of the YAML in a variable; without keys, whether it is the variable's text."""
+    try:
+        return text == (item_of(variable, *keys) if keys else variable)
+    except (LookupError, TypeError, ValueError):
+        return False  # the command line put it there
+
+
 def _at(values: Any, keys: Keys) -> Any:
     for key in keys:
-        values = values[int(key)] if isinstance(values, list) else values.get(key) if isinstance(values, dict) else None
+        values = values[int(key)] if isinstance(values, list) else values[key]
     return values
 
 
@@ -327,11 +343,16 @@ def _override(text: str) -> tuple[Keys, Any]:
     return keys, parse(value, key)
 
 
-def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
-    """Set `keys` in `values`, creating mappings on the way; a number selects an item of a list."""
+def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> Keys:
+    """Set `keys` in `values`, creating mappings on the way; a number selects an item of a list. Returns the keys of the place: a single
+    item may stand for a list of one, and a list of one for its item."""
     here: Any = values
+    place: list[str] = []
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
+        if not key.isdecimal() and _is_list(keys[:depth]) and _is_of_one_mapping(here):
+            here = here[0]
+            place.append("0")
         if isinstance(here, list):
             if not key.isdecimal() or int(key) >= len(here):
                 at = ".".join(keys[:depth])
@@ -341,12 +362,12 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
                 )
             slot: Any = int(key)
         elif key.isdecimal() and not last and here and _is_list(keys[:depth]):
-            # a single item may stand for a list of one
             if int(key):
                 raise ConfigError(f"{given}: {'.'.join(keys[:depth])} is a single item; use index 0, not {key!r}")
             continue
         else:
             slot = key
+        place.append(key)
         if last:
             here[slot] = value
         elif isinstance(here, list) or isinstance(here.get(slot), dict | list):
@@ -361,6 +382,11 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             raise ConfigError(
                 f"{given}: {'.'.join(keys[: depth + 1])} is {in_yaml(here)}, which has no keys; leave it out"
             )
+    return tuple(place)
+
+
+def _is_of_one_mapping(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
 
 
 def _is_list(keys: Keys) -> bool:
@@ -368,9 +394,16 @@ def _is_list(keys: Keys) -> bool:
     return field is not None and get_origin(field.annotation) is list
 
 
-def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[Keys, str], keys: Keys) -> str:
-    """Return where the value at `keys` was given, and the interpolation it came from, if any."""
-    where = _given(origins, keys)
+def _origin(
+    origins: Mapping[Keys, str],
+    inherited: Inherited,
+    written: Mapping[Keys, str],
+    values: dict[str, Any],
+    keys: Keys,
+) -> str:
+    """Return where the value at `keys` was given, and the interpolation it came from, if any. `origins` and `written` are by the keys in
+    `values`."""
+    where = _given(origins, as_written(values, keys))
     if not where and keys[:2] in (("data", "train"), ("data", "validation")) and inherited.source(keys) is None:
         # the value comes from data.default
         keys = ("data", "default", *keys[3:])
@@ -378,8 +411,8 @@ def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[
     if not where and (file := inherited.source(keys)):
         line = line_of(file.read_text(encoding="utf-8"), keys)
         where = [str(file) if line is None else f"{file}:{line}"]
-    if keys in written:
-        where.append(written[keys])
+    if (place := as_written(values, keys)) in written:
+        where.append(written[place])
     return f" ({', '.join(where)})" if where else ""
 
 

@@ -383,14 +383,7 @@ class Pipeline:
         await asyncio.gather(
             *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
         )
-        patience = {
-            child.name: patience_s(self.config, name, is_broken=name in self._broken)
-            for name, child in self.children.environments.items()
-        }
-        for child in self.children:
-            if child.silent_s > patience.get(child.name, self.config.run.hang_timeout_s):
-                self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
-                child.silent_s = 0.0
+        self._replace_silent()
         try:
             entries = await client.metrics(self.summary.last_entry)
             replicas, runners = await client.replicas(), await client.runners()
@@ -413,6 +406,16 @@ class Pipeline:
                 if kind == "train":
                     self._note_progress(step)
         self._show(replicas, after_s, runners)
+
+    def _replace_silent(self) -> None:
+        """Replace the services that have answered nothing for too long."""
+        environments = {child.name: name for name, child in self.children.environments.items()}
+        for child in self.children:
+            environment = environments.get(child.name)
+            limit_s, key = patience(self.config, environment, is_broken=environment in self._broken)
+            if child.silent_s > limit_s:
+                self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s ({key})")
+                child.silent_s = 0.0
 
     async def _counts(self, client: ReplayClient) -> dict[str, int]:
         """Return the groups by state, of the lane that the run is about."""
@@ -488,14 +491,20 @@ class Pipeline:
         self.supervisor.close()
 
 
-def patience_s(config: Config, environment: str, *, is_broken: bool) -> float:
-    """Return for how long an environment may answer nothing before it is restarted. It may be busy, and hold its process, until the time
-    of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its breaker is open, it has nothing to do."""
-    env, hang_s = config.env[environment], config.run.hang_timeout_s
-    if is_broken:
-        return hang_s
-    longest_s = config.replay.group_deadline_s if env.episodes else env.timeout_s
-    return max(hang_s, longest_s + LONGEST_PROBE_GAP_S)
+def patience(config: Config, environment: str | None = None, *, is_broken: bool = False) -> tuple[float, str]:
+    """Return for how many seconds a service may answer nothing before it is restarted, and the key that decides it. An environment may be
+    busy, and hold its process, until the time of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its
+    breaker is open, it has nothing to do."""
+    limit = config.run.hang_timeout_s, "run.hang_timeout_s"
+    if environment is None or is_broken:
+        return limit
+    env = config.env[environment]
+    longest_s, key = (
+        (config.replay.group_deadline_s, "replay.group_deadline_s")
+        if env.episodes
+        else (env.timeout_s, f"env.{environment}.timeout_s")
+    )
+    return max(limit, (longest_s + LONGEST_PROBE_GAP_S, key))
 
 
 def _written(path: Path) -> int | None:

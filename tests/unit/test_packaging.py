@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -128,15 +131,22 @@ def locked(*names: str) -> dict[str, set[str]]:
     return versions
 
 
-def asked(engine: str, *extras: str) -> Iterator[Requirement]:
-    """What pyproject.toml and requirements/ ask for on a machine like this one."""
+def declared(*extras: str) -> Iterator[Requirement]:
+    """What pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    lines += [line for line in (ROOT / "requirements" / f"{engine}.txt").read_text().splitlines() if line[0] != "#"]
     for requirement in map(Requirement, lines):
         if requirement.name == "headrace":
-            yield from asked(engine, *requirement.extras)
-        elif requirement.marker is None or requirement.marker.evaluate():
+            yield from declared(*requirement.extras)
+        else:
+            yield requirement
+
+
+def asked(engine: str, *extras: str) -> Iterator[Requirement]:
+    """What pyproject.toml and requirements/ ask for on a machine like this one."""
+    lines = (ROOT / "requirements" / f"{engine}.txt").read_text().splitlines()
+    for requirement in (*declared(*extras), *(Requirement(line) for line in lines if line[0] != "#")):
+        if requirement.marker is None or requirement.marker.evaluate():
             yield requirement
 
 
@@ -173,3 +183,81 @@ def requires(package: str) -> list[str]:
         return metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return []
+
+
+# What only some of a service's environments or trackers need: the extras that may bring it besides the service's own.
+BESIDES = {
+    "headrace_services.reward.model_process": ("reward-model",),
+    "headrace_services.trainer.telemetry.trackers": ("mlflow", "wandb"),
+}
+OURS = {"", "headrace", "headrace_services", *sys.stdlib_module_names}
+# It runs in another Python, which requirements/verifiers.txt is for.
+ELSEWHERE = {"headrace.env.verifiers.verifiers_worker"}
+
+
+def of_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports(node: ast.AST, in_functions: bool) -> Iterator[str]:
+    """The modules that a module imports, but not those that only its types need. An imported name may be one, too."""
+    for inner in ast.iter_child_nodes(node):
+        match inner:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (module, *(f"{module}.{name.name}" for name in names))
+            case ast.If(orelse=others) if of_types_alone(inner):
+                yield from imports(ast.Module(others, []), in_functions)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if not in_functions:
+                pass
+            case _:
+                yield from imports(inner, in_functions)
+
+
+@functools.cache
+def imported(in_functions: bool) -> dict[str, set[str]]:
+    """What each of our modules imports, with or without what it imports once a function is called, and the package that it is in."""
+    found = {}
+    for folder, package in (("headrace", "headrace"), ("services", "headrace_services")):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = {*imports(ast.parse(path.read_text()), in_functions), name.rpartition(".")[0]}
+    return found
+
+
+def undeclared(modules: set[str], extras: tuple[str, ...], in_functions: bool) -> set[str]:
+    """The imports of these modules of ours, and of those that they import, that neither the base package nor the extras declare."""
+    brought_by = importlib.metadata.packages_distributions()
+    ours = imported(in_functions)
+    left, seen, found = [*modules], set[str](), set[str]()
+    while left:
+        module = left.pop()
+        if module in seen | ELSEWHERE:
+            continue
+        seen.add(module)
+        left += ours[module] & ours.keys()
+        known = {canonicalize_name(each.name) for each in declared(*extras, *BESIDES.get(module, ()))}
+        for package in {name.partition(".")[0] for name in ours[module]} - OURS:
+            names = {canonicalize_name(name) for name in (package, *brought_by.get(package, ()))}
+            if not names & known:
+                found.add(f"{module} imports {package}")
+    return found
+
+
+@pytest.mark.parametrize("room", ["agents", "replay", "reward", "rollout", "trainer"])
+def test_an_extra_declares_whatever_its_service_imports(room: str) -> None:
+    """What another package brings today may be gone tomorrow."""
+    own = {name for name in imported(True) if f"{name}.".startswith(f"headrace_services.{room}.")}
+    assert f"headrace_services.{room}.main" in own
+    assert undeclared(own, (room,), in_functions=True) == set(), f"declare it in the extra {room} of pyproject.toml"
+
+
+def test_the_base_package_declares_whatever_loading_it_imports() -> None:
+    """Only the listener of services, and what pytest loads, need more."""
+    own = {name for name in imported(False) if name.partition(".")[0] == "headrace"}
+    own -= {"headrace.net.http_connection", "headrace.pytest_plugin"}
+    assert undeclared(own, (), in_functions=False) == set(), (
+        "declare it in pyproject.toml, or import it where it is used"
+    )

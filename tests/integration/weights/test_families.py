@@ -38,6 +38,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "glm4": {},
     "gpt2": {},
+    "gptj": {},
     "granite": {},
     "granitemoe": {},
     "granitemoeshared": {},

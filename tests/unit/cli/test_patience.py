@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import Config
-from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience_s
+from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience
 
 
 @pytest.mark.parametrize(
     ("env", "is_broken", "expected"),
     [
-        ({"timeout_s": 20}, False, 50),
-        ({"timeout_s": 100}, False, 100 + LONGEST_PROBE_GAP_S),
-        ({"timeout_s": 100}, True, 50),
-        ({"timeout_s": 20, "episodes": True}, False, 7200 + LONGEST_PROBE_GAP_S),
-        ({"timeout_s": 20, "episodes": True}, True, 50),
+        ({"timeout_s": 20}, False, (50, "run.hang_timeout_s")),
+        ({"timeout_s": 100}, False, (100 + LONGEST_PROBE_GAP_S, "env.mine.timeout_s")),
+        ({"timeout_s": 100}, True, (50, "run.hang_timeout_s")),
+        ({"timeout_s": 20, "episodes": True}, False, (7200 + LONGEST_PROBE_GAP_S, "replay.group_deadline_s")),
+        ({"timeout_s": 20, "episodes": True}, True, (50, "run.hang_timeout_s")),
     ],
 )
 def test_a_silent_environment_is_restarted_when_no_call_of_it_can_be_awaited(
-    env: dict[str, object], is_broken: bool, expected: float
+    env: dict[str, object], is_broken: bool, expected: tuple[float, str]
 ) -> None:
     config = Config.model_validate(
         {
@@ -28,4 +28,5 @@ def test_a_silent_environment_is_restarted_when_no_call_of_it_can_be_awaited(
             "replay": {"group_deadline_s": 7200},
         }
     )
-    assert patience_s(config, "mine", is_broken=is_broken) == expected
+    assert patience(config, "mine", is_broken=is_broken) == expected
+    assert patience(config) == (50, "run.hang_timeout_s")

@@ -65,6 +65,18 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
             runs.prepare(file, ["grpo.seed=7", override])
 
 
+def test_a_run_goes_on_with_the_data_set_that_a_variable_gives_as_a_single_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_DATA", "{train: {dataset_name: arithmetic, env_name: math, system_prompt: Be brief.}}")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nenv: {{math: {{type: math}}}}\n")
+    saved = runs.save(load(file))
+    for given in (file, saved):
+        config, changes = runs.prepare(given, [])
+        assert (config.data.train[0].system_prompt, changes) == ("Be brief.", [])
+
+
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
     with pytest.raises(ServiceError, match="no"), runs.locked(config):

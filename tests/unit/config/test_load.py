@@ -449,7 +449,37 @@ def test_an_override_reaches_the_single_item_that_stands_for_a_list(file: Path) 
     file.write_text("data: {train: {dataset_name: arithmetic, env_name: a}}\nenv: {a: {type: math}}\n")
     assert load(file, ["data.train.0.size=100"], {}).data.train[0].size == 100
     assert "data.train is a single item" in refusal(file, "data.train.1.size=100")
-    assert "data.train.size: 'many' should be" in refusal(file, "data.train.size=many").replace("train.0", "train")
+    for key in ("data.train.size", "data.train.0.size"):
+        assert "data.train.size: 'many' should be a valid integer (command line)" in refusal(file, f"{key}=many")
+    file.write_text(file.read_text().replace("env_name: a", "env_name: a, size: '${grpo.seed}'"))
+    assert "${grpo.seed}" in refusal(file, "grpo.seed=0").splitlines()[0]
+
+
+def test_an_override_reaches_the_list_of_one_that_a_single_item_stands_for(file: Path) -> None:
+    """As a run saves it."""
+    file.write_text("data: {train: [{dataset_name: arithmetic, env_name: a}]}\nenv: {a: {command: [serve]}}\n")
+    (source,) = load(file, ["data.train.size=100"], {"HEADRACE_DATA": "{train: {seed: 7}}"}).data.train
+    assert (source.dataset_name, source.size, source.seed) == ("arithmetic", 100, 7)
+    assert "data.train.0.size: 'many' should be a valid integer (command line)" in refusal(file, "data.train.size=many")
+    assert "env.a.command has 1 item; index 'size' is out of range" in refusal(file, "env.a.command.size=1")
+    file.write_text("data: {train: [{dataset_name: arithmetic}, {dataset_name: arithmetic}]}\n")
+    assert "data.train has 2 items; index 'size' is out of range" in refusal(file, "data.train.size=1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "override"),
+    [
+        ({"DATA__TRAIN__SYSTEM_PROMPT": "spoken"}, "data.train=[{dataset_name: arithmetic, env_name: a}]"),
+        ({"DATA__TRAIN": "[{dataset_name: arithmetic, env_name: a}]"}, "data.train.0.system_prompt=written"),
+    ],
+)
+def test_the_command_line_replaces_and_adds_to_what_a_variable_gives(
+    file: Path, variables: dict[str, str], override: str
+) -> None:
+    file.write_text("env: {a: {type: math}}\n")
+    (source,) = load(file, [override], {f"HEADRACE_{name}": value for name, value in variables.items()}).data.train
+    assert source.env_name == "a"
+    assert source.system_prompt == ("written" if "written" in override else None)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,11 @@ def test_a_change_is_shown_by_the_expressions(tmp_path: Path, monkeypatch: pytes
         ("ENV", '{math: {type: math}, judge: {command: [serve, --key, "canary\'s"]}}'),
         ("POLICY__TOKENIZER__CHAT_TEMPLATE_KWARGS", '{deep: [{"it\'s a, key": canary-1}]}'),
         ("DATA__TRAIN", "[{dataset_name: arithmetic, env_name: math, system_prompt: canary-1}]"),
+        # a mapping that stands for a list of one, which is saved as a list
+        ("DATA", "{train: {dataset_name: arithmetic, env_name: math, system_prompt: canary-1}}"),
+        ("DATA__TRAIN", "{dataset_name: arithmetic, env_name: math, system_prompt: canary-1}"),
+        ("DATA__TRAIN__SYSTEM_PROMPT", "canary-1"),
+        ("DATA__TRAIN__0__SYSTEM_PROMPT", "canary-1"),
         ("LOGGER", "{wandb: {name: canary-1}}"),
     ],
 )
