@@ -302,7 +302,7 @@ class Run:
         before = process.memory_info().rss
         async with self.playing(asks_and_waits) as runner:
             await all_asked.wait()
-            opened, after = runner.taken("train"), process.memory_info().rss
+            opened, after = runner.count_taken("train"), process.memory_info().rss
             over.set()
         return opened, (after - before) / opened / 1024
 
@@ -364,7 +364,7 @@ def groups(prompts: Sequence[Int32], eos: int) -> list[Group]:
             n=N,
             sampling=Sampling(1.0, NEW_TOKENS, stop_token_ids=(eos,)),
         )
-        for order, (pair, prompt) in enumerate(zip(arithmetic.held_out(2), prompts, strict=True))
+        for order, (pair, prompt) in enumerate(zip(arithmetic.select_held_out(2), prompts, strict=True))
     ]
 
 
@@ -417,7 +417,7 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
         await one.begin()
         prompts = [
             torch.tensor(tiny.prompt_ids(tokenizer, arithmetic.text(pair)), dtype=torch.int32).numpy()
-            for pair in arithmetic.held_out(2)
+            for pair in arithmetic.select_held_out(2)
         ]
         one.groups = groups(prompts, tokenizer.eos_token_id)
         yield one, file

@@ -82,7 +82,7 @@ class LightReplica:
 
     def _receive(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
         deadline = time.monotonic() + rendezvous.timeout_s
-        group = rendezvous.group_of(epoch.members)
+        group = rendezvous.derive_group(epoch.members)
         if self._channel is None or self._channel[0] != group:
             place = GroupRank(
                 group_id=group,

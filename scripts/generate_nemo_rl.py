@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.rules import TABLE, Rule
-from headrace.config.nemo_rl.translate import IMPLIED, IMPLIED_BY, shortened
+from headrace.config.nemo_rl.translate import IMPLIED, IMPLIED_BY, shorten
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "from-nemo-rl.md"
 
@@ -143,7 +143,7 @@ def page() -> str:
 def _lines(rows: Iterable[Rule]) -> Iterable[str]:
     """Yield one line for each series of neighbouring rows with the same text."""
     for says, group in itertools.groupby(rows, key=_says):
-        keys = ", ".join(f"`{key}`" for key in shortened(row.key for row in group))
+        keys = ", ".join(f"`{key}`" for key in shorten(row.key for row in group))
         yield f"| {keys} | {says} |"
 
 

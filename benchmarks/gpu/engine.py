@@ -63,11 +63,11 @@ def engine(stage: Stage) -> None:
 
 async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: str, source: Source) -> None:
     from benchmarks.refit import PHASES, refits
-    from headrace_services.rollout.engine import described
+    from headrace_services.rollout.engine import describe
 
     size = stage.size
     runner = RUNNER.format(2 if running.vllm_config.use_v2_model_runner else 1)
-    stage.rows.add(f"the engine, {runner}", await described(running))
+    stage.rows.add(f"the engine, {runner}", await describe(running))
     await _decode(running, size.requests, 1)  # kernels are compiled at their first use
     rate = size.requests * size.decode / await _decode(running, size.requests, size.decode)
     width = 2 if config.policy.precision == "bfloat16" else 4

@@ -28,7 +28,7 @@ def about(wanted: str) -> dict[str, str]:
         "vLLM": "installed" if importlib.util.find_spec("vllm") else "not installed",
     }
     if device.type == "cuda":
-        inventory = devices.installed()
+        inventory = devices.read_inventory()
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         found["GPU"] = (
             f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"

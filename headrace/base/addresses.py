@@ -14,7 +14,7 @@ from urllib.request import proxy_bypass
 LOOPBACK = "127.0.0.1"
 
 
-def reached(host: str) -> str:
+def replace_wildcard(host: str) -> str:
     """Return the address at which this machine reaches a service that listens on `host`, which may be all interfaces."""
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
@@ -77,7 +77,7 @@ def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
     return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
-def hosts_of(url: str) -> list[str]:
+def parse_hosts(url: str) -> list[str]:
     """Return the hosts that the URL of a buffer names: several for sentinel://, none for unix://."""
     parts = urlsplit(url)
     if parts.scheme == "unix":

@@ -115,8 +115,8 @@ def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: in
 
 def visible(environ: Mapping[str, str]) -> Inventory:
     """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`."""
-    found = installed()
-    return dataclasses.replace(found, devices=tuple(chosen(found.devices, environ.get(VISIBLE))))
+    found = read_inventory()
+    return dataclasses.replace(found, devices=tuple(select_devices(found.devices, environ.get(VISIBLE))))
 
 
 def uuids(environ: Mapping[str, str]) -> list[str]:
@@ -124,7 +124,7 @@ def uuids(environ: Mapping[str, str]) -> list[str]:
     return [device.uuid for device in visible(environ).devices]
 
 
-def chosen(devices: Sequence[Device], names: str | None) -> list[Device]:
+def select_devices(devices: Sequence[Device], names: str | None) -> list[Device]:
     """Return the devices that a value of CUDA_VISIBLE_DEVICES names, in its order: by nvidia-smi's indices, UUIDs or their beginnings.
 
     CUDA stops at the first unknown name. Here that is a `ServiceError`, and so is a device that is named twice.
@@ -153,7 +153,7 @@ def _find_named(devices: Sequence[Device], word: str, names: str) -> Device:
     raise ServiceError(f"{VISIBLE}={names}: {word!r} matches {what} of this machine, which has {there}")
 
 
-def installed() -> Inventory:
+def read_inventory() -> Inventory:
     """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
     try:
         pynvml.nvmlInit()

@@ -20,12 +20,12 @@ _HTML = (b"<!doctype html", b"<html")
 def problem_of_model(folder: Path) -> str | None:
     """Return what is wrong with the first unusable file of the model or tokenizer in `folder`, with the remedy; None if there is none."""
     for path in _read_files(folder):
-        if (problem := problem_of(path)) is not None:
+        if (problem := find_problem(path)) is not None:
             return problem
     return None
 
 
-def problem_of(path: Path) -> str | None:
+def find_problem(path: Path) -> str | None:
     """Return why `path`, a `.json`, `.safetensors` or `.bin`, can't be what its name says, with the remedy; None if it can."""
     again = "; download or copy it again"
     try:

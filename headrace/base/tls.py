@@ -49,7 +49,7 @@ class Reloading:
         self._context = files.context()
         self._signature = files.signature()
 
-    def changed(self) -> bool:
+    def reload(self) -> bool:
         """Whether the files changed since the last call, and can be used."""
         try:
             signature = self.files.signature()
@@ -68,7 +68,7 @@ class Reloading:
         outer = self._context
 
         def before_handshake(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            self.changed()
+            self.reload()
             connection.context = self._context
 
         outer.sni_callback = before_handshake  # called without a name (SNI) too

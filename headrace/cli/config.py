@@ -50,7 +50,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     for warning in [*warnings, *runs.busy_ports(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
-    for line in (*lines, *environment_processes.described(examined.config), *translated):
+    for line in (*lines, *environment_processes.describe(examined.config), *translated):
         typer.echo(line)
 
 
@@ -59,7 +59,7 @@ def _check_data_and_models(examined: Loaded) -> tuple[list[str], list[str]]:
     try:
         warnings = preflight.look(examined)
     except MissingPackage:
-        lacking = "data and model were not looked at: pip install 'headrace[trainer]'"
+        lacking = "data and model were not checked: pip install 'headrace[trainer]'"
         return list(examined.config.warnings), [lacking]
     if not tokenizer_is_here(*examined.config.tokenizer):
         return warnings, []

@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config, load
-from headrace.net.credentials import FILE, Credentials, complete, names_of, write
+from headrace.net.credentials import FILE, Credentials, complete, list_roles, write
 
 
 def credentials(
@@ -25,17 +25,17 @@ def credentials(
     """
     loaded = load(config, overrides or ())
     whole = directory / FILE
-    complete(whole, names_of(loaded, redis=True))
+    complete(whole, list_roles(loaded, redis=True))
     known = Credentials(whole)
-    for service, names in needed(loaded).items():
+    for service, names in assign_roles(loaded).items():
         lines = [f"{name} {token}\n" for name in names for token in known.tokens(name)]
         write(directory / f"{service}.{FILE}", "".join(lines))
         typer.echo(f"{directory / f'{service}.{FILE}'}")
 
 
-def needed(config: Config) -> dict[str, list[str]]:
+def assign_roles(config: Config) -> dict[str, list[str]]:
     """Return the roles whose tokens each service accepts or presents, and those of each environment in its own process."""
-    known = names_of(config, redis=False)
+    known = list_roles(config, redis=False)
     served = [name for name in known if name.startswith("environment ")]
     runners = [name for name in known if name == "agents"]
     people = ["operator", "reader"]

@@ -219,7 +219,7 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
     return table
 
 
-def waited(run: RunSummary) -> str | None:
+def describe_wait(run: RunSummary) -> str | None:
     """Return what the trainer waited for in the run as a whole, or None. It is judged by the means over all steps except the first after
     each start."""
     steps = [metrics for metrics in run.train.values() if not follows_start(metrics)]

@@ -28,7 +28,7 @@ from headrace.config import Config
 from headrace.env import environment_file
 from headrace.launch import environment_processes, runs
 from headrace.net import rpc
-from headrace.net.credentials import FILE, Credentials, credentials_of
+from headrace.net.credentials import FILE, Credentials, load_credentials
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
@@ -75,7 +75,7 @@ def serve(
 ) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C, like headrace.serve."""
     log_lines()
-    loaded = environment_file.load(environment_file.completed(target))
+    loaded = environment_file.load(environment_file.complete_target(target))
     headrace.serve(loaded, port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
 
 
@@ -97,7 +97,7 @@ def attach(
 ) -> None:
     """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, like headrace.attach. It listens on no port."""
     log_lines()
-    target = environment_file.completed(target)
+    target = environment_file.complete_target(target)
     file, attached, changed = environment_file.path_of(target), None, True
     while changed:
         seen = _stamp(file)  # before the file is read, so that a later write counts as another change
@@ -170,8 +170,8 @@ async def _read(
 ) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
     """Return each hub's answer by its address, why other hubs don't answer, and the buffer's states of the environments. Raises
     `ServiceError` if no hub answers."""
-    credentials = credentials_of(config)
-    token = None if credentials is None else credentials.presented("reader")
+    credentials = load_credentials(config)
+    token = None if credentials is None else credentials.make_token_source("reader")
     hubs, away = {}, {}
     for address in config.reward.addresses:
         async with rpc.channel(address, security=config.security, token=token) as channel:

@@ -24,7 +24,7 @@ from headrace.launch.served_file import environment_at, served_file
 from headrace.net import rpc
 from headrace.net.credentials import Credentials
 
-_STYLES: dict[Verdict, str] = {"right": "green", "note": "yellow", "wrong": "bold red", "not looked at": "dim"}
+_STYLES: dict[Verdict, str] = {"right": "green", "note": "yellow", "wrong": "bold red", "skipped": "dim"}
 
 TargetArgument = Annotated[
     str,
@@ -71,9 +71,9 @@ def check(
     wrong = [each for each in findings if each.verdict == "wrong"]
     for each in wrong:
         say(console, f"to fix {each.check}: {each.remedy}")
-    skipped = sum(each.verdict == "not looked at" for each in findings)
+    skipped = sum(each.verdict == "skipped" for each in findings)
     total = f"{len(wrong)} of {len(findings)} wrong" if wrong else "nothing is wrong"
-    say(console, f"{target}: {total}" + (f", {skipped} not looked at" if skipped else ""))
+    say(console, f"{target}: {total}" + (f", {skipped} skipped" if skipped else ""))
     raise typer.Exit(1 if wrong or skipped else 0)
 
 

@@ -284,7 +284,7 @@ def ask(config: Config, found: NamedModel) -> None:
     plan = device_plan.of(config)
 
     with runs.locked(config), settled(config) as (config, saved, reserved):
-        device_plan.record(plan, device_plan.threads_of(config, plan), config.run_folder)
+        device_plan.record(plan, device_plan.plan_threads(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:
             with open_display(console) as display:

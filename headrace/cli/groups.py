@@ -97,7 +97,7 @@ def retry(
 async def _retry(config: Config, groups: Sequence[str] | None, reason: str | None) -> int:
     async with runs.open_buffer(config, "operator") as replay:
         # before the groups are read, so that only failures that were read are retried
-        ended = await replay.ended()
+        ended = await replay.read_ended()
         orders = set(ended.failed_orders())
         if groups is not None:
             orders &= {await _find_order(replay, group) for group in groups}
@@ -157,8 +157,8 @@ def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
 
     async def ask() -> tuple[GroupLineage | None, HeldGroup | None]:
         async with runs.open_buffer(config) as replay:
-            held = await replay.held(group)
-            return None if held is None else await replay.lineage_of(held), held
+            held = await replay.read_held(group)
+            return None if held is None else await replay.trace_lineage(held), held
 
     try:
         waiting, held = asyncio.run(ask())
@@ -181,7 +181,7 @@ def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> Sampl
     if held is not None:
         samples = [sample_of(held.group, *pair) for pair in held.trajectories]
         if held.state == "failed":
-            kept = [group for group in failed_groups(files.failed()) if group.id == found.group]
+            kept = [group for group in failed_groups(files.read_failed()) if group.id == found.group]
             samples = [sample for group in kept if group.reason == held.reason for sample in group.samples]
         return group_of(held.group, samples)
     assert found.step is not None  # it was trained

@@ -28,7 +28,7 @@ from headrace.launch import runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
-from headrace.net.credentials import credentials_of
+from headrace.net.credentials import load_credentials
 from headrace.records.trajectory import AnyTrajectory, Group, Score
 from headrace.replay import HeldGroup
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
@@ -152,7 +152,7 @@ async def _read_scored(config: Config) -> list[Scored]:
     """Return the trajectories in the buffer that have a reward."""
     async with runs.open_buffer(config) as replay:
         groups = [group_id async for group_id, _ in replay.groups(_STATES)]
-        held = [await replay.held(group_id) for group_id in dict.fromkeys(groups)]
+        held = [await replay.read_held(group_id) for group_id in dict.fromkeys(groups)]
     return [scored for group in held if group is not None for scored in _select_scored(group)]
 
 
@@ -182,8 +182,8 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
             }
         )
         hub = await stack.enter_async_context(running(alone))
-        credentials = credentials_of(alone)
-        token = None if credentials is None else credentials.presented("scorer")
+        credentials = load_credentials(alone)
+        token = None if credentials is None else credentials.make_token_source("scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
         stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
         yield stub, await _capacity(stub, name)

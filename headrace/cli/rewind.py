@@ -68,7 +68,7 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
     interrupted, the same command finishes the job. Raises `ServiceError` if the checkpoint does not exist, or the folder can't be
     written.
     """
-    there = folders.published(checkpoints)
+    there = folders.find_published(checkpoints)
     if version not in there:
         raise ServiceError(
             f"{checkpoints} has no checkpoint of version {version}; it has {_join(there)}. The initial model is not a checkpoint: to "

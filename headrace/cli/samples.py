@@ -95,13 +95,13 @@ def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
 async def _read_failed(config: Config, files: SampleFiles, text: str, most: int) -> list[SampleGroup]:
     """Return the newest groups that failed: those in the buffer, then older ones of which a completion was kept. If the buffer can't be
     reached, only the kept ones are returned, or its error is raised if none were kept."""
-    kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.failed))}
+    kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.read_failed))}
     try:
         async with runs.open_buffer(config) as replay:
             letters = [group_id async for group_id, _ in replay.groups(["failed"])]
             found: list[SampleGroup] = []
             while letters and len(found) < most:
-                letter = await replay.held(letters.pop())
+                letter = await replay.read_held(letters.pop())
                 if letter is not None:
                     known = kept.pop(letter.group.id, None)
                     mine = known.samples if known is not None and known.reason == letter.reason else ()

@@ -125,7 +125,7 @@ def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
     if found.run is None:
         return []
     policy = found.run.config.policy
-    vllm_cfg = policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
+    vllm_cfg = policy.generation.vllm_cfg.resolve(on_cpu=on_cpu)
     given: dict[str, object] = {
         "dtype": vllm_cfg.precision or policy.precision,
         "max-model-len": policy.max_total_sequence_length,

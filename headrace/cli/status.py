@@ -18,12 +18,12 @@ from headrace.cli.display import duration
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
 from headrace.launch import device_plan, runs
-from headrace.launch.pipeline import http_get, reason_of
-from headrace.net.credentials import buffer_url, credentials_of
+from headrace.launch.pipeline import http_get, parse_reason
+from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 from headrace.run import history
-from headrace.run.checkpoints import published, set_aside
+from headrace.run.checkpoints import find_published, list_set_aside
 from headrace.run.headlines import accuracy_name, alarms, waiting
 from headrace.run.history import RunHistory
 
@@ -75,8 +75,8 @@ def status(
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
-        *(("set aside", line) for line in set_aside(loaded.checkpoint_folder)),
-        *device_plan.recorded(loaded.run_folder),
+        *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
+        *device_plan.read_record(loaded.run_folder),
     ]
     show(sys.stdout, state, replicas, runners, meters, loaded.replay.bias_warning, lines)
 
@@ -84,7 +84,7 @@ def status(
 def show_past(out: TextIO, past: RunHistory) -> None:
     """Print what is known about a run that is down, one line per fact."""
     config = past.config
-    versions = published(config.checkpoint_folder)
+    versions = find_published(config.checkpoint_folder)
     newest: Newest = [("", line.kind, line.step, line.metrics) for line in reversed(past.lines)]
     console = Console(file=out, width=WIDTH)
     for name, value in (
@@ -96,7 +96,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *progress(newest, config.log_folder),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
-        *(("set aside", line) for line in set_aside(config.checkpoint_folder)),
+        *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
         ("continue", runs.resume_hint(config)),
@@ -124,14 +124,14 @@ async def _read(
 
 async def _buffer_wait(config: Config) -> str:
     """Return why the replay service waits for the buffer's server; empty if it doesn't, or can't be asked."""
-    credentials = credentials_of(config)
+    credentials = load_credentials(config)
     tokens = [] if credentials is None else credentials.tokens("reader")
     if not tokens:
         return ""
     tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
     host, port = config.replay.host, config.replay.port
     status, answer = await http_get(host, port, "/readyz", tokens[0], tls)
-    return reason_of(answer) if status == 503 else ""
+    return parse_reason(answer) if status == 503 else ""
 
 
 def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:

@@ -12,11 +12,11 @@ import typer
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.display import RunConsole, closing_table, failures, open_display, waited
+from headrace.cli.display import RunConsole, closing_table, describe_wait, failures, open_display
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, pages_of, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints
 from headrace.run.history import recorded
@@ -40,7 +40,7 @@ def up(
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     plan = device_plan.of(loaded)
-    threads = device_plan.threads_of(loaded, plan)
+    threads = device_plan.plan_threads(loaded, plan)
     console = RunConsole()
 
     def say(line: str) -> None:
@@ -61,7 +61,7 @@ def up(
             say(line)
         say(f"CPU threads: {threads}")
         say(f"curves: {runs.page_address(loaded)}")
-        for name, host, port in pages_of(loaded):
+        for name, host, port in list_pages(loaded):
             say(f"{name}: {runs.page_url(loaded, host, port)}")
         started = time.monotonic()
         try:
@@ -75,7 +75,7 @@ def up(
             say(why)
         if run.failed:
             say(failures(run))
-        if advice := waited(run):
+        if advice := describe_wait(run):
             say(advice)
         # not in the table: a path that is cut off at the column's width can't be copied
         curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
@@ -88,7 +88,7 @@ def up(
         if best is not None:
             version, value = best
             say(f"best:           {checkpoints.policy_of(folder, version)} ({settings.metric_name} {value:.4g})")
-        versions = checkpoints.published(folder)
+        versions = checkpoints.find_published(folder)
         newest = checkpoints.policy_of(folder, versions[-1]) if versions else None
         say(f"checkpoint:     {newest or 'none was written'}")
 

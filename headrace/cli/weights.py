@@ -50,11 +50,11 @@ def find(name: str) -> NamedModel:
     Raises `ConfigError` for a step that the run doesn't have, and for a directory without a model.
     """
     run, at, step = name.rpartition("@")
-    if not at or runs.saved_in(name) or Path(name).is_dir():  # a folder may have an @ in its name
+    if not at or runs.find_saved(name) or Path(name).is_dir():  # a folder may have an @ in its name
         run, at, step = name, "", LATEST
     if not step:
         raise ConfigError(f"{name} names no step; give {LATEST}, {BEST} or a number after the @")
-    if saved := runs.saved_in(run):
+    if saved := runs.find_saved(run):
         return _of_run(run, saved, step)
     if at:
         raise ConfigError(f"{name} is not a run: neither {' nor '.join(map(str, runs.places(run)))} exists")
@@ -96,7 +96,7 @@ def _of_run(run: str, saved: Path, step: str) -> NamedModel:
 def _version(run: str, config: Config, step: str) -> int:
     """Return the version that `step` means. Raises `ConfigError` naming the existing versions."""
     folder, settings = config.checkpoint_folder, config.checkpointing
-    there = checkpoints.published(folder)
+    there = checkpoints.find_published(folder)
     listed = ", ".join(map(str, there)) or "none yet"
     if step in (LATEST, BEST) and not there:
         raise ConfigError(f"{run}: {folder} has no checkpoint; {run}@0 is the initial model")

@@ -72,8 +72,8 @@ class AgentsConfig(Section):
     )
     on_limit: Fixed[OnLimit] = Field(
         "grade",
-        description="for an episode that one of these limits ended. grade: it is scored like any other, and fails if its program gives no "
-        "reward; fail: it fails; a number: this is its reward",
+        description="what happens to an episode that one of these limits ended. grade: it is scored like any other, and fails if its "
+        "program gives no reward; fail: it fails; a number: this is its reward",
     )
     branches: Fixed[Literal["allow", "refuse"]] = Field(
         "allow",
@@ -87,10 +87,12 @@ class AgentsConfig(Section):
         "default suits a policy.max_total_sequence_length of up to 500,000. Whatever its size, a body has at most 100,000 JSON values",
     )
     max_parallel_calls: MayChange[int] = Field(
-        64, ge=1, description="the most requests of one episode in progress; further ones are told to wait"
+        64, ge=1, description="the most requests of one episode in progress; further ones get status 429"
     )
     max_requests_per_s: MayChange[float] = Field(
-        50.0, gt=0, description="the highest rate of one episode, over ten seconds; further requests are told to wait"
+        50.0,
+        gt=0,
+        description="the most requests per second of one episode, over ten seconds; further ones get status 429",
     )
 
     def slots_of(self, lane: Lane) -> int:

@@ -154,7 +154,7 @@ class AlgorithmConfig(Section):
     val_period: MayChange[int] = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
     val_at_start: MayChange[bool] = Field(False, description="validate before the first step")
     val_at_end: MayChange[bool] = Field(False, description="validate after the last step")
-    val_start_at: MayChange[int] = Field(-1, description="no validation by val_period before this many steps")
+    val_start_at: MayChange[int] = Field(-1, description="val_period takes effect after this many steps")
     max_val_samples: MayChange[int] = Field(256, ge=1, description="held-out prompts in a validation")
     val_num_generations_per_prompt: MayChange[int] = Field(
         1,

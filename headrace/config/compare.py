@@ -40,15 +40,15 @@ def may_change(keys: Keys) -> bool | None:
     return None
 
 
-def fixed(config: Config) -> dict[str, Any]:
+def select_fixed(config: Config) -> dict[str, Any]:
     """Return every key that may not change when the run continues, with its value."""
     return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
 
 
 def digest(config: Config) -> str | None:
     """Return a digest of the fixed keys whose text comes from the environment and is not stored; None without any."""
-    shown = dict(_flat(config.shown()))
-    hidden = {key: value for key, value in fixed(config).items() if shown.get(key) != value}
+    shown = dict(_flat(config.show()))
+    hidden = {key: value for key, value in select_fixed(config).items() if shown.get(key) != value}
     if not hidden:
         return None
     # slow on purpose: it stands in a file, and a short value could be guessed
@@ -60,7 +60,7 @@ def diff(before: Config, after: Config) -> list[Change]:
     """Return the keys whose values differ: those of `before` in its order, then the others. A key that only one of them has is null in the
     other. Text from the environment is compared, and given as the expression that gives it."""
     old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
-    old_shown, new_shown = dict(_flat(before.shown())), dict(_flat(after.shown()))
+    old_shown, new_shown = dict(_flat(before.show())), dict(_flat(after.show()))
     return [
         Change(key, old_shown.get(key), new_shown.get(key))
         for key in [*old, *(key for key in new if key not in old)]

@@ -106,7 +106,7 @@ class DataSourceConfig(Section):
     )
     input_key: Fixed[str] = Field(
         "input",
-        description="field of a row with the problem: text, or a list of chat messages; dots lead into nested fields",
+        description="field of a row with the problem: text, or a list of chat messages; dots select nested fields",
     )
     output_key: Fixed[str | None] = Field(
         "output",
@@ -311,7 +311,7 @@ class EnvConfig(Section):
 
     type: Undecisive[Fixed[BuiltInName | None]] = Field(
         None,
-        description="a built-in environment; null without target, command and attached: the one of the environment's own name",
+        description="a built-in environment; null: the one with the environment's own name, unless target, command or attached is set",
     )
     target: MayChange[AnyPath[str | None]] = Field(
         None,
@@ -478,7 +478,7 @@ class EnvConfig(Section):
     )
     gate: Annotated[Fixed[str | None], OptionOf("combine")] = Field(
         None,
-        description="combine: the part that scores first; if its reward is not above 0, the others are not asked, and the reward is 0",
+        description="combine: the part that scores first; if its reward is not above 0, the others are not called, and the reward is 0",
     )
     timeout_s: MayChange[float] = Field(
         60.0,

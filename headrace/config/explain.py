@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.config.in_yaml import in_yaml
 from headrace.config.other_names import NAMES
-from headrace.config.references import Reference, referred
+from headrace.config.references import Reference, restore_references
 from headrace.config.root import Config
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _remedy(path: Path, error: ErrorDetails) -> str:
 def _line(error: ErrorDetails, origin: Origin, named: Named, references: Sequence[Reference]) -> str:
     path = tuple(str(part) for part in error["loc"])
     name = next((part for part in reversed(path) if not part.isdecimal()), "")
-    key, value = ".".join(named(path)), referred(error["input"], references, name)
+    key, value = ".".join(named(path)), restore_references(error["input"], references, name)
     if error["type"] == "extra_forbidden":
         return _unknown(path, value, origin(path), named)
     if error["type"] == "value_error":

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import ItemPath, Keys
-from headrace.config.references import Expression, Reference, hidden, of_variables
+from headrace.config.references import Expression, Reference, hide_values, of_variables
 
 MISSING = "???"
 _SHOWN = 160  # characters of an expression in an error
@@ -110,7 +110,7 @@ def _evaluate(expressions: Mapping[ItemPath, str], whole: dict[str, Any]) -> tup
         except InterpolationsTooLarge as error:
             return {}, [_problem(keys, text, str(error))]
         except OmegaConfBaseException as error:
-            problems.append(hidden(_problem(keys, text, str(error)), of_variables(expressions.values())))
+            problems.append(hide_values(_problem(keys, text, str(error)), of_variables(expressions.values())))
     return results, problems
 
 

@@ -25,9 +25,9 @@ from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, from_environment, resolve
 from headrace.config.keys import Keys
 from headrace.config.marks import Mark
-from headrace.config.references import Reference, hidden, of_variable
+from headrace.config.references import Reference, hide_values, of_variable
 from headrace.config.root import Config
-from headrace.config.yaml_text import item_of, line_of, parse
+from headrace.config.yaml_text import find_item, find_line, parse
 
 if TYPE_CHECKING:
     from headrace.config.nemo_rl import Translation
@@ -173,7 +173,7 @@ def _of_variables(
 def _is_item(text: str, variable: str, keys: Keys) -> bool:
     """Whether `text` is the item at `keys` of the YAML in a variable; without keys, whether it is the variable's text."""
     try:
-        return text == (item_of(variable, *keys) if keys else variable)
+        return text == (find_item(variable, *keys) if keys else variable)
     except (LookupError, TypeError, ValueError):
         return False  # the command line put it there
 
@@ -292,7 +292,7 @@ def _checked(
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
-        raise ConfigError("\n".join(hidden(line, references) for line in lines))
+        raise ConfigError("\n".join(hide_values(line, references) for line in lines))
     return config
 
 
@@ -409,7 +409,7 @@ def _origin(
         keys = ("data", "default", *keys[3:])
         where = _given(origins, keys)
     if not where and (file := inherited.source(keys)):
-        line = line_of(file.read_text(encoding="utf-8"), keys)
+        line = find_line(file.read_text(encoding="utf-8"), keys)
         where = [str(file) if line is None else f"{file}:{line}"]
     if (place := as_written(values, keys)) in written:
         where.append(written[place])

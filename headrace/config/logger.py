@@ -13,7 +13,7 @@ class WandbConfig(Section):
 
     project: str = Field("headrace", min_length=1)
     name: str | None = Field(None, description="name of the run there; null: run.id")
-    entity: str | None = Field(None, description="user or team; null: the one that you are logged in as")
+    entity: str | None = Field(None, description="user or team; null: the one you are logged in as")
 
 
 class TensorboardConfig(Section):

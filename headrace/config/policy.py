@@ -163,7 +163,7 @@ class VLLMConfig(Section):
             )
         return self
 
-    def resolved(self, *, on_cpu: bool, device_memory: int = 0) -> VLLMConfig:
+    def resolve(self, *, on_cpu: bool, device_memory: int = 0) -> VLLMConfig:
         """Return a copy with null replaced by Headrace's own defaults on this device. `device_memory`: the bytes of a GPU, if known."""
         # vLLM's own defaults, except that it has 256 for an A100 of 80 GB
         sequences = self.max_num_seqs or (1024 if device_memory >= 70 * 1024**3 else 256)

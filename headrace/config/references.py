@@ -44,7 +44,7 @@ def of_variable(variable: str, keys: Sequence[str]) -> Expression:
     return Expression(f"${{{ITEM_OF}:{','.join((whole, *quoted))}}}" if keys else whole)
 
 
-def referred(value: Any, references: Sequence[Reference], name: str = "") -> Any:
+def restore_references(value: Any, references: Sequence[Reference], name: str = "") -> Any:
     """Return `value`, the value of a key called `name`, with the expression in place of everything that came from the environment."""
     if not references or value is None or isinstance(value, bool | int | float):
         return value
@@ -52,13 +52,13 @@ def referred(value: Any, references: Sequence[Reference], name: str = "") -> Any
         if reference.name == name and reference.value == value:
             return reference.expression
     if isinstance(value, dict):
-        return {key: referred(inner, references, str(key)) for key, inner in value.items()}
+        return {key: restore_references(inner, references, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [referred(inner, references, name) for inner in value]
+        return [restore_references(inner, references, name) for inner in value]
     return value
 
 
-def hidden(text: str, references: Iterable[Reference]) -> str:
+def hide_values(text: str, references: Iterable[Reference]) -> str:
     """Return a message with the expressions in place of values that came from the environment."""
     for reference in references:
         if isinstance(reference.value, str):
@@ -74,7 +74,7 @@ def variables(expressions: Iterable[str]) -> set[str]:
 
 
 def of_variables(expressions: Iterable[str]) -> list[Reference]:
-    """Return the variables that these expressions read, for `hidden`."""
+    """Return the variables that these expressions read, for `hide_values`."""
     return [
         Reference("", os.environ[name], Expression(f"${{oc.env:{name}}}"))
         for name in sorted(variables(expressions))

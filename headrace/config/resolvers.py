@@ -17,7 +17,7 @@ from headrace.config.in_yaml import escape, in_yaml
 from headrace.config.keys import ItemPath
 from headrace.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 from headrace.config.references import ITEM_OF
-from headrace.config.yaml_text import item_of
+from headrace.config.yaml_text import find_item
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -69,7 +69,9 @@ class Evaluation:
         self, expressions: Mapping[ItemPath, str], whole: dict[str, Any], unread: Unread | None = None
     ) -> None:
         resolvers: dict[str, Callable[..., Any]] = {"oc.env": oc.env, "oc.decode": oc.decode}
-        resolvers |= {name: _of_numbers(name, function) for name, function in _ARITHMETIC.items()} | {ITEM_OF: item_of}
+        resolvers |= {name: _of_numbers(name, function) for name, function in _ARITHMETIC.items()} | {
+            ITEM_OF: find_item
+        }
         for name, resolver in (resolvers if unread is None else unread.resolvers(resolvers)).items():
             OmegaConf.register_resolver(name, resolver, replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)

@@ -20,7 +20,7 @@ from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.marks import MayChange
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
-from headrace.config.references import Reference, referred, variables
+from headrace.config.references import Reference, restore_references, variables
 from headrace.config.section import Section
 from headrace.config.security import SecurityConfig
 from headrace.config.services import (
@@ -170,7 +170,7 @@ class Config(Section):
             raise ValueError("run.id is not set")
         return self._folder or Path(self.run.dir) / self.run.id
 
-    def placed(self, folder: Path) -> Config:
+    def relocate(self, folder: Path) -> Config:
         """Return the configuration of a run that is now in `folder`, because it was moved, renamed or copied. Its buffer and its
         checkpoints know it by its first name, `run.id`."""
         placed = self.model_copy()
@@ -193,9 +193,9 @@ class Config(Section):
         """The variables of the environment that the configuration refers to."""
         return variables(reference.expression for reference in self._references)
 
-    def shown(self) -> dict[str, Any]:
+    def show(self) -> dict[str, Any]:
         """Return every value, for files and people: text from the environment as the expression that gives it."""
-        values: dict[str, Any] = referred(self.model_dump(mode="json"), self._references)
+        values: dict[str, Any] = restore_references(self.model_dump(mode="json"), self._references)
         return values
 
     @property

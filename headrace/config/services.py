@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from headrace.base.addresses import reached, with_port
+from headrace.base.addresses import replace_wildcard, with_port
 from headrace.config.marks import AnyPath, Fixed, MayChange
 from headrace.config.section import Section
 
@@ -28,7 +28,7 @@ class RunConfig(Section):
     )
     from_environment: Fixed[str | None] = Field(
         None,
-        description="digest of the fixed keys whose text comes from the environment, where another value would go unseen; `up` writes it "
+        description="digest of the fixed keys that environment variables give, so that a change of one is noticed; `up` writes it "
         "into the run's config.yaml",
     )
     max_failed_share: MayChange[float] = Field(
@@ -96,7 +96,11 @@ class ReplayConfig(Section):
         ge=1,
         description="attempts at scoring a trajectory before its group fails; twice as many while its environment scores no other",
     )
-    max_bytes: MayChange[int] = Field(4 * 1024**3, ge=1024**2, description="payload bytes beyond which leases wait")
+    max_bytes: MayChange[int] = Field(
+        4 * 1024**3,
+        ge=1024**2,
+        description="bytes of payloads in the buffer at which no new groups are leased, until there is room again",
+    )
 
 
 class RolloutConfig(Section):
@@ -170,7 +174,7 @@ class RewardConfig(Section):
     def addresses(self) -> list[str]:
         """The addresses of the hubs."""
         if self.address is None:
-            return [with_port(reached(self.host), self.port)]
+            return [with_port(replace_wildcard(self.host), self.port)]
         return [self.address] if isinstance(self.address, str) else self.address
 
 
@@ -264,8 +268,8 @@ class CheckpointingConfig(Section):
     checkpoint_must_save_by: MayChange[str | None] = Field(
         None,
         pattern=r"^\d+:[0-2]\d:[0-5]\d:[0-5]\d$",
-        description="DD:HH:MM:SS after the trainer's start by which one more checkpoint is saved, for jobs with a time limit; the run "
-        "continues",
+        description="time since the trainer's start, DD:HH:MM:SS, by which one more checkpoint is saved, for jobs with a time limit; "
+        "the run continues",
     )
     keep_top_k: MayChange[int | None] = Field(
         3,

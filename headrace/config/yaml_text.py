@@ -165,7 +165,7 @@ def parse(text: str, where: str) -> Any:
         ) from error
 
 
-def item_of(text: str, *keys: str) -> Any:
+def find_item(text: str, *keys: str) -> Any:
     """Return the item at `keys` of `text`, a YAML document. Raises `ConfigError` or `LookupError`."""
     value = parse(text, "a variable of the environment")
     for key in keys:
@@ -178,7 +178,7 @@ def _with_remedy(problem: str) -> str:
     return problem if remedy is None else f"{problem}; {remedy}"
 
 
-def line_of(text: str, keys: Sequence[str]) -> int | None:
+def find_line(text: str, keys: Sequence[str]) -> int | None:
     """Return the line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it;
     None if it gives none of them. A number is the place of an item; for a mapping, 0 is the mapping itself, as a list of one."""
     try:
@@ -205,6 +205,6 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
 def dump(config: Config) -> str:
     """Return `config` as YAML that `load` reads back as an equal configuration, if the environment still has what came from it. Every key
     is written, but only the section of the algorithm that is used."""
-    sections = {name: section for name, section in config.shown().items() if section is not None}
+    sections = {name: section for name, section in config.show().items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text

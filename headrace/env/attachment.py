@@ -30,8 +30,8 @@ from headrace.env.programs import Programs
 from headrace.env.server import GRACE_S, BatchScorer
 from headrace.env.wire import (
     episode_from_wire,
-    fitted,
-    fitted_outcome,
+    fit_outcome,
+    fit_results,
     outcome_to_wire,
     sample_from_wire,
     score_to_wire,
@@ -334,7 +334,7 @@ class _Stream:
             results = [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
         else:
             scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000))
-            results = fitted([score_to_wire(score) for score in scores], self._max_message_bytes)
+            results = fit_results([score_to_wire(score) for score in scores], self._max_message_bytes)
         self._count(result.status for result in results)
         answer.score.results.extend(results)
         return answer
@@ -346,7 +346,7 @@ class _Stream:
         except CodecError as error:
             outcome = outcome_to_wire(EpisodeOutcome(Score("INVALID", message=str(error))))
         else:
-            outcome = fitted_outcome(outcome_to_wire(await self._programs.run(episode)), self._max_message_bytes)
+            outcome = fit_outcome(outcome_to_wire(await self._programs.run(episode)), self._max_message_bytes)
         # an outcome without a result is a success: a grader scores it
         self._count([outcome.result.status if outcome.HasField("result") else trajectory_pb2.STATUS_SCORED])
         answer = pb.Answer(work_id=work.work_id)
@@ -441,5 +441,5 @@ def _local_options(hub: str, name: str, otherwise: DialOptions) -> DialOptions:
     return DialOptions(
         tls=otherwise.tls or any(security.get(key) is not None for key in ("tls_cert", "tls_ca")),
         tls_ca=otherwise.tls_ca or security.get("tls_ca"),
-        token=Credentials(Path(security["credentials"])).presented(f"environment {name}"),
+        token=Credentials(Path(security["credentials"])).make_token_source(f"environment {name}"),
     )

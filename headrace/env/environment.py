@@ -130,7 +130,7 @@ class Environment:
         return self.concurrency * (self.max_batch_size if self.scores_batches else 1)
 
 
-def checked(environment: Environment, value: object, method: str = "score") -> Score:
+def check_score(environment: Environment, value: object, method: str = "score") -> Score:
     """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED.
 
     The value is the user's, and so is what it raises when it is looked at.
@@ -138,23 +138,25 @@ def checked(environment: Environment, value: object, method: str = "score") -> S
     try:
         return _check(environment, value, method)
     except BaseException as error:  # noqa: BLE001
-        return failed(environment, error)
+        return make_failed(environment, error)
 
 
 def _check(environment: Environment, value: object, method: str) -> Score:
     if isinstance(value, Score):
         score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
-        return ranged(score, environment.reward_min, environment.reward_max)
+        return check_range(score, environment.reward_min, environment.reward_max)
     if not hasattr(value, "__float__"):
-        return failed(environment, f"{method} returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
+        return make_failed(
+            environment, f"{method} returned {value!r:.80} ({type(value).__name__}), not a number or a Score"
+        )
     reward = float(cast(float, value))
     if problem := reward_problem(reward):
-        return failed(environment, f"{method}: {problem}")
+        return make_failed(environment, f"{method}: {problem}")
     score = Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
-    return ranged(score, environment.reward_min, environment.reward_max)
+    return check_range(score, environment.reward_min, environment.reward_max)
 
 
-def ranged(score: Score, least: float | None, most: float | None) -> Score:
+def check_range(score: Score, least: float | None, most: float | None) -> Score:
     """Return the score if its reward is between the environment's least and largest reward, else FAILED. It is never clipped."""
     if score.reward is None or (-math.inf if least is None else least) <= score.reward <= (
         math.inf if most is None else most
@@ -168,12 +170,12 @@ def _format(value: float | None) -> str:
     return "(none)" if value is None else f"{value:g}"
 
 
-def failed(environment: Environment, reason: object) -> Score:
+def make_failed(environment: Environment, reason: object) -> Score:
     """Return a FAILED score that names the environment. `reason` is a message, or the exception that `score` raised. For an exception the
     message says where it was raised, and the traceback is in the metadata."""
     metadata = {}
     if isinstance(reason, BaseException):
-        message = described(reason)[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
+        message = describe_error(reason)[: _LONGEST_MESSAGE // 2] + find_place(environment, reason)
         metadata = {"traceback": encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])}
     else:
         message = str(reason)
@@ -181,7 +183,7 @@ def failed(environment: Environment, reason: object) -> Score:
     return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and the message of a user's exception, even if it can't tell its message."""
     try:
         message = str(error)
@@ -195,7 +197,7 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def place_of(environment: Environment, error: BaseException) -> str:
+def find_place(environment: Environment, error: BaseException) -> str:
     """Return where `error` was raised, in parentheses: the innermost line in the environment's own file, or the innermost of all if none is
     there."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -26,7 +26,7 @@ def is_file(target: str) -> bool:
     return re.fullmatch(r".+\.py(:[A-Za-z_][A-Za-z0-9_]*)?", target) is not None
 
 
-def completed(target: str) -> str:
+def complete_target(target: str) -> str:
     """Return `FILE.py:CLASS` for a `FILE.py` with one environment: a class that derives from `Environment`, and from which no other class
     in the file derives. Raises `ConfigError` for none or several. The file is not run."""
     if not target.endswith(".py"):

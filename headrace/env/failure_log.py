@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.base.printable import printable
 from headrace.base.repeats import Repeats, alike
-from headrace.env.environment import Environment, Sample, place_of
+from headrace.env.environment import Environment, Sample, find_place
 from headrace.env.episode import Episode
 from headrace.records.trajectory import Score
 
@@ -26,10 +26,10 @@ class FailureLog:
         self._environment = environment
         self._repeats = repeats
 
-    def raised(self, error: BaseException, given: Sequence[Sample | Episode], score: Score) -> None:
+    def record(self, error: BaseException, given: Sequence[Sample | Episode], score: Score) -> None:
         """Log `error`, which was raised during work on `given`; `score` is the result. The kind of failure is the error's type and the
         environment's line where it was raised."""
-        kind = f"{type(error).__name__}{place_of(self._environment, error)}"
+        kind = f"{type(error).__name__}{find_place(self._environment, error)}"
         self._log(kind, f"raised {kind}", given[0], len(given), str(score.metadata["traceback"]))
 
     def note(self, given: Sequence[Sample | Episode], scores: Sequence[Score]) -> None:

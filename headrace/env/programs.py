@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.repeats import Repeats
-from headrace.env.environment import Environment, checked, failed
+from headrace.env.environment import Environment, check_score, make_failed
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.failure_log import FailureLog
 from headrace.env.slots import Raised, Slots
@@ -82,12 +82,12 @@ class Programs:
         try:
             value = await self._slots.call(self._environment.episode, episode, give_back)
         except Raised as raised:
-            score = _without_key(failed(self._environment, raised.error), episode)
-            self._failures.raised(raised.error, [episode], score)
+            score = _without_key(make_failed(self._environment, raised.error), episode)
+            self._failures.record(raised.error, [episode], score)
             return score
         if value is None:
             return None
-        score = checked(self._environment, value, "episode")
+        score = check_score(self._environment, value, "episode")
         self._failures.note([episode], [score])
         return msgspec.structs.replace(score, timings={"environment": time.monotonic() - began})
 

@@ -17,14 +17,14 @@ import msgspec
 from headrace.base.errors import ConfigError
 from headrace.base.repeats import Repeats
 from headrace.base.tls import CertificateFiles
-from headrace.env.environment import Environment, Sample, checked, failed
+from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.failure_log import FailureLog
 from headrace.env.programs import Programs
 from headrace.env.slots import Raised, Slots
 from headrace.env.wire import (
     episode_from_wire,
-    fitted,
-    fitted_outcome,
+    fit_outcome,
+    fit_results,
     outcome_to_wire,
     sample_from_wire,
     score_to_wire,
@@ -107,7 +107,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
     ) -> pb.EnvironmentServiceScoreResponse:
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
         scores = await self._scorer.score(samples, rpc.time_to_answer(context))
-        results = fitted([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
+        results = fit_results([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
         return pb.EnvironmentServiceScoreResponse(results=results)
 
     async def RunEpisode(
@@ -120,7 +120,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
             )
         outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
         return pb.EnvironmentServiceRunEpisodeResponse(
-            outcome=fitted_outcome(outcome_to_wire(outcome), rpc.MAX_MESSAGE_BYTES)
+            outcome=fit_outcome(outcome_to_wire(outcome), rpc.MAX_MESSAGE_BYTES)
         )
 
 
@@ -246,10 +246,10 @@ class BatchScorer:
         try:
             value = await self._slots.call(self.environment.score, sample, slot)
         except Raised as raised:
-            score = failed(self.environment, raised.error)
-            self._failures.raised(raised.error, [sample], score)
+            score = make_failed(self.environment, raised.error)
+            self._failures.record(raised.error, [sample], score)
         else:
-            score = _add_timing(checked(self.environment, value), began)
+            score = _add_timing(check_score(self.environment, value), began)
             self._failures.note([sample], [score])
         return [score]
 
@@ -258,10 +258,10 @@ class BatchScorer:
         try:
             values = _as_list(await self._slots.call(self.environment.score_batch, samples, slot), len(samples))
         except Raised as raised:
-            scores = [failed(self.environment, raised.error)] * len(samples)
-            self._failures.raised(raised.error, samples, scores[0])
+            scores = [make_failed(self.environment, raised.error)] * len(samples)
+            self._failures.record(raised.error, samples, scores[0])
         else:
-            scores = [_add_timing(checked(self.environment, value), began) for value in values]
+            scores = [_add_timing(check_score(self.environment, value), began) for value in values]
             self._failures.note(samples, scores)
         return scores
 

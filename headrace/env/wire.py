@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.base import strict_json
 from headrace.base.errors import CodecError
-from headrace.env.environment import Sample, described, encodable, single_conversation
+from headrace.env.environment import Sample, describe_error, encodable, single_conversation
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
 from headrace.v1 import episode_pb2
@@ -117,7 +117,7 @@ def score_to_wire(score: Score) -> pb.Result:
             took_ms=1000 * score.timings["environment"] if "environment" in score.timings else None,
         )
     except Exception as error:  # noqa: BLE001  # the values are the user's
-        reason = str(error) if isinstance(error, CodecError) else described(error)
+        reason = str(error) if isinstance(error, CodecError) else describe_error(error)
         environment, build = (
             encodable(value) if isinstance(value, str) else "" for value in (score.environment, score.build)
         )
@@ -212,7 +212,7 @@ def outcome_from_wire(outcome: episode_pb2.EpisodeOutcome) -> EpisodeOutcome:
         return EpisodeOutcome(Score("FAILED", message=f"the program's outcome is invalid: {error}"))
 
 
-def fitted(results: list[pb.Result], most: int) -> list[pb.Result]:
+def fit_results(results: list[pb.Result], most: int) -> list[pb.Result]:
     """Return `results`. If they don't fit in a message of `most` bytes, those larger than their share become FAILED."""
     if sum(result.ByteSize() for result in results) <= _SHARE_OF_MESSAGE * most:
         return results
@@ -227,7 +227,7 @@ def fitted(results: list[pb.Result], most: int) -> list[pb.Result]:
     ]
 
 
-def fitted_outcome(outcome: episode_pb2.EpisodeOutcome, most: int) -> episode_pb2.EpisodeOutcome:
+def fit_outcome(outcome: episode_pb2.EpisodeOutcome, most: int) -> episode_pb2.EpisodeOutcome:
     """Return `outcome`, or one that is FAILED if it does not fit in a message of `most` bytes."""
     if (size := outcome.ByteSize()) <= _SHARE_OF_MESSAGE * most:
         return outcome

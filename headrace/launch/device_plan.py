@@ -26,10 +26,10 @@ _THREADS = "threads"
 
 def of(config: Config) -> DevicePlan | None:
     """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices."""
-    return planned(config, devices.visible(os.environ), devices.installed_versions())
+    return plan_devices(config, devices.visible(os.environ), devices.installed_versions())
 
 
-def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
+def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
     """Return the plan as `of` does, for a given inventory and given package versions (`devices.installed_versions`)."""
     ranks, replicas = config.trainer.num_processes, config.rollout.replicas
     if not _on_gpu(config.trainer.device, inventory, devices.is_for_cuda(versions, "torch")):
@@ -59,7 +59,7 @@ def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
     return device == "cuda" or (device == "auto" and is_for_cuda and bool(inventory.devices))
 
 
-def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
+def plan_threads(config: Config, plan: DevicePlan | None) -> Threads:
     """Return the thread counts of the run's processes. Processes that use no device of the plan share the cores of this machine."""
     return threads.of(
         config,
@@ -125,7 +125,7 @@ def record(plan: DevicePlan | None, planned: Threads, folder: Path) -> None:
         unfinished.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
-def recorded(folder: Path) -> list[tuple[str, str]]:
+def read_record(folder: Path) -> list[tuple[str, str]]:
     """Return the lines of `headrace status` about the devices and threads of each process; none for a run that `up` never started."""
     try:
         table = json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -54,7 +54,7 @@ def _check_function(name: str, function: str) -> None:
         raise ConfigError(done.stderr.strip() or f"env.{name}.function {function}: its import ended the process")
 
 
-def described(config: Config) -> Iterator[str]:
+def describe(config: Config) -> Iterator[str]:
     """Yield a line about each environment that is the user's own code."""
     for name, env in config.env.items():
         if env.command is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from headrace.base.addresses import hosts_of, is_loopback, target_is_local
+from headrace.base.addresses import is_loopback, parse_hosts, target_is_local
 from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ def _redis(config: Config, service: str) -> Iterator[str]:
                 "network that you trust"
             )
         return
-    if all(map(is_loopback, hosts_of(url))):
+    if all(map(is_loopback, parse_hosts(url))):
         return
     parts = urlsplit(url)
     options = parse_qs(parts.query)
     tls = parts.scheme == "rediss" or options.get("ssl", [""])[0].lower() == "true"
     known = "@" in parts.netloc or credentials is not None or "ssl_certfile" in options
     if not tls or not known:
-        from headrace.replay.connection import shown
+        from headrace.replay.connection import hide_password
 
         missing = "TLS" if not tls else "a login"
         yield (
-            f"replay.redis_url {shown(url)}: without {missing} nothing is sent beyond the loopback interface; give "
+            f"replay.redis_url {hide_password(url)}: without {missing} nothing is sent beyond the loopback interface; give "
             f"rediss://…?ssl_ca_certs=FILE and the password of RUN-{service} in security.credentials (`headrace acl`), or "
             "security.insecure: true to do without on a network that you trust"
         )

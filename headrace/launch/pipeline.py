@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.base.addresses import reached, with_port
+from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.devices import DevicePlan
 from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
@@ -26,10 +26,10 @@ from headrace.config import Config
 from headrace.launch import device_plan, environment_processes, exposure, runs
 from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
-from headrace.net.credentials import buffer_url, credentials_of
+from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.run import prompt_counts
-from headrace.run.checkpoints import set_aside
+from headrace.run.checkpoints import list_set_aside
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
@@ -65,7 +65,7 @@ def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
         yield ready, runs.save(ready), reserved
 
 
-def pages_of(config: Config) -> list[tuple[str, str, int]]:
+def list_pages(config: Config) -> list[tuple[str, str, int]]:
     """Return the service, host and port of each page that the configuration names. The buffer knows those of the replicas."""
     return [
         ("replay", config.replay.host, config.replay.port),
@@ -120,7 +120,7 @@ class Children:
             ],
             trainer=child("trainer", "trainer", ends_run=True),
         )
-        threads = device_plan.threads_of(config, plan)
+        threads = device_plan.plan_threads(config, plan)
         for each in children:
             variables = device_plan.thread_variables(threads, config, each.name)
             if plan is not None:
@@ -146,7 +146,7 @@ class Pipeline:
         self.children = Children.of(config, saved, plan, reserved)
         self._device_is_shared = plan is not None and plan.is_shared
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
-        credentials = credentials_of(config)
+        credentials = load_credentials(config)
         assert credentials is not None  # `prepare` names the file
         self._credentials = credentials
         self.summary = RunSummary(
@@ -162,7 +162,7 @@ class Pipeline:
         self._joined = 0  # replicas alive that were started elsewhere
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
-        self._set_aside = {*set_aside(config.checkpoint_folder)}  # as far as they were said
+        self._set_aside = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
         self._environments: list[dict[str, Any]] = []  # the hub's last report
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
@@ -270,7 +270,7 @@ class Pipeline:
 
     def _ready_pages(self) -> list[tuple[Child, str, int]]:
         by_name = {child.name: child for child in self.children}
-        return [(by_name[name], host, port) for name, host, port in pages_of(self.config)]
+        return [(by_name[name], host, port) for name, host, port in list_pages(self.config)]
 
     async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
         """Ask a service whether it is alive and ready. A refused connection means that the process is starting or ending, not that it
@@ -278,13 +278,13 @@ class Pipeline:
         alive, _ = await self._ask(host, port, "/healthz")
         status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
         ready = status == 200
-        self._notes[child.name] = "" if ready else reason_of(answer)
+        self._notes[child.name] = "" if ready else parse_reason(answer)
         if ready:
             self._ready_at[child.name] = time.monotonic()
         if child.state not in ("restarting", "finished", "failed"):
             away = "ending" if alive == 0 else "not ready"
             child.set_ready(ready, away if child.was_ready else "starting")
-            child.heard(alive not in (503, NO_ANSWER), after_s)
+            child.note_probe(alive not in (503, NO_ANSWER), after_s)
 
     async def _look_at_environments(self, after_s: float) -> None:
         """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
@@ -300,7 +300,7 @@ class Pipeline:
         for name, child in self.children.environments.items():
             if child.state not in ("restarting", "failed"):
                 child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
-                child.heard(name in reached, after_s)
+                child.note_probe(name in reached, after_s)
             if name in self._broken and child.source_changed():
                 self.supervisor.replace(child, f"{child.source} has changed")
 
@@ -340,7 +340,7 @@ class Pipeline:
                     status, answer = await self._ask(host, port, "/readyz")
                     if status == 200:
                         break
-                    self._notes[child.name] = reason_of(answer)
+                    self._notes[child.name] = parse_reason(answer)
                     self._show([])
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -445,7 +445,7 @@ class Pipeline:
 
     def _say_set_aside(self) -> None:
         """Print which damaged checkpoints the trainer has set aside since this start."""
-        for line in set_aside(self.config.checkpoint_folder):
+        for line in list_set_aside(self.config.checkpoint_folder):
             if line not in self._set_aside:
                 self._set_aside.add(line)
                 self.display.print(line)
@@ -453,19 +453,19 @@ class Pipeline:
     def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:
         by_pid = {replica.info.get("pid"): replica for replica in replicas}
         runner_by_pid = {runner.info.get("pid"): runner for runner in runners}
-        pages = {name: runs.page_url(self.config, host, port) for name, host, port in pages_of(self.config)}
+        pages = {name: runs.page_url(self.config, host, port) for name, host, port in list_pages(self.config)}
         lines = []
         for child in self.children:
             replica = by_pid.get(child.pid) if child in self.children.rollouts else None
             note, url = self._notes.get(child.name, ""), pages.get(child.name, "")
             if replica is not None and child.pid is not None:
                 child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
-                child.heard(replica.state != "DEAD", after_s)
+                child.note_probe(replica.state != "DEAD", after_s)
                 note, url = f"weights {replica.version}, {replica.leases} groups", str(replica.info.get("url", ""))
             runner = runner_by_pid.get(child.pid) if child in self.children.agents else None
             if runner is not None and child.pid is not None:
                 child.set_ready(runner.alive, "silent")
-                child.heard(runner.alive, after_s)
+                child.note_probe(runner.alive, after_s)
                 note, url = f"{runner.leases} groups of episodes", str(runner.info.get("url", ""))
             lines.append(ServiceLine(child.name, child.state, child.restarts, note, url))
         known = {child.pid for child in self.children}
@@ -523,7 +523,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def reason_of(answer: str) -> str:
+def parse_reason(answer: str) -> str:
     """Return why a service is not ready, from the answer of its `/readyz`."""
     said = _json(answer)
     return str(said.get("reason") or "") if isinstance(said, dict) else ""
@@ -546,7 +546,7 @@ async def http_get(
     host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
 ) -> tuple[int, str]:
     """GET over HTTP/1.0. Return (status, body). The status is 0 if nothing listens there, and `NO_ANSWER` if the listener is silent."""
-    target = reached(host)
+    target = replace_wildcard(host)
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(target, port, ssl=tls)

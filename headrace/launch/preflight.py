@@ -16,7 +16,7 @@ from headrace.config.root import TEACHER_KEY
 from headrace.launch import shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
-from headrace.net.credentials import Credentials, credentials_of
+from headrace.net.credentials import Credentials, load_credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc
 
 _PING_S = 2.0
@@ -50,7 +50,7 @@ def look(loaded: Loaded) -> list[str]:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials
     # `up` makes the file if it doesn't exist
-    credentials = credentials_of(config) if path is not None and Path(path).exists() else None
+    credentials = load_credentials(config) if path is not None and Path(path).exists() else None
     return warnings + asyncio.run(_unreachable(config, credentials))
 
 
@@ -75,7 +75,7 @@ async def _ping(config: Config, credentials: Credentials | None, name: str, targ
     channel = rpc.channel(
         target,
         security=None if target_is_local(target) else config.security,
-        token=None if credentials is None else credentials.presented(f"environment {name}"),
+        token=None if credentials is None else credentials.make_token_source(f"environment {name}"),
         proxied=True,
     )
     try:

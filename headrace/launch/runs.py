@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.base.addresses import LOOPBACK, reached, with_port
+from headrace.base.addresses import LOOPBACK, replace_wildcard, with_port
 from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.config import Config, load
@@ -23,7 +23,7 @@ from headrace.net import credentials
 from headrace.net.http_access import new_code
 from headrace.net.service import bind, reserve
 from headrace.replay import ReplayClient
-from headrace.run.checkpoints import published
+from headrace.run.checkpoints import find_published
 from headrace.run.history import RECORD, RUN_LOCK, recorded
 from headrace.run.journal import JOURNAL, read_bytes, read_journal
 
@@ -95,7 +95,7 @@ def _is_same_path(one: object, other: object) -> bool:
 def _renamed(folder: Path, config: Config) -> ConfigError:
     return ConfigError(
         f"{folder} is the folder of run {config.run.id}, renamed or copied, and a run can continue only under its own name: "
-        f"{resume_hint(config.placed(folder))}"
+        f"{resume_hint(config.relocate(folder))}"
     )
 
 
@@ -112,7 +112,7 @@ def resume_hint(config: Config) -> str:
 
 def _describe_results(config: Config) -> str | None:
     """Return a description of the run's training results, or None. Until there are any, no key is fixed."""
-    if checkpoints := published(config.checkpoint_folder):
+    if checkpoints := find_published(config.checkpoint_folder):
         return f"checkpoint {checkpoints[-1]}"
     trained = any(line.kind == "train" for line in read_journal(config.run_folder / JOURNAL))
     return "trained steps" if trained else None
@@ -141,7 +141,7 @@ def make_credentials(config: Config) -> None:
     token alone. Raises `ConfigError`."""
     config.run_folder.chmod(0o700)
     # on an external server, its administrator manages the users
-    names = credentials.names_of(config, redis=config.replay.redis_url is None)
+    names = credentials.list_roles(config, redis=config.replay.redis_url is None)
     whole = Path(config.security.credentials or "")
     credentials.complete(whole, names)
     known = credentials.Credentials(whole)
@@ -164,7 +164,7 @@ def find(run: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_saved(saved: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
-    return _with_own_credentials(load(saved, overrides).placed(saved.resolve().parent))
+    return _with_own_credentials(load(saved, overrides).relocate(saved.resolve().parent))
 
 
 def may_be_up(config: Config) -> bool:
@@ -175,13 +175,13 @@ def may_be_up(config: Config) -> bool:
 
 
 def _saved(run: str) -> Path:
-    saved = saved_in(run)
+    saved = find_saved(run)
     if saved is None:
         raise ConfigError(f"{run} is not a run: neither {' nor '.join(map(str, places(run)))} exists")
     return saved
 
 
-def saved_in(run: str) -> Path | None:
+def find_saved(run: str) -> Path | None:
     """Return the path of the saved configuration of a run; None if it is at none of its `places`."""
     return next((place for place in places(run) if place.is_file()), None)
 
@@ -440,4 +440,4 @@ def page_address(config: Config) -> str:
 def page_url(config: Config, host: str, port: int) -> str:
     """Return the URL of a service's pages on this machine."""
     scheme = "http" if config.security.tls_cert is None else "https"
-    return f"{scheme}://{with_port(reached(host), port)}"
+    return f"{scheme}://{with_port(replace_wildcard(host), port)}"

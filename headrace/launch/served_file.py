@@ -30,7 +30,7 @@ def environment_at(target: str) -> EnvConfig:
     """Return the environment that a configuration with this `target` has; for a file without a class, its only class. Raises
     `ConfigError`."""
     try:
-        return EnvConfig(target=environment_file.completed(target))
+        return EnvConfig(target=environment_file.complete_target(target))
     except ValidationError as error:
         raise ConfigError(
             f"{target} is neither FILE.py nor the host:port of a process that serves an environment"
@@ -64,7 +64,7 @@ class ServedFile:
             )
         while not await _listens(self._port):
             if self._process.returncode is not None:
-                raise ConfigError(f"{self.target} ended before it served anything:\n{self.said()}")
+                raise ConfigError(f"{self.target} ended before it served anything:\n{self.read_output()}")
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
@@ -77,7 +77,7 @@ class ServedFile:
         await self.stop()
         await self.start()
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         """Return the end of its output."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
 

@@ -29,7 +29,7 @@ from headrace.net.service import (
     EXIT_USER_ERROR,
     Ending,
     die_with_parent,
-    inherited,
+    pass_sockets,
 )
 
 LOG_TAIL_LINES = 15
@@ -163,7 +163,7 @@ class Child:
             os.truncate(self.log, 0)
             self.log_start = 0
 
-    def heard(self, answered: bool, after_s: float) -> None:
+    def note_probe(self, answered: bool, after_s: float) -> None:
         """Note whether the current process answered a probe, `after_s` after the previous one. A process that has never answered is still
         starting: its silence doesn't count."""
         self.answered = self.answered or answered
@@ -291,7 +291,7 @@ class Supervisor:
                 stderr=None if log is None else subprocess.STDOUT,
                 env={
                     **own,
-                    **inherited(child.reserved),
+                    **pass_sockets(child.reserved),
                     **({} if child.ending_file is None else {ENDING: str(child.ending_file)}),
                 },
                 start_new_session=True,

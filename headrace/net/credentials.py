@@ -59,7 +59,7 @@ class Credentials:
             )
         return found[0]
 
-    def presented(self, role: str) -> Callable[[], str] | None:
+    def make_token_source(self, role: str) -> Callable[[], str] | None:
         """Return a function that gives a caller of this role its token for each call; None without a token for the role."""
         return functools.partial(self.token, role) if self.tokens(role) else None
 
@@ -87,13 +87,13 @@ class Credentials:
         return self._lines
 
 
-def credentials_of(config: Config) -> Credentials | None:
+def load_credentials(config: Config) -> Credentials | None:
     """Return the credentials that the configuration names, if any. Raises `ConfigError` if they can't be used."""
     path = config.security.credentials
     return None if path is None else Credentials(Path(path))
 
 
-def names_of(config: Config, *, redis: bool) -> list[str]:
+def list_roles(config: Config, *, redis: bool) -> list[str]:
     """Return the roles of a run; with `redis` those of the buffer's users too."""
     served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
     runners = ["agents"] if any(env.episodes for env in config.env.values()) else []
@@ -132,7 +132,7 @@ def buffer_url(config: Config, role: str) -> str:
     credentials, but none for this role.
     """
     url = config.redis_url
-    credentials = credentials_of(config)
+    credentials = load_credentials(config)
     if credentials is None or "@" in urlsplit(url).netloc or not credentials.has_redis_users:
         return url
     scheme, _, rest = url.partition("://")

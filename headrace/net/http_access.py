@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.tls import CertificateFiles
-from headrace.net.credentials import Credentials, credentials_of, write
+from headrace.net.credentials import Credentials, load_credentials, write
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -96,7 +96,7 @@ class HttpAccess:
             certificate = CertificateFiles(Path(security.tls_cert), Path(security.tls_key))
             names |= names_in(certificate.chain)
         return cls(
-            credentials=credentials_of(config),
+            credentials=load_credentials(config),
             hosts=frozenset(name.lower() for name in names),
             certificate=certificate,
             code=None if config.run.id is None else config.run_folder / CODE,

@@ -144,7 +144,7 @@ class ReplicaClient:
     """
 
     def __init__(self, url: str, token: Callable[[], str] | None = None, authorities: str | None = None) -> None:
-        """`token` returns the token of the role `agents` for each request (`Credentials.presented`); None where no token is required.
+        """`token` returns the token of the role `agents` for each request (`Credentials.make_token_source`); None where none is required.
         `authorities` is security.tls_ca. Raises `ConfigError` if it can't be used."""
         self.url = url
         self._token = token

@@ -198,7 +198,7 @@ def _server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials
         return grpc.ssl_server_certificate_configuration([pair])
 
     # gRPC calls this before each handshake; None keeps the certificate
-    return grpc.dynamic_ssl_server_credentials(read(), lambda: read() if reloading.changed() else None)
+    return grpc.dynamic_ssl_server_credentials(read(), lambda: read() if reloading.reload() else None)
 
 
 class _PresentToken(grpc.aio.UnaryUnaryClientInterceptor):

@@ -187,7 +187,7 @@ def create_app(
     return app
 
 
-async def body_of(request: Request, most: int) -> bytes | None:
+async def read_body(request: Request, most: int) -> bytes | None:
     """Return the body of a request; None as soon as it has more than `most` bytes, and then the rest is not read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:19]) > most:
@@ -211,7 +211,7 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
 def reserve(host: str, key: str) -> socket.socket:
     """Return a socket that is bound to a free port and doesn't listen. While it is open nobody can listen there (Linux), not even with
-    SO_REUSEADDR, but a process that inherits the socket (`inherited`), while it is `admitting` that. Raises as `bind` does."""
+    SO_REUSEADDR, but a process that inherits the socket (`pass_sockets`), while it is `admitting` that. Raises as `bind` does."""
     with _socket_for(host, 0, key) as sock:
         sock.bind((host, 0))
     return sock
@@ -233,7 +233,7 @@ def _socket_for(host: str, port: int, key: str) -> Iterator[socket.socket]:
         ) from error
 
 
-def inherited(reserved: Iterable[socket.socket]) -> dict[str, str]:
+def pass_sockets(reserved: Iterable[socket.socket]) -> dict[str, str]:
     """Return the variables for a process that inherits the sockets which reserve its ports."""
     return {RESERVED: " ".join(str(sock.fileno()) for sock in reserved)}
 

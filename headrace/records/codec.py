@@ -5,7 +5,7 @@ of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so
 same schema. A missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the
 port where it arrived. Nothing is ever pickled.
 
-Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `schema_of` tells them apart.
+Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `read_schema` tells them apart.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Codec(Generic[R]):
 
     def _schema_problem(self, data: bytes) -> str | None:
         """Return what is wrong with the schema of an encoded map; None if it is right or missing."""
-        schema = schema_of(data)
+        schema = read_schema(data)
         if schema is None or schema == self._schema:
             return None
         return f"schema {schema!r:.80}; this build reads schema {self._schema}"
@@ -114,7 +114,7 @@ class _Tagged(msgspec.Struct):
 _tagged = msgspec.msgpack.Decoder(_Tagged).decode
 
 
-def schema_of(data: bytes) -> Any:
+def read_schema(data: bytes) -> Any:
     """Return the schema of an encoded record, of whatever type it is; None if the data has none, or is not a record."""
     try:
         return _tagged(data).schema

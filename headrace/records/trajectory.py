@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import CodecError
-from headrace.records.codec import Codec, Float32, Int32, UInt8, schema_of
+from headrace.records.codec import Codec, Float32, Int32, UInt8, read_schema
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Lane = Literal["train", "validation"]
@@ -506,7 +506,7 @@ AnyTrajectory = Trajectory | EpisodeTrajectory
 
 def decode_trajectory(data: bytes) -> AnyTrajectory:
     """Decode a trajectory of either schema. Raises `CodecError` for bytes that are not a trajectory."""
-    match schema_of(data):
+    match read_schema(data):
         case None | 1:
             return Trajectory.decode(data)
         case 2:
@@ -595,7 +595,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
             )
         return record
 
-    def fitted(self) -> Score:
+    def fit(self) -> Score:
         """Return the score as it is, or, if it is too large, with a note in place of its metadata and with 2,000 characters of its
         message."""
         if len(_SCORE.encode(self)) <= SCORE_BYTES:
@@ -604,10 +604,10 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000])
 
     def storable(self) -> Score:
-        """Return the score in a form that the buffer can keep: `fitted`, or FAILED with the reason if that is not enough (an integer of
+        """Return the score in a form that the buffer can keep: `fit`, or FAILED with the reason if that is not enough (an integer of
         more than 64 bits in its metadata, half a surrogate pair, components that are too large)."""
         try:
-            score = self.fitted()
+            score = self.fit()
             score.encode()
         except CodecError as error:
             message = f"the score can't be kept: {error}"

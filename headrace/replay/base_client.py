@@ -19,9 +19,9 @@ from headrace.replay.records import (
     Replica,
     Runner,
     RunState,
+    decode_epoch,
+    decode_info,
     decode_run_state,
-    epoch_of,
-    info_of,
     unpack,
 )
 
@@ -62,13 +62,13 @@ class BufferClient:
 
     async def replicas(self) -> list[Replica]:
         return [
-            msgspec.convert({**unpack(replica), "info": info_of(info)}, Replica)
+            msgspec.convert({**unpack(replica), "info": decode_info(info)}, Replica)
             for replica, info in await self._connection.call("replicas")
         ]
 
     async def runners(self) -> list[Runner]:
         return [
-            msgspec.convert({**unpack(runner), "info": info_of(info)}, Runner)
+            msgspec.convert({**unpack(runner), "info": decode_info(info)}, Runner)
             for runner, info in await self._connection.call("runners")
         ]
 
@@ -79,7 +79,7 @@ class BufferClient:
     async def epoch(self) -> Epoch | None:
         """Return the newest epoch."""
         reply = await self._connection.call("epoch")
-        return None if reply is None else epoch_of(reply)
+        return None if reply is None else decode_epoch(reply)
 
     async def _fetch(self, keys: Sequence[Any]) -> list[bytes | None]:
         return await self._connection.command("MGET", *keys) if keys else []

@@ -14,7 +14,7 @@ import secrets
 from redis.asyncio import Redis
 
 from headrace.base.errors import InvalidCall, ReplayError, ReplayUnavailable, WrongBuild
-from headrace.replay.connection import BufferConnection, open_redis, shown
+from headrace.replay.connection import BufferConnection, hide_password, open_redis
 from headrace.replay.episodes import EpisodesClient
 from headrace.replay.inspection import InspectionClient
 from headrace.replay.records import Limits, RunState
@@ -50,7 +50,7 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
         try:
             return await retry(lambda: cls._join(redis, url, run_id))
         except ReplayUnavailable as error:
-            raise ReplayUnavailable(f"{shown(url)}: {error}") from error
+            raise ReplayUnavailable(f"{hide_password(url)}: {error}") from error
         finally:
             await redis.aclose()
 
@@ -59,7 +59,7 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
         probe = BufferConnection(redis, run_id or "none")
         version = str((await probe.command("INFO", "server"))["redis_version"])
         if int(version.split(".")[0]) < 7:
-            raise InvalidCall(f"{shown(url)}: Redis {version} is too old; run Redis 7.0 or later, or Valkey")
+            raise InvalidCall(f"{hide_password(url)}: Redis {version} is too old; run Redis 7.0 or later, or Valkey")
         if run_id is None:
             current = await probe.command("GET", CURRENT_RUN)
             if current is None:

@@ -122,7 +122,7 @@ _REMEDIES = {
 }
 
 
-def shown(url: str) -> str:
+def hide_password(url: str) -> str:
     """Return the address without its password, for logs and messages."""
     parts = urlsplit(url)
     login, at, hosts = parts.netloc.rpartition("@")
@@ -130,7 +130,7 @@ def shown(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{name}:***@{hosts}" if at else hosts, query=""))
 
 
-def pool_of(url: str, retries: int) -> BlockingConnectionPool:
+def make_pool(url: str, retries: int) -> BlockingConnectionPool:
     """Return a pool of connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
     try:
         pool = _sentinel_pool(url, retries) if url.startswith("sentinel:") else _pool(parse_url(url), retries)
@@ -263,14 +263,14 @@ def _unusable(url: str, error: Exception) -> str:
         files = re.findall(rf"(?:{'|'.join(_TLS_FILES)})=[^&]+", url)
         reason = f"{error.strerror or error}: {', '.join(files)}"
     return (
-        f"replay.redis_url {shown(url)} can't be used ({reason}); give redis://host:port/0, rediss://host:port/0?ssl_ca_certs=FILE, "
-        "sentinel://host:port,host:port/SERVICE or unix:///path"
+        f"replay.redis_url {hide_password(url)} can't be used ({reason}); give redis://host:port/0, "
+        "rediss://host:port/0?ssl_ca_certs=FILE, sentinel://host:port,host:port/SERVICE or unix:///path"
     )
 
 
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
     """Return a client with a connection pool for `url` (in one of the forms above). Raises `ConfigError` if it can't be used."""
-    return Redis.from_pool(pool_of(url, retries))
+    return Redis.from_pool(make_pool(url, retries))
 
 
 def function_name(function: str) -> str:
@@ -349,7 +349,7 @@ class BufferConnection:
                 reply = await self.redis.execute_command(*command)
         except ResponseError as error:
             await self._report(error, [command])
-            raise self.refused(error, command) from error
+            raise self.make_refusal(error, command) from error
         except (RedisError, OSError) as error:
             raise self._error_of(error) from error
         self._answered = True
@@ -368,7 +368,7 @@ class BufferConnection:
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 await self._report(reply, commands)
-                raise self.refused(reply, command) from reply
+                raise self.make_refusal(reply, command) from reply
             if isinstance(reply, Exception):
                 raise self._error_of(reply) from reply
         self._answered = True
@@ -385,11 +385,11 @@ class BufferConnection:
 
     def _error_of(self, error: Exception) -> ReplayError:
         """Return the error for a call that got no reply. A server that has answered before and now refuses the login or the certificate is
-        waited for, like any other outage: what it refuses can be put right there. `refused` does the same for rights."""
+        waited for, like any other outage: what it refuses can be put right there. `make_refusal` does the same for rights."""
         failed = unavailable(error, self._user)
         return ReplayUnavailable(str(failed)) if self._answered and isinstance(failed, ReplayDenied) else failed
 
-    def refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
+    def make_refusal(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
         """Return the error for a call that the server refuses."""
         if isinstance(error, OutOfMemoryError):
             return ReplayFull(
@@ -460,5 +460,5 @@ class WakeupSubscription:
                             if message is not None:
                                 event.set()
                 except ResponseError as error:
-                    raise self._connection.refused(error, command) from error
+                    raise self._connection.make_refusal(error, command) from error
             await asyncio.sleep(_POLL_S)

@@ -11,8 +11,8 @@ import msgspec
 
 from headrace.base.errors import Unstaged
 from headrace.records.trajectory import AnyTrajectory, Call, Score
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
-from headrace.replay.records import Lease, RunnerReply, said_of, unpack
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload
+from headrace.replay.records import Lease, RunnerReply, select_fields, unpack
 
 
 class EpisodesClient(LeaseClient):
@@ -79,7 +79,7 @@ class EpisodesClient(LeaseClient):
         no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`, `EpisodeTooLarge`; a refused trajectory leaves nothing
         behind.
         """
-        payload = b"" if trajectory is None else payload_of(lease, trajectory)
+        payload = b"" if trajectory is None else encode_payload(lease, trajectory)
         try:
             again = await self._finish(lease, index, trajectory, score, payload, CARRIED_BYTES)
         except Unstaged:  # the server lost the payload, or its time ran out
@@ -113,7 +113,7 @@ class EpisodesClient(LeaseClient):
                 nonce=nonce,
                 bytes=len(payload),
                 **dict(zip(("length", "oldest", "newest"), written, strict=True)),
-                scores=[said_of(each) for each in said],
+                scores=[select_fields(each) for each in said],
             )
         )
 

@@ -145,7 +145,7 @@ class InspectionClient(BufferClient):
                         if place in ("unused", "lane"):
                             seen.add(group_id)
 
-    async def held(self, group_id: str) -> HeldGroup | None:
+    async def read_held(self, group_id: str) -> HeldGroup | None:
         """Return a group with its trajectories in the buffer; None if the buffer does not hold the group."""
         found = await self.group(group_id)
         if found is None or found["group"] is None:
@@ -167,10 +167,10 @@ class InspectionClient(BufferClient):
 
     async def lineage(self, group_id: str) -> GroupLineage | None:
         """Return the lineage so far of a group in the buffer; None if the buffer does not hold the group."""
-        found = await self.held(group_id)
-        return None if found is None else await self.lineage_of(found)
+        found = await self.read_held(group_id)
+        return None if found is None else await self.trace_lineage(found)
 
-    async def lineage_of(self, found: HeldGroup) -> GroupLineage:
+    async def trace_lineage(self, found: HeldGroup) -> GroupLineage:
         run = await self.state()
         step = found.step if found.state in ("reserved", "trained") else None
         return GroupLineage(
@@ -180,12 +180,14 @@ class InspectionClient(BufferClient):
             env=found.group.env_name,
             order=found.group.order,
             step=step,
-            timeline=None if step is None else run.timeline_of(step + 1),
-            trajectories=tuple(with_timelines(origin_of(t, score), run.timeline_of) for t, score in found.trajectories),
+            timeline=None if step is None else run.find_timeline(step + 1),
+            trajectories=tuple(
+                with_timelines(origin_of(t, score), run.find_timeline) for t, score in found.trajectories
+            ),
             reason=found.reason if found.state == "failed" else "",
         )
 
-    async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
+    async def read_held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
         """Return the reserved steps whose batches are still held, and the batch of `step` if it is one of them."""
         reply = unpack(await self._connection.call("step", step=step))
         batch = reply.get("batch")

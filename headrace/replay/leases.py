@@ -98,7 +98,7 @@ class LeaseClient(BufferClient):
         return (b"SET", key, payload, b"NX", b"EX", STAGED)
 
 
-def payload_of(lease: Lease, trajectory: AnyTrajectory) -> bytes:
+def encode_payload(lease: Lease, trajectory: AnyTrajectory) -> bytes:
     """Return the encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it belongs to another group or attempt."""
     trajectory.check()
     if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):

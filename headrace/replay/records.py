@@ -90,7 +90,7 @@ class RunState(msgspec.Struct, frozen=True):
     episodes: int = 0
     alive_runners: int = 0
 
-    def timeline_of(self, version: int) -> str | None:
+    def find_timeline(self, version: int) -> str | None:
         """Return the timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
         return next((timeline for timeline, start in reversed(self.timelines) if start < version), None)
 
@@ -167,7 +167,7 @@ class Replica(msgspec.Struct, frozen=True):
     state: ReplicaState
     version: int
     timeline: str
-    info: dict[str, str | int | float | bool]  # host, pid, url, device, …, for display (`info_of`)
+    info: dict[str, str | int | float | bool]  # host, pid, url, device, …, for display (`decode_info`)
     leases: int
     seen_s_ago: float
     reason: str = ""
@@ -186,7 +186,7 @@ class Runner(msgspec.Struct, frozen=True):
     alive: bool
     leases: int
     seen_s_ago: float
-    info: dict[str, str | int | float | bool]  # for display (`info_of`)
+    info: dict[str, str | int | float | bool]  # for display (`decode_info`)
 
 
 class RefitVerdict(msgspec.Struct, frozen=True):
@@ -373,7 +373,7 @@ def unpack(data: bytes) -> Any:
 _decode_info = msgspec.msgpack.Decoder(dict[str, str | int | float | bool]).decode
 
 
-def info_of(data: bytes) -> dict[str, str | int | float | bool]:
+def decode_info(data: bytes) -> dict[str, str | int | float | bool]:
     """Return the description that a replica or runner registered. If it was stored by an earlier build and can't be read, return only the
     reason (`unreadable`)."""
     try:
@@ -384,7 +384,7 @@ def info_of(data: bytes) -> dict[str, str | int | float | bool]:
     return {"unreadable": f"{', '.join(not_finite)}: not a finite number"} if not_finite else info
 
 
-def epoch_of(reply: Sequence[bytes]) -> Epoch:
+def decode_epoch(reply: Sequence[bytes]) -> Epoch:
     """Return the epoch in a reply of `hr_epoch` and similar functions: its fields, then its rendezvous."""
     fields, rendezvous = unpack(reply[0]), reply[1]
     with contextlib.suppress(CodecError):  # the members then refuse the epoch
@@ -406,7 +406,7 @@ def epoch_of(reply: Sequence[bytes]) -> Epoch:
     )
 
 
-def said_of(score: Score) -> dict[str, Any]:
+def select_fields(score: Score) -> dict[str, Any]:
     """Return the fields of a score that the buffer reads, besides its record (_score.lua)."""
     if score.reward is None:
         return {"status": score.status}

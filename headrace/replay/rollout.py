@@ -13,7 +13,7 @@ import msgspec
 from headrace.base.errors import CodecError, InvalidCall, ReplayError, Unstaged
 from headrace.records.trajectory import Trajectory
 from headrace.replay.connection import refusal
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload
 from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
@@ -100,7 +100,7 @@ class RolloutClient(LeaseClient):
         calls: dict[tuple[str, str], tuple[list[tuple[Any, ...]], list[bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
             try:
-                payload = payload_of(lease, trajectory)
+                payload = encode_payload(lease, trajectory)
             except (InvalidCall, CodecError) as error:
                 errors[position] = error
                 continue

@@ -9,7 +9,7 @@ from headrace.base.errors import CodecError, LeaseLost, ReplayError
 from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay.base_client import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
-from headrace.replay.records import ScoringJob, said_of, unpack
+from headrace.replay.records import ScoringJob, select_fields, unpack
 
 
 class ScoringClient(BufferClient):
@@ -99,7 +99,7 @@ class ScoringClient(BufferClient):
 
     async def _score_batch(self, items: Sequence[tuple[str, int, str, Score]]) -> list[ReplayError | None]:
         scores = [
-            {"group": group_id, "index": index, "token": token, **said_of(score)}
+            {"group": group_id, "index": index, "token": token, **select_fields(score)}
             for group_id, index, token, score in items
         ]
         replies = await self._connection.call("score", *(score.encode() for *_, score in items), scores=scores)

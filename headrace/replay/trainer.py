@@ -21,8 +21,8 @@ from headrace.replay.records import (
     Reservation,
     RunState,
     Waiting,
+    decode_epoch,
     decode_reserve,
-    epoch_of,
     score_key,
     unpack,
 )
@@ -66,11 +66,11 @@ class TrainerClient(BufferClient):
         await self._sweep_old_incarnations()
         return state
 
-    async def refilled(self, timeline: str) -> None:
+    async def end_refill(self, timeline: str) -> None:
         """Tell the buffer that the refill is complete (idempotent)."""
         await self._connection.call("refilled", timeline=timeline)
 
-    async def ended(self) -> Ended:
+    async def read_ended(self) -> Ended:
         """Return the train groups that ended without being trained, for `restore`: their orders are never enqueued again, unless a failed
         one is retried."""
         counts, bitmap, failures = await self._connection.call("ended")
@@ -78,7 +78,7 @@ class TrainerClient(BufferClient):
         retries = {int(order): times for order, times in fields.pop("retries", {}).items()}
         return Ended(**fields, bitmap=bitmap, failures=failures, retries=retries)
 
-    async def wanted(self) -> list[int]:
+    async def read_wanted(self) -> list[int]:
         """Return the lowest orders of the prompts to enqueue again (`refill`) because their failed groups are retried."""
         return [int(order) for order in await self._connection.call("wanted")]
 
@@ -173,11 +173,11 @@ class TrainerClient(BufferClient):
             "commit", version=version, timeline=timeline, trained=_digest_of(trained) if trained else ""
         )
 
-    async def masked(self, step: int, timeline: str, tokens: int) -> None:
+    async def record_masked(self, step: int, timeline: str, tokens: int) -> None:
         """Record that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
-    async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
+    async def read_evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
         """Return the state of these validation groups: (those evaluated, reasons of failed ones by id, ids that the buffer does not know).
         The others are pending. A group with a trajectory that can't be decoded counts as failed."""
         replies: list[Any] = []
@@ -206,7 +206,7 @@ class TrainerClient(BufferClient):
     async def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: Mapping[str, Any]) -> Epoch:
         """Announce epoch `epoch` (a nonce) to every replica that is not DEAD; ends any epoch before it. Raises `WrongTimeline`."""
         packed = msgspec.msgpack.encode(rendezvous)
-        return epoch_of(
+        return decode_epoch(
             await self._connection.call("open_epoch", packed, epoch=epoch, version=version, timeline=timeline)
         )
 
@@ -222,7 +222,7 @@ class TrainerClient(BufferClient):
         member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the mean within
         `mean_tolerance` (default: `tolerance`). Members don't learn any of these values."""
         packed = msgspec.msgpack.encode(rendezvous)
-        return epoch_of(
+        return decode_epoch(
             await self._connection.call(
                 "begin_epoch",
                 packed,
@@ -235,7 +235,7 @@ class TrainerClient(BufferClient):
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
         """Move the epoch from transfer to done or aborted. Members that did not verify are STALE."""
-        return epoch_of(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
+        return decode_epoch(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
 
     async def disagreements(self, step: int, timeline: str, errors: Mapping[str, float]) -> None:
         """Store, for people, the `logprob_error` of replicas whose tokens `step` trained on (`Replica`). Store each step once, in order."""

@@ -32,7 +32,7 @@ import msgspec
 
 from headrace.base.errors import ServiceError
 from headrace.base.files import fsync
-from headrace.base.model_files import problem_of, problem_of_model
+from headrace.base.model_files import find_problem, problem_of_model
 
 CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
 SUMS = "SHA256SUMS"  # for `sha256sum -c` too
@@ -75,7 +75,7 @@ def in_effect(starts: Iterable[Start]) -> list[Start]:
     return kept
 
 
-def timeline_of(starts: Iterable[Start], version: int) -> str | None:
+def find_timeline(starts: Iterable[Start], version: int) -> str | None:
     """Return the timeline that made the weights of `version` > 0; None if no start precedes it."""
     return next((start.timeline for start in reversed(in_effect(starts)) if start.version < version), None)
 
@@ -84,7 +84,7 @@ def on_chain(starts: Sequence[Start], found: Mapping[int, str | None]) -> list[i
     """Return the versions, ascending, that a trainer may resume from. `found` maps the version of each checkpoint to its timeline. A
     checkpoint whose timeline can't be read is kept, so that resuming from it reports the problem."""
     return sorted(
-        version for version, timeline in found.items() if timeline is None or timeline == timeline_of(starts, version)
+        version for version, timeline in found.items() if timeline is None or timeline == find_timeline(starts, version)
     )
 
 
@@ -181,7 +181,7 @@ def append_start(folder: Path, start: Start) -> None:
     fsync(folder)
 
 
-def published(folder: Path) -> list[int]:
+def find_published(folder: Path) -> list[int]:
     """Return the versions that a trainer may resume from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
     return on_chain(read_chain(folder), _timelines(folder))
 
@@ -214,7 +214,7 @@ def read_metrics(folder: Path, version: int) -> dict[str, float]:
 def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tuple[int, float] | None:
     """Return the published checkpoint that `best_first` puts first, and its value of the metric; None if no checkpoint has a value. Raises
     as `read_metrics` does."""
-    metrics = {version: read_metrics(folder, version) for version in published(folder)}
+    metrics = {version: read_metrics(folder, version) for version in find_published(folder)}
     for version in best_first(metrics, metric_name, higher_is_better=higher_is_better):
         if metric_name in metrics[version]:
             return version, metrics[version][metric_name]
@@ -223,10 +223,10 @@ def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tu
 
 def damage(folder: Path, version: int) -> str | None:
     """Return what is wrong with the first file of checkpoint `version` that is cut off, empty or missing; None if there is none. Only
-    beginnings of files are read (`changed` reads all). A file of another build is whole."""
+    beginnings of files are read (`find_change` reads all). A file of another build is whole."""
     path = path_of(folder, version)
     for part in sorted(path.rglob("*")):
-        if part.suffix in (".json", ".safetensors") and (problem := problem_of(part)) is not None:
+        if part.suffix in (".json", ".safetensors") and (problem := find_problem(part)) is not None:
             return problem
     for model in ("policy", "value"):
         if (path / model / "config.json").exists():
@@ -241,7 +241,7 @@ def usable(folder: Path, damage: Callable[[Path, int], str | None] = damage) -> 
     """Return the newest checkpoint that a trainer can resume from, None if there is none yet; and what is wrong with the newer ones, by
     version. Raises `ServiceError` if all are damaged, and as `read_chain` does."""
     damaged: dict[int, str] = {}
-    for version in reversed(published(folder)):
+    for version in reversed(find_published(folder)):
         problem = damage(folder, version)
         if problem is None:
             return version, damaged
@@ -263,7 +263,7 @@ def write_sums(checkpoint: Path) -> None:
         (checkpoint / SUMS).write_text("".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True)))
 
 
-def changed(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
+def find_change(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
     """Return what is wrong with the first file of a checkpoint whose content is not what `write_sums` found; None if there is none, or no
     `SHA256SUMS`. All files are read; or about the part `share` of `shares` of their bytes."""
     try:
@@ -301,7 +301,7 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def set_aside(folder: Path) -> list[str]:
+def list_set_aside(folder: Path) -> list[str]:
     """Return a line about each damaged checkpoint that a trainer set aside, the oldest version first."""
     found = []
     for path in folder.glob("damaged-step_*"):
@@ -313,7 +313,7 @@ def set_aside(folder: Path) -> list[str]:
     return [line for _, line in sorted(found)]
 
 
-def abandoned(folder: Path) -> dict[int, str]:
+def find_abandoned(folder: Path) -> dict[int, str]:
     """Return the complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
     found = _timelines(folder)
     kept = on_chain(read_chain(folder), found)

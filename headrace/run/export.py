@@ -80,11 +80,11 @@ async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[
     """Yield a line for each trajectory in the buffer whose group is in one of `states`."""
     run = await replay.state()
     async for group_id, _ in replay.groups(states):
-        held = await replay.held(group_id)
+        held = await replay.read_held(group_id)
         if held is None:  # the group has ended since
             continue
         for trajectory, score in held.trajectories:
-            origin = with_timelines(origin_of(trajectory, score), run.timeline_of)
+            origin = with_timelines(origin_of(trajectory, score), run.find_timeline)
             yield to_line(Exported(held.state, held.group, trajectory, score), origin)
 
 

@@ -75,7 +75,7 @@ class RunHistory:
         """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
         settings = self.config.checkpointing
         name = settings.metric_name or "val:accuracy"
-        return best_of(self.lines, name, settings.higher_is_better) or best_of(self.lines, "train:reward", True)
+        return find_best(self.lines, name, settings.higher_is_better) or find_best(self.lines, "train:reward", True)
 
 
 # -- metrics of a history
@@ -97,7 +97,7 @@ def values(lines: Sequence[Line], metric: Metric) -> dict[int, float]:
     return {line.step: line.metrics[name] for line in lines if line.kind == kind and name in line.metrics}
 
 
-def best_of(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best | None:
+def find_best(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best | None:
     """Return the best value of a metric, the newest of equal ones; None if it has no values."""
     found = values(lines, parse_metric(name, lines))
     sign = 1 if higher_is_better else -1

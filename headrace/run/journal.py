@@ -59,7 +59,7 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
     return kept
 
 
-def retried(lines: Iterable[Line]) -> list[list[int]]:
+def list_retries(lines: Iterable[Line]) -> list[list[int]]:
     """Return the orders of each retry so far, regardless of rewinds: a retry belongs to the run, not to its weights."""
     return [line.orders for line in lines if line.kind == "retry"]
 

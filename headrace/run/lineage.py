@@ -23,8 +23,8 @@ import msgspec
 
 from headrace.base.errors import CodecError
 from headrace.records.origin import GroupLineage
+from headrace.run.checkpoints import find_timeline as made_on
 from headrace.run.checkpoints import read_chain
-from headrace.run.checkpoints import timeline_of as made_on
 
 SCHEMA: Literal[1] = 1
 FOLDER, ABANDONED = "lineage", "abandoned"
@@ -49,7 +49,7 @@ class LineageFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def written(self) -> list[tuple[int, str, Path]]:
+    def list_files(self) -> list[tuple[int, str, Path]]:
         """Return every file in the folder as (step, timeline, path). A step has a second file if a trainer wrote it after its successor had
         started."""
         if not self.folder.is_dir():
@@ -61,7 +61,7 @@ class LineageFiles:
         """Return the steps that the newest weights descend from, in order, with their files. Raises as
         `headrace.run.checkpoints.read_chain` does."""
         by_step: dict[int, dict[str, Path]] = {}
-        for step, timeline, path in self.written():
+        for step, timeline, path in self.list_files():
             by_step.setdefault(step, {})[timeline] = path
         twice = [step for step, of_step in by_step.items() if len(of_step) > 1]
         starts = read_chain(self.folder.parent) if twice else []
@@ -96,7 +96,7 @@ class LineageFiles:
         return [group for number, path in self.files() if number == step for group in _read(path)]
 
 
-def timeline_of(changes: Sequence[tuple[int, str]], version: int) -> str | None:
+def find_timeline(changes: Sequence[tuple[int, str]], version: int) -> str | None:
     """Return the timeline that made weights `version`, given `LineageFiles.timelines`; None for the initial model, and for steps older than
     the first file."""
     return next((timeline for step, timeline in reversed(changes) if step < version), None)

@@ -15,7 +15,7 @@ import msgspec
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import atomic_write, cannot_write
 from headrace.config import Config
-from headrace.config.compare import fixed
+from headrace.config.compare import select_fixed
 
 FILE = "prompts.json"
 
@@ -81,7 +81,7 @@ class PromptRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, counts: PromptCounts) -> PromptRecord:
-        keys = json.dumps(fixed(config), sort_keys=True)
+        keys = json.dumps(select_fixed(config), sort_keys=True)
         return cls(counts, hashlib.sha256(keys.encode()).hexdigest())
 
     def differs(self, other: PromptRecord | None) -> bool:

@@ -287,7 +287,7 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, A
         ),
         "prompt_token_ids": flat.prompt_token_ids.tolist(),
         "token_ids": flat.completion_token_ids.tolist(),
-        "generation_logprobs": rounded(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
+        "generation_logprobs": round_values(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
         **(_of_episode(trajectory) if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
 
@@ -340,7 +340,7 @@ def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> S
     return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
 
 
-def rounded(values: Float32) -> list[float]:
+def round_values(values: Float32) -> list[float]:
     decimals: list[float] = np.round(values.astype(np.float64), _DECIMALS).tolist()
     return decimals
 
@@ -415,7 +415,7 @@ class SampleFiles:
         except OSError as error:
             raise ServiceError(f"can't write failed completions to {path} ({error}); {_REMEDY}") from error
 
-    def failed(self) -> list[StoredSample]:
+    def read_failed(self) -> list[StoredSample]:
         """Return the completions that failed their groups, the newest last. Raises as `read` does."""
         older, newest = self._older_failed, self.folder / FAILED
         return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]

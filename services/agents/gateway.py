@@ -33,7 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from headrace.env.episode import KEY
-from headrace.net.service import body_of
+from headrace.net.service import read_body
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
 from headrace_services.agents.fleet import CallFailed
@@ -103,7 +103,7 @@ class KeyAdmission:
         return False
 
     @contextlib.asynccontextmanager
-    async def body_of(self, request: Request, most: int) -> AsyncIterator[bytes]:
+    async def read_body(self, request: Request, most: int) -> AsyncIterator[bytes]:
         """Read the body of the request, for use within the context only. A large body waits while others of this key fill the room for
         them. Raises `RequestRejected`."""
         length = request.headers.get("content-length", "")
@@ -336,7 +336,7 @@ async def _read(request: Request, most: int) -> bytes:
     """Read the body. Raises `RequestRejected` as soon as it is too large or too slow."""
     try:
         async with asyncio.timeout(_BODY_S):
-            body = await body_of(request, most)
+            body = await read_body(request, most)
     except TimeoutError:
         raise RequestRejected(dialect.too_slow(_BODY_S)) from None
     if body is None:
@@ -362,7 +362,7 @@ class _ChatAnswer(Response):
             asked = Request(scope, receive)
             with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
                 headers = {**asked.headers, dialect.TURNED_AWAY_HEADER: f"{turned_away:d}"}
-                async with admission.body_of(asked, self._gateway.max_request_bytes) as body:
+                async with admission.read_body(asked, self._gateway.max_request_bytes) as body:
                     request = await self._gateway.decode(body, headers)
                     del body
                 call = episode.ask(request)
@@ -397,7 +397,7 @@ class _Forwarded(Response):
             asked = Request(scope, receive)
             with self._gateway.admitted(self._key, asked.headers) as (admission, turned_away):
                 async with contextlib.AsyncExitStack() as in_hand:
-                    body_of = admission.body_of(asked, self._gateway.max_request_bytes)
+                    body_of = admission.read_body(asked, self._gateway.max_request_bytes)
                     body = [await in_hand.enter_async_context(body_of)]
                     await self._ask(asked, body, in_hand, send, turned_away=turned_away)
         except RequestRejected as error:
@@ -480,14 +480,14 @@ async def _answer(
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if not gone.done():
-            episode.delivered(call)
+            episode.note_delivery(call)
             delivered = True
             await _end(send, last)
         return None
     finally:
         waiting.cancel()
         if not delivered:
-            episode.left(call)
+            episode.note_departure(call)
 
 
 def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:

@@ -97,12 +97,12 @@ class EpisodeRunner:
         self._beats_at = 0.0  # when the next heartbeat is due at the latest
         self._changed = asyncio.Event()
 
-    def taken(self, lane: Lane) -> int:
+    def count_taken(self, lane: Lane) -> int:
         """Return how many slots of a lane are taken."""
         return sum(len(held.tasks) for held in self._held.values() if held.lease.group.lane == lane)
 
     def _free(self, lane: Lane) -> int:
-        return self._config.agents.slots_of(lane) - self.taken(lane)
+        return self._config.agents.slots_of(lane) - self.count_taken(lane)
 
     def problem(self) -> str | None:
         """Return why no episode can run, or None."""

@@ -84,11 +84,11 @@ class OpenEpisode:
             raise CallFailed("the episode has ended")
         task.result()
 
-    def delivered(self, call: SessionCall) -> None:
-        self.session.delivered(call)
+    def note_delivery(self, call: SessionCall) -> None:
+        self.session.note_delivery(call)
 
-    def left(self, call: SessionCall) -> None:
-        self.session.left(call, self._fleet.clock())
+    def note_departure(self, call: SessionCall) -> None:
+        self.session.note_departure(call, self._fleet.clock())
         self._forget(call)
 
     def look(self) -> None:
@@ -135,7 +135,7 @@ class OpenEpisode:
             raise CallFailed("the episode has ended: the sampled answer could not be kept") from error
         finally:
             if call.running:
-                self.session.failed(call, self._fleet.clock(), again=asks_again)
+                self.session.note_failure(call, self._fleet.clock(), again=asks_again)
 
     def _done(self, call: SessionCall, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -157,7 +157,7 @@ class OpenEpisode:
         near = next((each.completion.replica for each in session.candidates(call) if each.completion is not None), None)
         with self._timed(call, "render"):
             rendered = await fleet.render(call.asked.messages, call.asked.tools, answered=False, near=near)
-            while (earlier := session.unrendered(call, rendered)) is not None:
+            while (earlier := session.find_unrendered(call, rendered)) is not None:
                 answered = await fleet.render(earlier.history, call.asked.tools, answered=True, near=near)
                 session.note_rendering(earlier, answered)
         placed = session.place(call, rendered, fleet.clock())
@@ -182,8 +182,8 @@ class OpenEpisode:
             )
             continued = None if call.parent is None else call.parent.completion
             sampled = await fleet.sample(wanted, None if continued is None else continued.replica)
-        session.sampled(call, sampled)
-        session.answered(call, sampled.message, fleet.clock())
+        session.note_sampling(call, sampled)
+        session.note_answer(call, sampled.message, fleet.clock())
         # the call has its number now, and is no longer given up
         with self._timed(call, "keep"):
             async with self._keeping:

@@ -3,9 +3,9 @@
 A pure state machine: no I/O, no tokenizer, and no clock (`now` is the run's time, which stands still while nothing can be sampled). The
 caller (`episode.OpenEpisode`) renders and samples.
 
-The steps of a call: `ask` (or the request joins an earlier call), `place` (its context is known and its room reserved), `sampled`,
-`answered` (it has a number and an answer, which may leave once its record is kept), `delivered`. It may fail at any step. Three token
-sequences decide the context of a call that continues another:
+The steps of a call: `ask` (or the request joins an earlier call), `place` (its context is known and its room reserved), `note_sampling`,
+`note_answer` (it has a number and an answer, which may leave once its record is kept), `note_delivery`. It may fail at any step. Three
+token sequences decide the context of a call that continues another:
 
     path             what the policy saw and wrote up to the end of the earlier call, as recorded
     rendered answer  the earlier call's conversation with its answer, rendered (R)
@@ -40,7 +40,7 @@ Tokens = npt.NDArray[np.int32]
 _CALL_BYTES = 1024
 # A context token; a sampled token with its log-probability and mask; a span of sampled tokens.
 _CONTEXT_BYTES, _SAMPLED_BYTES, _SPAN_BYTES = 4, 9, 32
-# A token that is yet to be sampled, with text of the usual length; `answered` checks the actual length.
+# A token that is yet to be sampled, with text of the usual length; `note_answer` checks the actual length.
 _RESERVED_BYTES = 16
 # An episode may have this many failed calls for each call that it may have.
 _FAILED_PER_CALL = 8
@@ -322,7 +322,7 @@ class Session:
                 return sorted(known, key=lambda each: (each.delivered, each.number), reverse=True)
         return []
 
-    def unrendered(self, call: SessionCall, rendered: Sequence[int]) -> SessionCall | None:
+    def find_unrendered(self, call: SessionCall, rendered: Sequence[int]) -> SessionCall | None:
         """Return a candidate whose answer must be rendered (`note_rendering`) before `place` can decide, or None. `rendered` is the
         request."""
         match = self._match(call, np.asarray(rendered, np.int32))
@@ -358,7 +358,7 @@ class Session:
 
     def place(self, call: SessionCall, rendered: Sequence[int], now: float) -> SamplingTask:
         """Decide which call this one continues and what its context is, and reserve room for it. `rendered` is the request. Call it once
-        `unrendered` returns None. Raises `Refused`."""
+        `find_unrendered` returns None. Raises `Refused`."""
         if self.ended:
             raise Refused("ended", "the episode of this key has ended")
         asked = np.asarray(rendered, np.int32)
@@ -426,12 +426,12 @@ class Session:
 
     # -- its end -------------------------------------------------------------------------------------------------------------
 
-    def sampled(self, call: SessionCall, completion: Sampled) -> None:
+    def note_sampling(self, call: SessionCall, completion: Sampled) -> None:
         """Record the sampled completion and free the room that the call did not need."""
         call.completion, call.reserved = completion, None
         self._cut_short = call.cut_short and completion.finish_reason == "length"
 
-    def answered(self, call: SessionCall, answer: Message, now: float) -> None:
+    def note_answer(self, call: SessionCall, answer: Message, now: float) -> None:
         """Number the call and record its answer. Its tool calls are named after the number. Raises `Refused` if its text is longer than
         reserved and there is no room."""
         assert call.completion is not None
@@ -449,7 +449,7 @@ class Session:
             self._by_conversation.setdefault(call.conversation, []).append(call)
         self._note_activity(now)
 
-    def failed(self, call: SessionCall, now: float, *, again: bool) -> None:
+    def note_failure(self, call: SessionCall, now: float, *, again: bool) -> None:
         """Record that the call has no answer, and free its room and its request. Waiting clients get an error, and then may ask `again`."""
         call.failed, call.reserved, call.completion = True, None, None
         call.asked = dataclasses.replace(call.asked, messages=(), tools=(), stop=())
@@ -462,12 +462,12 @@ class Session:
             self._owed[call.asked.body] += call.readers
         self._note_activity(now)
 
-    def delivered(self, call: SessionCall) -> None:
+    def note_delivery(self, call: SessionCall) -> None:
         """Record that a client has the answer."""
         call.readers -= 1
         call.delivered = True
 
-    def left(self, call: SessionCall, now: float) -> None:
+    def note_departure(self, call: SessionCall, now: float) -> None:
         """Record that a client left before it had the answer."""
         call.readers -= 1
         if call.readers == 0 and not call.delivered:

@@ -155,7 +155,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             dtype=self.vllm_config.lora_config.lora_dtype,
             weights_mapper=mapper and mapper.get_rename_mapper(),
         )
-        proof = AdapterProof(dict(self.stacked()), arrived)
+        proof = AdapterProof(dict(self.read_stacked()), arrived)
         with proof:
             self.put_adapter(adapter)
         proof.check()
@@ -166,7 +166,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
 
-    def stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
         for name, module in self.model.lora_manager.modules.items():
             for part in ("lora_a_stacked", "lora_b_stacked"):

@@ -14,23 +14,23 @@ def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     return frozenset(member for member in epoch.members if member not in living)
 
 
-def awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
+def find_awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
     """Return the replicas of an announced epoch whose acknowledgement is still worth waiting for."""
     answered = frozenset(epoch.acknowledged) | frozenset(epoch.refused)
     return frozenset(epoch.members) - answered - dead(epoch, fleet) - frozenset(excluded)
 
 
-def lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
+def find_lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     """Return the members that an epoch in transfer has lost; without them the collective can't complete."""
     return dead(epoch, fleet) | frozenset(epoch.refused)
 
 
-def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
+def find_unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     """Return the members that may still verify, once the transfer is over."""
-    return frozenset(epoch.members) - frozenset(epoch.verified) - lost(epoch, fleet)
+    return frozenset(epoch.members) - frozenset(epoch.verified) - find_lost(epoch, fleet)
 
 
-def interrupted(epoch: Epoch) -> bool:
+def was_interrupted(epoch: Epoch) -> bool:
     """Whether some member did not get all the bytes through no fault of its own."""
     return bool(epoch.interrupted)
 

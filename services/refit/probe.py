@@ -26,7 +26,7 @@ MOST_LOGITS = 2**28
 
 
 # Two honest implementations in bfloat16 differ by at most this many times what rounding alone changes in one of them
-# (`Learner.rounded_probe`). Measured were up to 2.6 times for the largest difference and 1.8 for the mean, in ten dense families of tiny
+# (`Learner.probe_rounded`). Measured were up to 2.6 times for the largest difference and 1.8 for the mean, in ten dense families of tiny
 # models, and 0.9 in a model of 135 M parameters. In tiny models a wrong rotary table, window or cap changes 20 to 100 times as much.
 ROUNDING_MULTIPLE = 4.0
 

@@ -224,7 +224,7 @@ class WeightReceiver:
         return verified
 
     async def _join(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
-        group = rendezvous.group_of(epoch.members)
+        group = rendezvous.derive_group(epoch.members)
         if group == self._group:
             return
         if group == rendezvous.previous_group:

@@ -55,7 +55,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     manifest: Manifest
     probe_token_ids: Int32
 
-    def group_of(self, members: Sequence[str]) -> str:
+    def derive_group(self, members: Sequence[str]) -> str:
         """Return the id of the group that these members use; a pure function, so that all compute the same id."""
         return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.base import devices
-from headrace.base.addresses import LOOPBACK, hosts_of, is_loopback, own_address, with_port
+from headrace.base.addresses import LOOPBACK, is_loopback, own_address, parse_hosts, with_port
 from headrace.base.errors import (
     Fenced,
     InvalidCall,
@@ -239,7 +239,7 @@ class WeightSender:
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
         if outcome is _AttemptOutcome.SETTLED:
-            refit.silent |= membership.unsettled(ended, await self._replay.replicas())
+            refit.silent |= membership.find_unsettled(ended, await self._replay.replicas())
             silence = f"it was silent for {self._config.timeout_s:g} s (weight_channel.timeout_s)"
             refit.refused.update(dict.fromkeys(refit.silent, silence))
         if set(ended.verified) != set(ended.members):
@@ -269,7 +269,7 @@ class WeightSender:
         announcement = Announcement(tuple(sorted(refit.excluded))).encode()
         with refit.timed("acknowledge") as started:
             epoch = await self._replay.open_epoch(secrets.token_hex(8), refit.version, refit.timeline, announcement)
-            while membership.awaited(epoch, await self._replay.replicas(), refit.excluded):
+            while membership.find_awaited(epoch, await self._replay.replicas(), refit.excluded):
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0:
                     break
@@ -312,7 +312,7 @@ class WeightSender:
                     if broadcast.done():
                         break
                     now = await self._current(epoch.id, "transfer")
-                    if gone := membership.lost(now, await self._replay.replicas()):
+                    if gone := membership.find_lost(now, await self._replay.replicas()):
                         logger.warning("the transfer of version %d lost %s", refit.version, sorted(gone))
                         self._close_channel()  # again in the next round, if it was not open yet
                 await broadcast
@@ -335,7 +335,7 @@ class WeightSender:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread's device is 0
         deadline = time.monotonic() + rendezvous.timeout_s
-        group = rendezvous.group_of(members)
+        group = rendezvous.derive_group(members)
         if self._channel is None or group != self._group[0]:
             self._close_channel()
             place = GroupRank(
@@ -363,8 +363,8 @@ class WeightSender:
                 if membership.dead(epoch, fleet):
                     self._close_channel()  # it may have died before it passed the bytes on; members that wait for them are freed
                 left = started + self._config.timeout_s - time.monotonic()
-                if left <= 0 or not membership.unsettled(epoch, fleet):
-                    return _AttemptOutcome.INTERRUPTED if membership.interrupted(epoch) else _AttemptOutcome.SETTLED
+                if left <= 0 or not membership.find_unsettled(epoch, fleet):
+                    return _AttemptOutcome.INTERRUPTED if membership.was_interrupted(epoch) else _AttemptOutcome.SETTLED
                 await self._replay.wait_epoch(min(left, POLL_S))
 
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
@@ -390,7 +390,7 @@ class WeightSender:
 
 def host_towards(url: str) -> str:
     """Return the address at which replicas reach this machine; they reach the buffer's server at `url`. Raises `ServiceError`."""
-    host = next(iter(hosts_of(url)), LOOPBACK).strip("[]")
+    host = next(iter(parse_hosts(url)), LOOPBACK).strip("[]")
     try:
         own = own_address(host)
     except OSError as error:

@@ -72,7 +72,7 @@ def users(run_id: str, passwords: Mapping[str, str], *, own_server: bool = False
     return lines
 
 
-def functions_of(role: str) -> list[str]:
+def list_functions(role: str) -> list[str]:
     """Return the names of the functions that a user of `role` may call, without their prefix."""
     changing = {name for one in _parts(role) for name in one.functions}
     built_in = library.built_in()
@@ -82,7 +82,7 @@ def functions_of(role: str) -> list[str]:
 def _rights(run_id: str, role: str) -> Iterable[str]:
     if role == "admin":
         return ["~*", "&*", "+@all"]
-    functions = functions_of(role)
+    functions = list_functions(role)
     inside = map(library.built_in().commands, functions)
     commands = set(_EVERYONE).union(*inside, *(one.commands for one in _parts(role)))
     others = "%R~" if role == "reader" else "~"

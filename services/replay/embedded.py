@@ -19,7 +19,7 @@ from redis.exceptions import BusyLoadingError, RedisError
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.net.credentials import REDIS_ROLES, credentials_of, login, write
+from headrace.net.credentials import REDIS_ROLES, load_credentials, login, write
 from headrace.net.service import admit, reservations
 from headrace.replay.connection import keeping_cancellation
 from headrace_services.replay import acl
@@ -80,7 +80,7 @@ class EmbeddedServer:
         """Create the server of a run, on `host`:`port`. If there are credentials for its users, nobody else may connect. Raises
         `ConfigError`."""
         folder, appendfsync = config.run_folder / "replay", config.replay.appendfsync
-        credentials = credentials_of(config)
+        credentials = load_credentials(config)
         if credentials is None or not credentials.has_redis_users:
             return cls(folder, host, port, appendfsync)
         passwords = {role: credentials.token(f"redis {role}") for role in REDIS_ROLES}
@@ -123,7 +123,7 @@ class EmbeddedServer:
         finally:
             admit(False, self.port)
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         """Wait for the server process to end, and return its exit status."""
         process = self._process
         if process is None:
@@ -145,10 +145,10 @@ class EmbeddedServer:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.ended(), _STOP_S)
+            await asyncio.wait_for(self.wait(), _STOP_S)
         except TimeoutError:
             process.kill()
-            await self.ended()
+            await self.wait()
 
     @property
     def _acl_file(self) -> Path:

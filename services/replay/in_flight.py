@@ -58,7 +58,7 @@ class InFlightLimit:
         self.sent += trajectories
         self.sent_calls += 1
 
-    def done(self, trajectories: int) -> None:
+    def release(self, trajectories: int) -> None:
         self.sent -= trajectories
         self.sent_calls -= 1
 

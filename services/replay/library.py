@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 
 from headrace.base.errors import ReplayDenied, ReplayUnavailable, ServiceError
 from headrace.replay.build import BUILD
-from headrace.replay.connection import BufferConnection, shown
+from headrace.replay.connection import BufferConnection, hide_password
 
 # the least that a server's `maxmemory` must be, in units of `replay.max_bytes`
 _MEMORY_SHARE = 1.25
@@ -260,7 +260,7 @@ async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
     `ServiceError` if the server can't hold the buffer, `ReplayUnavailable` if it does not answer, and `ReplayDenied` if it refuses the
     login."""
     info = await BufferConnection(redis, "none").command("INFO", "everything")
-    where = f"replay.redis_url {shown(url)}"
+    where = f"replay.redis_url {hide_password(url)}"
     problem = incompatibility(info, max_bytes)
     if problem is not None:
         raise ServiceError(f"{where}: {problem}")

@@ -20,7 +20,7 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
-from headrace.replay.connection import BufferConnection, keeping_cancellation, open_redis, shown
+from headrace.replay.connection import BufferConnection, hide_password, keeping_cancellation, open_redis
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace_services.replay import library
 from headrace_services.replay.aof import AofRewrites
@@ -91,7 +91,7 @@ def most_scored(config: Config) -> int:
 
 async def _serve(config: Config, limits: Limits) -> None:
     async with running(config, limits, stop_on_signals()) as (port, work):
-        _log.info("run %s at %s, HTTP on port %d", config.run.id, shown(config.redis_url), port)
+        _log.info("run %s at %s, HTTP on port %d", config.run.id, hide_password(config.redis_url), port)
         await work()
 
 
@@ -271,7 +271,7 @@ async def _restart_forever(server: EmbeddedServer) -> None:
     deaths: list[float] = []
     clock = asyncio.get_running_loop().time
     while True:
-        status = await server.ended()
+        status = await server.wait()
         deaths = [moment for moment in deaths if moment > clock() - _DEATH_WINDOW_S] + [clock()]
         if len(deaths) >= _DEATHS:
             raise Restartable(

@@ -26,7 +26,7 @@ from headrace.base.repeats import Repeats, alike
 from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc
-from headrace.net.credentials import credentials_of
+from headrace.net.credentials import load_credentials
 from headrace.records.trajectory import Score
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.run.samples import SampleFiles, failed_record
@@ -120,8 +120,8 @@ class _Scorer:
         self._max_message_bytes = reward.max_message_bytes
         self._renew_s = config.replay.scoring_deadline_s / _RENEWALS
         self._security = config.security
-        credentials = credentials_of(config)
-        self._token = None if credentials is None else credentials.presented("scorer")
+        credentials = load_credentials(config)
+        self._token = None if credentials is None else credentials.make_token_source("scorer")
         self._hubs: list[_HubConnection] = []
         self._enqueued: list[str] = []  # the environments that the buffer knows
         # by token, group and index: a trajectory that the buffer took back may be held again under another token
@@ -267,7 +267,7 @@ class _Scorer:
     async def _batch(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         limit = hub.limits[batch[0][1].environment]
         scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
-        limit.done(len(batch))
+        limit.release(len(batch))
         # a trajectory that is not scored shows nothing about how long scoring takes
         longest_s = max(score.timings.get("environment", math.inf) for _, score in scores)
         limit.hear((score.status for _, score in scores), longest_s)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.env.environment import ranged
+from headrace.env.environment import check_range
 from headrace.env.wire import bounds, outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 
 
-def accepted(
+def check_results(
     results: Sequence[trajectory_pb2.Result],
     batch: Sequence[trajectory_pb2.Trajectory],
     who: str,
@@ -23,29 +23,29 @@ def accepted(
     become FAILED if there are too few or too many."""
     if len(results) != len(batch):
         wrong = f"{who} returned {len(results)} results for {len(batch)} trajectories"
-        return [result_of(trajectory_pb2.STATUS_FAILED, wrong, environment)] * len(batch)
+        return [make_result(trajectory_pb2.STATUS_FAILED, wrong, environment)] * len(batch)
     least, most = bounds(description)
-    return [score_to_wire(ranged(score_from_wire(result), least, most)) for result in results]
+    return [score_to_wire(check_range(score_from_wire(result), least, most)) for result in results]
 
 
-def accepted_outcome(
+def check_outcome(
     outcome: episode_pb2.EpisodeOutcome, environment: str, description: environment_pb2.DescribeResponse
 ) -> episode_pb2.EpisodeOutcome:
     """Return the outcome of an episode of `environment`. It becomes FAILED if it breaks the contract or the range of `description`."""
     read = outcome_from_wire(outcome)
     if read.score is None:
         return outcome_to_wire(read)
-    score = ranged(read.score, *bounds(description))
+    score = check_range(read.score, *bounds(description))
     build, name = score.build or description.build, score.environment or environment
     score = msgspec.structs.replace(score, build=build, environment=name)
     return outcome_to_wire(dataclasses.replace(read, score=score))
 
 
-def ended(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> episode_pb2.EpisodeOutcome:
+def make_outcome(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> episode_pb2.EpisodeOutcome:
     """Return the outcome of an episode that did not start, or did not end normally."""
-    return episode_pb2.EpisodeOutcome(result=result_of(status, message, environment))
+    return episode_pb2.EpisodeOutcome(result=make_result(status, message, environment))
 
 
-def result_of(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> trajectory_pb2.Result:
+def make_result(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> trajectory_pb2.Result:
     """Return a result without a reward."""
     return trajectory_pb2.Result(status=status, message=message, environment=environment)

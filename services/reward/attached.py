@@ -13,7 +13,7 @@ from headrace.env.flow import Flow
 from headrace.records.trajectory import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
+from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
 
 _LARGEST_CAPACITY = 65536
 # How long a call waits for credit that is on its way, or for another process to take work that was lost.
@@ -61,7 +61,7 @@ class AttachedStream:
     def offer(self, name: str, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> pb.Offer | None:
         return self._offers.get((name, kind))
 
-    def described(self, name: str) -> environment_pb2.DescribeResponse:
+    def describe(self, name: str) -> environment_pb2.DescribeResponse:
         """Return how environment `name` describes itself, whatever kind of its work is offered."""
         return self._any(name).environment
 
@@ -70,13 +70,13 @@ class AttachedStream:
         return self._registered - self._any(name).age_ms / 1000
 
     def build(self, name: str) -> str:
-        return self.described(name).build
+        return self.describe(name).build
 
     def capacity(self, name: str) -> int:
         """Return how many trajectories and episodes of environment `name` the process can work on at a time."""
         return sum(offer.capacity for (of, _), offer in self._offers.items() if of == name)
 
-    def held(self, name: str) -> int:
+    def count_held(self, name: str) -> int:
         """Return how many trajectories and episodes of environment `name` the process has not answered."""
         return sum(flow.held for (of, _), flow in self._flows.items() if of == name)
 
@@ -213,27 +213,29 @@ class AttachedBackend:
         begun."""
         kind = pb.WORK_KIND_EPISODE
         if (problem := self._problem(kind)) is not None:
-            return ended(trajectory_pb2.STATUS_NOT_STARTED, problem, self._name)
+            return make_outcome(trajectory_pb2.STATUS_NOT_STARTED, problem, self._name)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         stream = await self._with_room(kind, min(deadline, loop.time() + _CREDIT_WAIT_S))
         if stream is None:
-            return ended(trajectory_pb2.STATUS_NOT_STARTED, _FULL, self._name)
+            return make_outcome(trajectory_pb2.STATUS_NOT_STARTED, _FULL, self._name)
         if episode.ByteSize() > stream.max_message_bytes - _ENVELOPE_BYTES:
-            return ended(trajectory_pb2.STATUS_INVALID, _too_large(episode, stream), self._name)
+            return make_outcome(trajectory_pb2.STATUS_INVALID, _too_large(episode, stream), self._name)
         work_id, answer = stream.send_episode(self._name, episode, deadline - loop.time())
         try:
             async with asyncio.timeout_at(deadline):
                 outcome = (await answer).episode.outcome
         except TimeoutError:
             stream.withdraw(work_id, "its deadline has passed")
-            return ended(trajectory_pb2.STATUS_TIMED_OUT, _LATE, self._name)
+            return make_outcome(trajectory_pb2.STATUS_TIMED_OUT, _LATE, self._name)
         except StreamEnded as error:
-            return ended(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while the episode was running", self._name)
+            return make_outcome(
+                trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while the episode was running", self._name
+            )
         except asyncio.CancelledError:
             stream.withdraw(work_id, "the caller has gone")
             raise
-        return accepted_outcome(outcome, self._name, stream.described(self._name))
+        return check_outcome(outcome, self._name, stream.describe(self._name))
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """Describe the newest build, like `BuiltInBackend.describe`, with the capacity of all processes of that build."""
@@ -244,7 +246,7 @@ class AttachedBackend:
         offers = [offer for stream in attached if (offer := stream.offer(self._name)) is not None]
         calls = [offer.environment.calls for offer in offers]
         description = environment_pb2.DescribeResponse()
-        description.CopyFrom(attached[-1].described(self._name))
+        description.CopyFrom(attached[-1].describe(self._name))
         description.capacity = sum(offer.capacity for offer in offers)
         description.calls = sum(calls) if all(calls) else 0
         programs = (stream.offer(self._name, pb.WORK_KIND_EPISODE) for stream in attached)
@@ -259,7 +261,7 @@ class AttachedBackend:
                 address=stream.address,
                 build=stream.build(name),
                 capacity=stream.capacity(name),
-                in_hand=stream.held(name),
+                in_hand=stream.count_held(name),
                 age_ms=round(1000 * (now - stream.began(name))),
                 works=stream in working,
             )
@@ -333,9 +335,9 @@ class AttachedBackend:
         """Return the results of a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
-                description = stream.described(self._name)
+                description = stream.describe(self._name)
                 answered = (await answer).score.results
-                results = accepted(answered, piece, "an attached process", self._name, description)
+                results = check_results(answered, piece, "an attached process", self._name, description)
             for result in results:
                 result.build = result.build or description.build
             return results
@@ -366,7 +368,7 @@ class AttachedBackend:
                 return None
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
-        return result_of(status, message, self._name)
+        return make_result(status, message, self._name)
 
 
 def _work(name: str, timeout_s: float) -> pb.AttachResponse:

@@ -13,8 +13,8 @@ from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.environment_build import build_of
-from headrace_services.reward.hub import EnvironmentBackend, metered
+from headrace_services.reward.environment_build import compute_build
+from headrace_services.reward.hub import EnvironmentBackend, score_metered
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
 # that cost an attempt before those that don't.
@@ -86,7 +86,7 @@ class CombineBackend:
             mine.CopyFrom(trajectories[place])
             mine.environment = part
             asked.append(mine)
-        results = await metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
+        results = await score_metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
         for place, result in zip(places, results, strict=True):
             score = scores[place][part] = score_from_wire(result)
             if score.status == "SCORED":
@@ -96,7 +96,7 @@ class CombineBackend:
         """Return the build. Law 3: one build scores a group, so it must not depend on whether the gate was open. A part that was not asked
         counts with its last build."""
         builds = {part: scores[part].build if part in scores else build for part, build in self._builds.items()}
-        return build_of(self._name, self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
+        return compute_build(self._name, self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0."""

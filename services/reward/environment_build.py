@@ -13,7 +13,7 @@ from headrace.env.source_build import digest_of
 from headrace.records.trajectory import BUILD_BYTES
 
 
-def build_of(name: str, env: EnvConfig, *software: str) -> str:
+def compute_build(name: str, env: EnvConfig, *software: str) -> str:
     """Return the build of `env.<name>`: the `software` that it judges with, and a digest of the reward service's source and of the options
     that decide its rewards. It is the same in every process and on every machine."""
     options = json.dumps(decisive_options(name, env), sort_keys=True)
@@ -22,7 +22,7 @@ def build_of(name: str, env: EnvConfig, *software: str) -> str:
     return said if len(said.encode()) <= BUILD_BYTES else digest_of([said])
 
 
-def version_of(distribution: str) -> str:
+def read_version(distribution: str) -> str:
     """Return the name and version of an installed package, for the `software` of a build."""
     return f"{distribution} {importlib.metadata.version(distribution)}"
 

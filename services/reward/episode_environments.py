@@ -8,8 +8,8 @@ from typing import Protocol
 from headrace.config.data import EnvConfig
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.answers import ended, result_of
-from headrace_services.reward.hub import EnvironmentBackend, RunsEpisodes, metered
+from headrace_services.reward.answers import make_outcome, make_result
+from headrace_services.reward.hub import EnvironmentBackend, RunsEpisodes, score_metered
 
 
 class ProgramBackend(RunsEpisodes, Protocol):
@@ -42,14 +42,14 @@ class EpisodeBackend:
         grader = self._env.grader
         if grader is None:
             said = f"env.{self._name} runs episodes, and their program returns the reward; to have them graded, set env.{self._name}.grader"
-            return [result_of(trajectory_pb2.STATUS_INVALID, said, self._name)] * len(trajectories)
+            return [make_result(trajectory_pb2.STATUS_INVALID, said, self._name)] * len(trajectories)
         asked = []
         for trajectory in trajectories:
             mine = trajectory_pb2.Trajectory()
             mine.CopyFrom(trajectory)
             mine.environment = grader
             asked.append(mine)
-        return await metered(grader, self._environments[grader], asked, timeout_s)
+        return await score_metered(grader, self._environments[grader], asked, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """Run the episode, and return its outcome within `timeout_s`. If a grader gives the reward, the outcome has a result only for a
@@ -57,7 +57,7 @@ class EpisodeBackend:
         outcome = await self._programs.run_episode(episode, timeout_s)
         if self._env.grader is None and not outcome.HasField("result"):
             said = f"the program returned no reward; return one, or name the environment that gives it (env.{self._name}.grader)"
-            return ended(trajectory_pb2.STATUS_FAILED, said, self._name)
+            return make_outcome(trajectory_pb2.STATUS_FAILED, said, self._name)
         if self._env.grader is not None and outcome.result.status == trajectory_pb2.STATUS_SCORED:
             outcome.ClearField("result")
         return outcome

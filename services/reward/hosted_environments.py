@@ -86,5 +86,5 @@ class FunctionBackend:
 
     async def _keep(self) -> None:
         while True:
-            await self._process.ended()
+            await self._process.wait()
             await self._process.restart()

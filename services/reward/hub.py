@@ -17,13 +17,13 @@ from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import CodecError
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
-from headrace.env.wire import check_trajectory, episode_from_wire, fitted
+from headrace.env.wire import check_trajectory, episode_from_wire, fit_results
 from headrace.net import rpc
 from headrace.net.credentials import Credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
+from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.recent import RecentResults
@@ -122,7 +122,7 @@ class RemoteBackend:
             env.address,
             max_message_bytes,
             security=None if target_is_local(env.address) else security,
-            token=None if credentials is None else credentials.presented(f"environment {name}"),
+            token=None if credentials is None else credentials.make_token_source(f"environment {name}"),
             keep_alive=env.episodes,  # a call is silent while its program runs, which may take minutes
             proxied=True,
         )
@@ -177,7 +177,7 @@ class RemoteBackend:
         problem = await self._unreachable() or await self._full(min(timeout_s, ROOM_WAIT_S))
         timeout_s -= time.monotonic() - began
         if problem is not None or self._description is None:
-            return ended(trajectory_pb2.STATUS_NOT_STARTED, problem or "", self._name)
+            return make_outcome(trajectory_pb2.STATUS_NOT_STARTED, problem or "", self._name)
         description = self._description
         sent = environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=episode)
         # shorter than the call's deadline, so that an answer at the program's deadline still arrives
@@ -191,7 +191,7 @@ class RemoteBackend:
             self._episodes -= 1
             self._freed.set()
             self._freed.clear()
-        return accepted_outcome(response.outcome, self._name, description)
+        return check_outcome(response.outcome, self._name, description)
 
     async def aclose(self) -> None:
         await self._channel.close()
@@ -271,7 +271,7 @@ class RemoteBackend:
                     *await self._score(batch[half:], limit, description),
                 ]
             return [self._failure(error, limit)] * len(batch)
-        return accepted(response.results, batch, self._target, self._name, description)
+        return check_results(response.results, batch, self._target, self._name, description)
 
     def _failure(self, error: grpc.aio.AioRpcError, limit: float) -> trajectory_pb2.Result:
         code, details = error.code(), error.details()
@@ -294,7 +294,7 @@ class RemoteBackend:
         return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {said}")
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
-        return result_of(status, message, self._name)
+        return make_result(status, message, self._name)
 
 
 # Codes of a call whose connection broke. Without a connection there is no call (`RemoteBackend._unreachable`).
@@ -331,7 +331,7 @@ class RunsEpisodes(Protocol):
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome: ...
 
 
-async def metered(
+async def score_metered(
     name: str,
     environment: EnvironmentBackend,
     trajectories: Sequence[trajectory_pb2.Trajectory],
@@ -398,7 +398,7 @@ class Hub(pb_grpc.RewardServiceServicer):
             for place, result in zip(places, answer, strict=True)
         }
         in_order = [results[place] for place in range(len(results))]
-        return pb.ScoreResponse(results=fitted(in_order, self._max_message_bytes))
+        return pb.ScoreResponse(results=fit_results(in_order, self._max_message_bytes))
 
     async def RunEpisode(
         self, request: pb.RunEpisodeRequest, context: grpc.aio.ServicerContext
@@ -412,7 +412,7 @@ class Hub(pb_grpc.RewardServiceServicer):
             outcome = episode_pb2.EpisodeOutcome(result=self._unknown(name))
         elif programs is None:
             said = f"environment {name!r} runs no episodes; set env.{name}.episodes if it has a program that calls the policy"
-            outcome = ended(trajectory_pb2.STATUS_INVALID, said, name)
+            outcome = make_outcome(trajectory_pb2.STATUS_INVALID, said, name)
         else:
             started = time.monotonic()
             self._in_hand[name] += 1
@@ -516,7 +516,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         started = time.monotonic()
         self._in_hand[name] += len(trajectories)
         try:
-            results = await metered(name, environment, trajectories, limit)
+            results = await score_metered(name, environment, trajectories, limit)
         finally:
             self._in_hand[name] -= len(trajectories)
         ended = time.monotonic()

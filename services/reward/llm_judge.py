@@ -26,8 +26,8 @@ from headrace.base.tls import client_context
 from headrace.config.data import EnvConfig, JudgeConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environment_build import build_of
-from headrace_services.reward.environments.base import cut_off, shown
+from headrace_services.reward.environment_build import compute_build
+from headrace_services.reward.environments.base import score_truncated, shorten_answer
 from headrace_services.reward.hosted import Hosted
 
 _MAX_ANSWER_BYTES = 256 * 1024
@@ -129,7 +129,7 @@ class LLMJudge(Hosted):
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
-        self.build = build_of(name, env)
+        self.build = compute_build(name, env)
         self.description = f"{len(env.judges)} judges: {', '.join(judge.model for judge in env.judges)}"
         self._store = store
         self._asking: dict[str, asyncio.Task[Verdict]] = {}  # requests under way, by their key
@@ -146,7 +146,7 @@ class LLMJudge(Hosted):
             _headers(judge)
 
     async def score(self, sample: Sample) -> float | Score:
-        if (found := cut_off(self.env, sample)) is not None:
+        if (found := score_truncated(self.env, sample)) is not None:
             return found
         content = question(sample)
         places = range(len(self.env.judges))
@@ -163,9 +163,11 @@ class LLMJudge(Hosted):
         worth = [(verdict.score - lowest) / (highest - lowest) for verdict in verdicts]
         return Score(
             "SCORED",
-            reward=verdict_of(worth, self.env),
+            reward=compute_verdict(worth, self.env),
             components={f"judge_{place}": value for place, value in enumerate(worth)},
-            metadata={f"judge_{place}": shown(verdict.reason[:_SAID]) for place, verdict in enumerate(verdicts)},
+            metadata={
+                f"judge_{place}": shorten_answer(verdict.reason[:_SAID]) for place, verdict in enumerate(verdicts)
+            },
         )
 
     async def aclose(self) -> None:
@@ -217,7 +219,9 @@ class LLMJudge(Hosted):
     async def _ask(self, place: int, key: str, content: str) -> Verdict:
         judge, client = self.env.judges[place], self._clients[place]
         url = f"{judge.base_url.rstrip('/')}/chat/completions"
-        request = client.build_request("POST", url, json=request_of(judge, self.env, content), headers=_headers(judge))
+        request = client.build_request(
+            "POST", url, json=make_request(judge, self.env, content), headers=_headers(judge)
+        )
         try:
             response = await client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
@@ -243,7 +247,7 @@ def question(sample: Sample) -> str:
     return json.dumps(shown, ensure_ascii=True)
 
 
-def request_of(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, Any]:
+def make_request(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, Any]:
     """Return the body of a request. Each request draws a new mark, which the author of the completion can't have known."""
     lowest, highest = env.scale
     mark = secrets.token_hex(12)
@@ -288,7 +292,7 @@ def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
     return verdict
 
 
-def verdict_of(worth: Sequence[float], env: EnvConfig) -> float:
+def compute_verdict(worth: Sequence[float], env: EnvConfig) -> float:
     """Return the reward for the judges' scores, each 0 to 1."""
     votes = worth if env.threshold is None else [float(value >= env.threshold) for value in worth]
     return float(sum(votes) * 2 > len(votes)) if env.vote == "majority" else sum(votes) / len(votes)

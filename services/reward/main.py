@@ -8,13 +8,13 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from headrace.base.addresses import reached, with_port
+from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.built_in import PROGRAMS
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.net import rpc
-from headrace.net.credentials import credentials_of
+from headrace.net.credentials import load_credentials
 from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
@@ -79,7 +79,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
     _check_started(config)
     async with contextlib.AsyncExitStack() as stack:
         access = HttpAccess.of(config, reward.host)
-        credentials = credentials_of(config)
+        credentials = load_credentials(config)
         rpc_access = None if credentials is None else rpc.RpcAccess(credentials, ROLES)
         server = rpc.server(reward.max_message_bytes, rpc_access, keep_alive=True)
         port = rpc.listen(server, reward.host, reward.port, "reward.port", access.certificate)
@@ -116,7 +116,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
             env = config.env[name]
             backend: AttachedBackend | FunctionBackend | RemoteBackend
             if env.attached:
-                backend = attached[name] = AttachedBackend(name, env, with_port(reached(reward.host), port))
+                backend = attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
             elif env.address is None:  # a file that `headrace up` does not serve
                 backend = await started(name, env)
             else:

@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.config.data import EnvConfig
 from headrace.net.service import die_with_parent
-from headrace_services.reward.environment_build import build_of, version_of
+from headrace_services.reward.environment_build import compute_build, read_version
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.scoring_worker import Started
 
@@ -88,8 +88,8 @@ class RewardModelOnDevice:
         lengths = [length for length in (env.max_model_len, context) if length is not None]
         self._longest = min(lengths, default=None)
         # only this process knows where the model computes; devices of the same type give the same rewards
-        software = version_of("torch"), version_of("transformers"), f"on {self._device.type}"
-        self.build = build_of(name, env, *software)
+        software = read_version("torch"), read_version("transformers"), f"on {self._device.type}"
+        self.build = compute_build(name, env, *software)
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
         """Return one answer per conversation, from one forward pass over those that are not too long."""

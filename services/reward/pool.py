@@ -309,7 +309,7 @@ class WorkerProcess:
                 _log.warning("%s; retrying in %.0f s", error, pause_s)
                 await asyncio.sleep(pause_s)
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Return once the process has ended, for any reason."""
         assert self._process is not None
         await self._process.wait()

@@ -14,7 +14,7 @@ from headrace.base.errors import ServiceError
 from headrace.config.data import EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import cut_off
+from headrace_services.reward.environments.base import score_truncated
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
 from headrace_services.reward.pool import WorkerProcess
@@ -72,7 +72,9 @@ class RewardModel(Hosted):
             self._start_again()
             return [Score("NOT_STARTED", message=problem)] * len(samples)
         found = {
-            place: score for place, sample in enumerate(samples) if (score := cut_off(self.env, sample)) is not None
+            place: score
+            for place, sample in enumerate(samples)
+            if (score := score_truncated(self.env, sample)) is not None
         }
         places = [place for place in range(len(samples)) if place not in found]
         if places:

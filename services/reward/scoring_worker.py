@@ -23,7 +23,7 @@ import msgspec
 
 from headrace.base.errors import HeadraceError, ServiceError
 from headrace.config.data import DataSourceConfig, EnvConfig
-from headrace.env.environment import Environment, Sample, checked, failed
+from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.net.service import die_with_parent
 from headrace.records.trajectory import Score
@@ -134,7 +134,7 @@ def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: by
         found = environment.quick_score(sample_from_wire(wire))
     except Exception:  # noqa: BLE001
         return None
-    return None if found is None else score_to_wire(checked(environment, found)).SerializeToString()
+    return None if found is None else score_to_wire(check_score(environment, found)).SerializeToString()
 
 
 class _Worker:
@@ -225,9 +225,9 @@ class _Scoring:
         except StopIteration as end:
             found = end.value
         except Exception as error:  # noqa: BLE001  # like `score_one`
-            return score_to_wire(failed(self._environment, error)).SerializeToString()
+            return score_to_wire(make_failed(self._environment, error)).SerializeToString()
         if found is not None:
-            return score_to_wire(checked(self._environment, found)).SerializeToString()
+            return score_to_wire(check_score(self._environment, found)).SerializeToString()
 
         def work() -> bytes:
             return score_to_wire(score_one(self._environment, self._wire)).SerializeToString()
@@ -243,9 +243,9 @@ class _Scoring:
 
 def score_one(environment: Environment, trajectory: pb.Trajectory) -> Score:
     try:
-        return checked(environment, environment.score(sample_from_wire(trajectory)))
+        return check_score(environment, environment.score(sample_from_wire(trajectory)))
     except BaseException as error:  # noqa: BLE001  # any error of a scorer reaches the caller as FAILED
-        return failed(environment, error)
+        return make_failed(environment, error)
 
 
 if __name__ == "__main__":

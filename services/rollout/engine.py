@@ -110,8 +110,8 @@ def _hook_into_children() -> None:
 
 def engine_arguments(config: Config, *, on_cpu: bool, device_memory: int = 0) -> dict[str, Any]:
     """Return vLLM's `AsyncEngineArgs`, without those of the weight channel. vLLM chooses the value of any that is None. `device_memory` is
-    as in `VLLMConfig.resolved`."""
-    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu, device_memory=device_memory)
+    as in `VLLMConfig.resolve`."""
+    vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=device_memory)
     assert vllm_cfg.max_num_seqs is not None
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
@@ -174,7 +174,7 @@ def _use_adapter(engine: Any) -> None:
 
 def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Sequence[str]) -> AsyncLLM:
     if devices.engine_is_for_cuda(devices.installed_versions()):
-        devices.installed().check_driver()
+        devices.read_inventory().check_driver()
     try:
         with importing():
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -194,7 +194,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     )
     devices.check_for_engine(own)
     memory = min((device.memory for device in own), default=0)
-    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu, device_memory=memory)
+    vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
@@ -225,7 +225,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
         raise ServiceError(explain(config, reason or _message(error), given, on_cpu=on_cpu)) from error
 
 
-async def described(engine: AsyncLLM) -> str:
+async def describe(engine: AsyncLLM) -> str:
     """Describe in one line what the engine computes with, including vLLM's own choices."""
     vllm = engine.vllm_config
     backends = {name for of_worker in await engine.collective_rpc("attention_backends") for name in of_worker}
@@ -272,7 +272,7 @@ def explain(config: Config, reason: str, given: Sequence[str] = (), *, on_cpu: b
     reason = " ".join(reason.split())
     said = f"vLLM reported: {reason[:400]}"
     low = reason.lower()
-    vllm_cfg, key = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu), "policy.generation.vllm_cfg"
+    vllm_cfg, key = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu), "policy.generation.vllm_cfg"
     name = "gpu_memory_utilization" if vllm_cfg.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     size = getattr(vllm_cfg, name)
     if "kv cache" in low and ("needed" in low or "larger than" in low or "no available memory" in low):

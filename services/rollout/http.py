@@ -28,7 +28,7 @@ from headrace.net.replica_client import (
     Sampled,
     SampleRequest,
 )
-from headrace.net.service import body_of, create_app, problems
+from headrace.net.service import create_app, problems, read_body
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.sequence_slots import SequenceSlots
@@ -124,7 +124,7 @@ def _add_call(
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
     async def body(raw_request: Request) -> T:
-        content = await body_of(raw_request, most)
+        content = await read_body(raw_request, most)
         if content is None:
             raise RenderRefused(
                 "too_large",

@@ -24,7 +24,7 @@ from headrace.net.replica_client import PATHS, ROLE
 from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
 from headrace_services.rollout.announcement import announced
-from headrace_services.rollout.engine import described, running_engine
+from headrace_services.rollout.engine import describe, running_engine
 from headrace_services.rollout.http import build_app, exported
 from headrace_services.rollout.worker import RolloutWorker
 
@@ -106,7 +106,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "gpus": " ".join(_gpus(engine)),
         "model": config.policy.model_name,
     }
-    log.info("%s", await described(engine))
+    log.info("%s", await describe(engine))
     worker = RolloutWorker(config, engine, replay, info)
     access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
     with exported(worker, engine):

@@ -19,8 +19,8 @@ from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http
 from headrace.records.trajectory import AnyTrajectory, Score
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.run import prompt_counts
-from headrace.run.checkpoints import set_aside
-from headrace.run.journal import JOURNAL, Journal, retried
+from headrace.run.checkpoints import list_set_aside
+from headrace.run.journal import JOURNAL, Journal, list_retries
 from headrace.run.lineage import FOLDER
 from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
@@ -72,7 +72,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
     finished = False
 
     def problems() -> str:
-        damaged = set_aside(config.checkpoint_folder)
+        damaged = list_set_aside(config.checkpoint_folder)
         return "\n".join([*damaged, *([readiness.failures] if readiness.failures else [])])
 
     try:
@@ -128,7 +128,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 retry,
                 checkpoints,
                 newest,
-                retried(journal.read()),
+                list_retries(journal.read()),
                 config.run.id or "",
                 afresh=record.differs(before),
             )

@@ -185,7 +185,7 @@ class ModelUse:
     recompute: bool
 
 
-def held(shapes: list[Shape], shards: int) -> int:
+def count_held(shapes: list[Shape], shards: int) -> int:
     """Return how many numbers the first of `shards` ranks holds of parameters with these shapes, each sharded by rows."""
     return sum(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
 
@@ -236,7 +236,7 @@ def trainer_memory(
     peaks = []
     for name, model in models.items():
         shapes, trained = model.size.shapes, model.size.trained if model.trained else []
-        parts[f"{name}: parameters, float32"] = 4 * held([*shapes, *model.size.adapter], shards)
+        parts[f"{name}: parameters, float32"] = 4 * count_held([*shapes, *model.size.adapter], shards)
         gathered = 0
         if ranks > 1 or model.bytes == 2:  # one rank shards over itself in bfloat16 (`distributed.shards_alone`)
             units = sorted((sum(map(math.prod, layer)) for layer in model.size.layers), reverse=True)
@@ -245,8 +245,8 @@ def trainer_memory(
             peaks.append(gathered)
             continue
         whole = ranks > 1 and reduces_once(reduce_gradients, sum(map(math.prod, trained)), device)
-        parts[f"{name}: gradients, float32"] = 4 * held(trained, shards)
-        parts[f"{name}: optimizer's moments, float32"] = 2 * 4 * held(trained, shards) + 4 * len(trained)
+        parts[f"{name}: gradients, float32"] = 4 * count_held(trained, shards)
+        parts[f"{name}: optimizer's moments, float32"] = 2 * 4 * count_held(trained, shards) + 4 * len(trained)
         parts[f"{name}: gradients of a step, unreduced"] = 4 * sum(map(math.prod, trained)) if whole else 0
         parts[f"{name}: layers gathered or cast"] = gathered
         parts[f"{name}: activations"] = activations(model.size, model.bytes, tokens, recompute=model.recompute)
@@ -296,7 +296,7 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     packing = Packing.of(config.policy, training=True)
     longest = config.policy.max_total_sequence_length
     tokens = packing.tokens or (packing.paths or 1) * longest
-    engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
+    engine = config.policy.generation.vllm_cfg.resolve(on_cpu=False)
     assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
     width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
     trainer = trainer_memory(

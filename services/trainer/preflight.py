@@ -96,7 +96,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
     lengths: list[int] = []
     unknown_tokens, empty, characters = 0, 0, Counter[str]()
     reported = time.monotonic()
-    for problem, ids in prompts.encoded():
+    for problem, ids in prompts.encode():
         lengths.append(len(ids))
         empty += not any(message["content"].strip() for message in problem.messages if message["role"] != "system")
         for message in problem.messages:

@@ -42,9 +42,9 @@ async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
     """Recompute step `step`. Raises `ServiceError` that names what is missing and which steps can be replayed."""
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
     lines = {line.step: line for line in surviving(read_journal(config.run_folder / JOURNAL)) if line.kind == "train"}
-    held, reservation = await replay.held_batch(step)
+    held, reservation = await replay.read_held_batch(step)
     # version 0 is the initial model, which needs no checkpoint
-    versions = {0, *checkpoints.published()}
+    versions = {0, *checkpoints.find_published()}
     if reservation is None or step not in lines or step not in versions:
         raise ServiceError(_missing(step, set(held), set(lines), versions))
     _check_history(config, lines[step], reservation)
@@ -52,7 +52,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
     check_reservation(reservation, groups, config.algorithm.num_prompts_per_step)
     keys = [t.key for t in reservation.trajectories]
     payloads = dict(zip(keys, await replay.read(keys), strict=True))
-    checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
+    checkpoint = checkpoints.path(step) if step in checkpoints.find_published() else None
     rank = TrainerRank(config, Ranks(), lambda keys: [payloads[key] for key in keys])
     rank.load(None if checkpoint is None else str(checkpoint))
     now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))]).metrics

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.run.checkpoints import published
+from headrace.run.checkpoints import find_published
 from tests.support.up import Up
 
 PROGRAM = Path(__file__).parents[1] / "support" / "repair_program.py"
@@ -68,7 +68,7 @@ def test_what_a_program_played_in_two_turns_is_trained_though_its_runner_is_kill
     finally:
         if up.process.poll() is None:
             up.stop(signal.SIGTERM)
-    assert published(run / "checkpoints")[-1] == STEPS
+    assert find_published(run / "checkpoints")[-1] == STEPS
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.get("kind") == "train"]
     assert len(steps) == STEPS

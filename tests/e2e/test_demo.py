@@ -80,7 +80,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     batch = config.algorithm.num_prompts_per_step
     trained = Ledger.decode(checkpoints.file(newest, TRAINED)).trained
     assert len(trained) == steps * batch, "every step trained whole groups, none twice"
-    for version in checkpoints.published():
+    for version in checkpoints.find_published():
         for step, groups in checkpoints.ledger(version).items():
             assert len(groups) == len(set(groups)) == batch, f"step {step}"
     train = {line["step"]: line["metrics"] for line in journal(run) if line["kind"] == "train"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.run.checkpoints import published
+from headrace.run.checkpoints import find_published
 from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.ports import free_ports
 from tests.support.up import Up
@@ -42,7 +42,7 @@ def up(tmp_path: Path, model: Path, *settings: str, within_s: float) -> list[dic
         if run.process.poll() is None:
             run.stop(signal.SIGTERM)
     lines = [json.loads(line) for line in (tmp_path / "game" / "metrics.jsonl").read_text().splitlines()]
-    assert published(tmp_path / "game" / "checkpoints")[-1] == sum(line["kind"] == "train" for line in lines)
+    assert find_published(tmp_path / "game" / "checkpoints")[-1] == sum(line["kind"] == "train" for line in lines)
     return lines
 
 

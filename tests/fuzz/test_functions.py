@@ -211,13 +211,13 @@ def sent(pipe: Pipeline, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
 async def look(redis: Redis) -> None:
     """Whatever was taken can be read, or is refused with a type."""
     replay = ReplayClient(redis, RUN)
-    for read in (replay.state, replay.stats, replay.replicas, replay.epoch, replay.bias, replay.ended):
+    for read in (replay.state, replay.stats, replay.replicas, replay.epoch, replay.bias, replay.read_ended):
         with contextlib.suppress(HeadraceError):
             await read()
     with contextlib.suppress(HeadraceError):
         async for group, _ in replay.groups(get_args(GroupState)):
             with contextlib.suppress(HeadraceError):
-                await replay.held(group)
+                await replay.read_held(group)
 
 
 def test_every_function_is_called_in_the_run(calls: dict[str, list[Call]]) -> None:

@@ -282,7 +282,7 @@ class Model(Episodes):
             self.ended, self.failures = orders(ended.bitmap), orders(ended.failures)
         return self.state()
 
-    def refilled(self, timeline: str, seen: object) -> None:
+    def end_refill(self, timeline: str, seen: object) -> None:
         self.expire()
         self.require_timeline(timeline)
         if self.refill and sum(self.count("train").values()) <= self.enqueued:
@@ -313,7 +313,7 @@ class Model(Episodes):
 
     # -- validation
 
-    def evaluated(self, ids: Sequence[str], seen: object) -> object:
+    def read_evaluated(self, ids: Sequence[str], seen: object) -> object:
         self.expire()
         lane = {group.id: group for group in self.groups.values() if group.lane == "validation"}
         held = [lane[group] for group in ids if group in lane]

@@ -55,7 +55,7 @@ class TrainerRules(Caller):
         for start in range(0, len(missing), WRITTEN):  # each is one call to the server
             self.call("enqueue", missing[start : start + WRITTEN], timeline, True, how=how)
         if finish:
-            self.call("refilled", timeline, how=how)
+            self.call("end_refill", timeline, how=how)
 
     @precondition(lambda self: self.model.failures)
     @rule(most=st.integers(1, 4), stale=st.sampled_from([0, 0, 0, 1]), how=deliveries)
@@ -67,7 +67,7 @@ class TrainerRules(Caller):
     @precondition(lambda self: self.model.wanted)
     @rule(how=deliveries)
     def supply(self, how: str) -> None:
-        self.call("ended")
+        self.call("read_ended")
         groups = [self.made[order] for order in sorted(self.model.wanted)]
         self.call("enqueue", groups, self.model.timeline, True, how=how)
 
@@ -93,7 +93,7 @@ class TrainerRules(Caller):
     def commit(self, off: int, named: str, late: int, how: str) -> None:
         """`named`: the groups that the trainer says it trained on."""
         if off == 0:
-            self.saved = self.call("ended") or self.saved
+            self.saved = self.call("read_ended") or self.saved
         version = max(0, self.model.next_step + off)
         trained = self.model.uncommitted(version) if named != "none" else {}
         if named == "another" and trained:
@@ -150,4 +150,4 @@ class TrainerRules(Caller):
     @precondition(lambda self: self.validation)
     @rule(count=st.integers(1, 3))
     def look_at_validation(self, count: int) -> None:
-        self.call("evaluated", [group.id for group in self.validation[-count:]])
+        self.call("read_evaluated", [group.id for group in self.validation[-count:]])

@@ -20,7 +20,7 @@ from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
 
 # Client's method -> the model's, where they differ.
-NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
+NAMES = {"refuse": "refuse_epoch", "read_ended": "groups_ended"}
 
 # Calls that have a number, and what reads their answers where callers live on them: the server knows the second delivery, and answers it
 # again at most.
@@ -28,7 +28,7 @@ HEARD = {"lease": "_read_leases", "lease_episodes": "_read_leases", "take_scorin
 NUMBERED = {*HEARD, "heartbeat", "runner_heartbeat", "renew_scoring", "release_scoring", "reserve", "quarantine"}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
-    *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
+    *("enqueue", "close", "commit", "rewind", "restore", "end_refill", "drop_validation"),
     *(
         "open_epoch",
         "acknowledge",

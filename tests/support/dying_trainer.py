@@ -77,7 +77,7 @@ class DyingRefill(ReplayClient):
 
 
 class DyingAfterRefill(ReplayClient):
-    async def refilled(self, timeline: str) -> None:
+    async def end_refill(self, timeline: str) -> None:
         die()
 
 
@@ -161,7 +161,7 @@ class FullDisk(Checkpoints):
     version = -1
 
     def _make_way(self, version: int, timeline: str) -> None:
-        if version == self.version and self.unfinished(version, timeline).exists():
+        if version == self.version and self.locate_unfinished(version, timeline).exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super()._make_way(version, timeline)
 

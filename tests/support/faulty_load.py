@@ -41,7 +41,7 @@ class FaultyLoadEngine(WeightChannelEngine):
             super().renew_copies()
 
     def put_adapter(self, adapter: LoRAModel) -> None:
-        stacked = dict(self.stacked()).get(f"{COPY}.lora_b_stacked.0")
+        stacked = dict(self.read_stacked()).get(f"{COPY}.lora_b_stacked.0")
         before = stacked.clone() if self.fault == "adapter" else None
         super().put_adapter(adapter)
         if before is not None:

@@ -135,21 +135,21 @@ async def run(replay: ReplayClient) -> None:
     await replay.enqueue([make_group(0, lane="validation")], timeline)
     await _generate(replay, replicas)
     await _run_episodes(replay)
-    await replay.evaluated(["e0-validation-0"])
+    await replay.read_evaluated(["e0-validation-0"])
     batch = await reserve(replay, 0)
     await replay.reject_step(0, timeline, nonce(), {batch.groups[0]: 1}, "of an old build")
     await generate(replay, replicas[0])
     await reserve(replay, 0)
-    await replay.masked(0, timeline, 7)
+    await replay.record_masked(0, timeline, 7)
     await replay.commit(1, timeline)
     await replay.drop_validation(timeline, 1)
     await replay.make_room(1)
     await replay.append_event("looked", {"who": "here"})
     await replay.publish_metrics("train", 0, {"reward": 0.5}, timeline)
     await _look(replay)
-    failures = {order: 0 for order in (await replay.ended()).failures}
+    failures = {order: 0 for order in (await replay.read_ended()).failures}
     await replay.retry(failures)
-    wanted = await replay.wanted()
+    wanted = await replay.read_wanted()
     await replay.enqueue([make_group(order) for order in wanted], timeline, refill=True)
     await replay.close(timeline)
     await replay.disagreements(0, timeline, {replicas[0]: 1.001, replicas[1]: 2.5})
@@ -162,7 +162,7 @@ async def run(replay: ReplayClient) -> None:
     state = await replay.state()
     missing = range(2, again.enqueued + 1)
     await replay.enqueue([make_group(order) for order in missing], state.timeline, refill=True)
-    await replay.refilled(state.timeline)
+    await replay.end_refill(state.timeline)
 
 
 async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
@@ -208,9 +208,9 @@ async def _run_episodes(replay: ReplayClient) -> None:
 
 async def _look(replay: ReplayClient) -> None:
     await replay.stats()
-    await replay.ended()
+    await replay.read_ended()
     await replay.bias()
     await replay.epoch()
-    await replay.held_batch(0)
+    await replay.read_held_batch(0)
     async for group, _ in replay.groups(["ready", "failed", "trained", "unused", "evaluated", "queued"]):
         await replay.group(group)

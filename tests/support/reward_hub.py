@@ -56,7 +56,7 @@ async def start_hub(
     given = {"credentials": credentials, "tls_ca": tls_ca}
     security = {name: str(file) for name, file in given.items() if file is not None}
     config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}, "security": security})
-    token = None if credentials is None else Credentials(credentials).presented("scorer")
+    token = None if credentials is None else Credentials(credentials).make_token_source("scorer")
     async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
         yield Hub(service, channel)
 

@@ -52,13 +52,13 @@ class Program:
 
     def place(self, call: SessionCall) -> SamplingTask:
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
-        while (earlier := self.session.unrendered(call, rendered)) is not None:
+        while (earlier := self.session.find_unrendered(call, rendered)) is not None:
             answered = self.policy.render(earlier.history, earlier.asked.tools, answered=True)
             self.session.note_rendering(earlier, answered)
         try:
             return self.session.place(call, rendered, 0.0)
         except Refused:
-            self.session.failed(call, 0.0, again=False)
+            self.session.note_failure(call, 0.0, again=False)
             raise
 
     def carry_out(self, call: SessionCall, now: float = 0.0) -> None:
@@ -73,12 +73,12 @@ class Program:
             seed=placed.seed,
         )
         sampled = self.policy.sample(request)
-        self.session.sampled(call, sampled)
-        self.session.answered(call, self.policy.derender(sampled, call.asked.tools), now)
+        self.session.note_sampling(call, sampled)
+        self.session.note_answer(call, self.policy.derender(sampled, call.asked.tools), now)
 
     def ask(self, messages: Sequence[Message], **options: Any) -> SessionCall:
         """A request, its answer, and its delivery."""
         call = self.begin(messages, **options)
         self.carry_out(call)
-        self.session.delivered(call)
+        self.session.note_delivery(call)
         return call

@@ -15,7 +15,7 @@ import pytest
 from headrace.config import Config
 from headrace.replay import ReplayClient
 from headrace.run.journal import Journal, Line, surviving
-from headrace.run.lineage import FOLDER, LineageFiles, timeline_of
+from headrace.run.lineage import FOLDER, LineageFiles, find_timeline
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
@@ -88,7 +88,7 @@ def check_history(trainer: Trainer, steps: int = STEPS, prompts: int = PROMPTS) 
     assert all(line.metrics["max_trajectory_age"] <= trainer.config.algorithm.max_age for line in train)
     checkpoints = trainer.checkpoints()
     ledger: dict[int, list[str]] = {}
-    for version in checkpoints.published():
+    for version in checkpoints.find_published():
         part = checkpoints.ledger(version)
         assert not ledger.keys() & part.keys()
         ledger |= part
@@ -118,7 +118,7 @@ def check_lineage(trainer: Trainer, ledger: dict[int, list[str]], timelines: dic
                 assert origin.reward is not None
                 (written,) = origin.ranges
                 assert (written.start, written.end) == (0, origin.tokens)
-                assert written.timeline == timelines.get(written.version - 1) == timeline_of(changes, written.version)
+                assert written.timeline == timelines.get(written.version - 1) == find_timeline(changes, written.version)
 
 
 def check_samples(files: SampleFiles, journal: list[Line]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.base.addresses import hosts_of, own_address
+from headrace.base.addresses import own_address, parse_hosts
 from headrace.base.errors import ServiceError
 from headrace_services.refit import sender
 from headrace_services.refit.sender import host_towards
@@ -23,7 +23,7 @@ from headrace_services.trainer.distributed.ranks import gloo_problem
     ],
 )
 def test_a_buffers_url_names_its_hosts(url: str, hosts: list[str]) -> None:
-    assert hosts_of(url) == hosts
+    assert parse_hosts(url) == hosts
 
 
 def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:

@@ -13,15 +13,15 @@ from headrace.run.checkpoints import (
     CHAIN,
     FolderLock,
     Start,
-    abandoned,
     append_start,
+    find_abandoned,
+    find_published,
+    find_timeline,
     first_chain,
     in_effect,
     on_chain,
-    published,
     read_chain,
     removable,
-    timeline_of,
 )
 
 # what happens next: a trainer starts, `rewind` goes back some checkpoints, or the trainer that started so many starts ago publishes
@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_what_its_newest_trainer_made_and_from_nothing_else(e
                 at[starts[-1].timeline] = newest
         assert on_chain(starts, found) == sorted(history)
         for version, timeline in history.items():
-            assert timeline_of(starts, version) == timeline
+            assert find_timeline(starts, version) == timeline
         began = [start.version for start in in_effect(starts)]
         assert began == sorted(set(began))
 
@@ -115,14 +115,14 @@ def publish(folder: Path, version: int, timeline: str) -> None:
 
 def test_the_chain_is_begun_from_what_is_there_and_grows_by_a_line(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert (read_chain(folder), published(folder)) == ([], [])
+    assert (read_chain(folder), find_published(folder)) == ([], [])
     publish(folder, 4, "old")
-    assert (published(folder), read_chain(folder)) == ([4], [Start("old", 0)])
+    assert (find_published(folder), read_chain(folder)) == ([4], [Start("old", 0)])
     append_start(folder, Start("new", 4))
     publish(folder, 6, "old")
     publish(folder, 8, "new")
     assert read_chain(folder) == [Start("old", 0), Start("new", 4)]
-    assert (published(folder), abandoned(folder)) == ([4, 8], {6: "old"})
+    assert (find_published(folder), find_abandoned(folder)) == ([4, 8], {6: "old"})
 
 
 def test_half_a_line_is_no_start(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_half_a_line_is_no_start(tmp_path: Path) -> None:
 def test_a_line_that_is_no_start_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / CHAIN).write_text('{"timeline": 3}\n')
     with pytest.raises(ServiceError, match=r"chain\.jsonl can't be read .* move it away, and a new one is made"):
-        published(tmp_path)
+        find_published(tmp_path)
 
 
 def test_a_checkpoint_whose_state_can_t_be_read_is_not_passed_over(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_checkpoint_whose_state_can_t_be_read_is_not_passed_over(tmp_path: Pat
     publish(tmp_path, 2, "a")
     publish(tmp_path, 4, "a")
     (tmp_path / "step_4" / "state.json").write_text("{")
-    assert published(tmp_path) == [2, 4]
+    assert find_published(tmp_path) == [2, 4]
 
 
 def test_a_lock_names_its_holder_and_passes_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
-from headrace.records.codec import schema_of
+from headrace.records.codec import read_schema
 from headrace.records.trajectory import (
     SCORE_BYTES,
     Call,
@@ -124,7 +124,7 @@ def test_unknown_fields_are_ignored(record: Record) -> None:
 def test_the_schema_is_the_first_field(record: Record) -> None:
     schema = 2 if isinstance(record, EpisodeTrajectory) else 1
     assert next(iter(msgpack.unpackb(record.encode()).items())) == ("schema", schema)
-    assert schema_of(record.encode()) == schema
+    assert read_schema(record.encode()) == schema
 
 
 @st.composite
@@ -349,18 +349,18 @@ def test_a_score_with_much_metadata_keeps_its_reward_and_says_what_was_left_out(
     large = Score("SCORED", 1.0, components={"a": 0.5}, metadata={"log": "x" * 2 * SCORE_BYTES}, environment="math")
     with pytest.raises(CodecError, match=f"at most {SCORE_BYTES}"):
         large.encode()
-    kept = large.fitted()
+    kept = large.fit()
     assert Score.decode(kept.encode()) == kept
     assert (kept.reward, kept.components, kept.environment) == (1.0, {"a": 0.5}, "math")
     assert kept.metadata == {
         "headrace": f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
     }
-    failed = Score("FAILED", message="x" * 2 * SCORE_BYTES).fitted()
+    failed = Score("FAILED", message="x" * 2 * SCORE_BYTES).fit()
     assert len(failed.message) == 2000
     small = Score("SCORED", 1.0, metadata={"log": "x"})
-    assert small.fitted() is small
+    assert small.fit() is small
     with pytest.raises(CodecError):  # components are never left out: they may be trained on
-        Score("SCORED", 1.0, components={"x" * 2 * SCORE_BYTES: 1.0}).fitted().encode()
+        Score("SCORED", 1.0, components={"x" * 2 * SCORE_BYTES: 1.0}).fit().encode()
 
 
 @pytest.mark.parametrize(
@@ -378,4 +378,4 @@ def test_law_7_a_score_that_cant_be_kept_is_a_failure_that_says_why(score: Score
     assert (kept.status, kept.reward, kept.environment, kept.build) == ("FAILED", None, "math", "b")
     assert kept.message.startswith("the score can't be kept: ")
     large = Score("SCORED", 1.0, metadata={"log": "x" * 2 * SCORE_BYTES})
-    assert large.storable() == large.fitted()
+    assert large.storable() == large.fit()

@@ -18,10 +18,10 @@ from headrace.base.devices import (
     DevicePlan,
     Inventory,
     TooFewDevices,
-    chosen,
     engine_is_for_cuda,
     is_for_cuda,
     plan,
+    select_devices,
 )
 from headrace.base.errors import ServiceError
 from tests.support import nvml
@@ -79,7 +79,7 @@ def test_the_only_device_is_shared_by_a_trainer_and_a_replica_and_by_no_more() -
     ],
 )
 def test_what_the_caller_may_see_is_the_inventory_in_its_order(names: str | None, indices: str) -> None:
-    assert [each.index for each in chosen(FOUR, names)] == list(indices)
+    assert [each.index for each in select_devices(FOUR, names)] == list(indices)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_what_the_caller_may_see_is_the_inventory_in_its_order(names: str | None
 )
 def test_a_name_that_is_no_device_or_two_is_refused(names: str, error: str) -> None:
     with pytest.raises(ServiceError) as refused:
-        chosen(FOUR, names)
+        select_devices(FOUR, names)
     assert f"CUDA_VISIBLE_DEVICES={names}" in str(refused.value)
     assert error in str(refused.value)
 
 
 def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
     divided = [device("0:0"), device("0:1"), device(1)]
-    assert chosen(divided, "MIG-0:1-abc,1") == divided[1:]
+    assert select_devices(divided, "MIG-0:1-abc,1") == divided[1:]
     with pytest.raises(ServiceError, match="'0' matches no device"):
-        chosen(divided, "0")
+        select_devices(divided, "0")
 
 
 def test_a_driver_that_is_older_than_the_wheels_is_named_with_the_one_to_install() -> None:

@@ -12,7 +12,7 @@ from headrace.base.errors import CodecError
 from headrace.config import Config
 from headrace.run import history
 from headrace.run.checkpoints import LOCK
-from headrace.run.history import RECORD, RUN_LOCK, Best, best_of, parse_metric, recorded
+from headrace.run.history import RECORD, RUN_LOCK, Best, find_best, parse_metric, recorded
 from headrace.run.journal import JOURNAL, Journal, Line
 
 
@@ -107,9 +107,9 @@ def test_of_equal_values_the_newest_is_the_best_and_what_is_no_number_never() ->
     lines = [
         Line("train", step, "a", 0.0, {"loss": value}) for step, value in enumerate((0.5, 0.25, 0.25, float("nan")))
     ]
-    assert best_of(lines, "loss", higher_is_better=False) == Best("loss", 2, 0.25)
-    assert best_of(lines, "loss", higher_is_better=True) == Best("loss", 0, 0.5)
-    assert best_of(lines, "val:loss", higher_is_better=True) is None
+    assert find_best(lines, "loss", higher_is_better=False) == Best("loss", 2, 0.25)
+    assert find_best(lines, "loss", higher_is_better=True) == Best("loss", 0, 0.5)
+    assert find_best(lines, "val:loss", higher_is_better=True) is None
 
 
 @pytest.mark.parametrize(

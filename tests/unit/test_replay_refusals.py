@@ -31,7 +31,7 @@ REFUSALS = {
 def test_a_server_that_is_there_is_not_said_to_be_down(reply: str) -> None:
     error = BaseParser.parse_error(reply)
     connection = BufferConnection(open_redis("redis://localhost:1/0"), "run")
-    said = connection.refused(error, ("FCALL", "x")) if isinstance(error, ResponseError) else unavailable(error)
+    said = connection.make_refusal(error, ("FCALL", "x")) if isinstance(error, ResponseError) else unavailable(error)
     assert type(said) is ReplayUnavailable
     assert str(error) in str(said)
     assert REFUSALS[reply] in str(said)

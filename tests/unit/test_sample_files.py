@@ -92,7 +92,8 @@ def test_a_group_that_fails_again_is_shown_with_its_last_failure(tmp_path: Path)
     files.append_failed([sample("a", 0, None, reason="old"), sample("b", 1, None, reason="bad")])  # type: ignore[list-item]
     files.append_failed([sample("a", 1, None, reason="new"), sample("a", 2, None, reason="new")])  # type: ignore[list-item]
     found = [
-        (group.id, group.reason, [sample.index for sample in group.samples]) for group in failed_groups(files.failed())
+        (group.id, group.reason, [sample.index for sample in group.samples])
+        for group in failed_groups(files.read_failed())
     ]
     assert found == [("a", "new", [1, 2]), ("b", "bad", [1])]
 
@@ -102,7 +103,7 @@ def test_of_completions_that_failed_two_files_stay(tmp_path: Path) -> None:
     for number in range(6):
         files.append_failed([sample(f"g{number}", 0, None)], segment_bytes=1)  # type: ignore[list-item]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failed_data.1.jsonl", FAILED]
-    assert [sample.group for sample in files.failed()] == ["g4", "g5"]
+    assert [sample.group for sample in files.read_failed()] == ["g4", "g5"]
     SampleFiles(tmp_path / "none", 0).append_failed([sample("a", 0, None)])  # type: ignore[list-item]
     assert not (tmp_path / "none").exists()
 
@@ -112,9 +113,9 @@ def test_the_half_line_of_a_killed_scorer_is_left_out(tmp_path: Path) -> None:
     files.append_failed([sample("whole", 0, None)])  # type: ignore[list-item]
     with (tmp_path / FAILED).open("ab") as file:
         file.write(b'{"group": "ha')
-    assert [sample.group for sample in files.failed()] == ["whole"]
+    assert [sample.group for sample in files.read_failed()] == ["whole"]
     files.append_failed([sample("next", 0, None)])  # type: ignore[list-item]
-    assert [sample.group for sample in files.failed()] == ["whole", "next"]
+    assert [sample.group for sample in files.read_failed()] == ["whole", "next"]
 
 
 # -- episodes ------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Translation:
 
 
 def _joined(keys: Iterable[str]) -> str:
-    return ", ".join(shortened(keys))
+    return ", ".join(shorten(keys))
 
 
 def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
         yield from wrapped
 
 
-def shortened(keys: Iterable[str]) -> list[str]:
+def shorten(keys: Iterable[str]) -> list[str]:
     """Return keys of one section as `section.{a, b}`, in the given order."""
     sections: dict[str, list[str]] = {}
     for key in keys:

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.env.asking import ask
-from headrace.env.environment import Sample, ranged
+from headrace.env.environment import Sample, check_range
 from headrace.env.kit import conformance_episodes
 from headrace.env.kit.conformance_episodes import EpisodeExamination
 from headrace.env.kit.example_samples import ODD_COMPLETIONS, ORDINARY, GoldenSample, close
@@ -43,7 +43,7 @@ _ROUNDS = 5
 _SERVICE = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-Verdict = Literal["right", "note", "wrong", "not looked at"]
+Verdict = Literal["right", "note", "wrong", "skipped"]
 
 # The checks, in the order of the table, with their remedies. For an environment that runs episodes, those of `conformance_episodes` follow.
 _ANY = {
@@ -120,7 +120,7 @@ def problems(result: trajectory_pb2.Result, description: pb.DescribeResponse) ->
     if scored and score.status != "SCORED":
         rewarded = result.HasField("reward") and reward_problem(result.reward, result.components) is None
         yield "metadata" if rewarded else "rewards", score.message
-    outside = ranged(score, *bounds(description))
+    outside = check_range(score, *bounds(description))
     if scored and score.status == "SCORED" and outside.status != "SCORED":
         yield "range", outside.message
     try:
@@ -194,7 +194,7 @@ class _Examination:
         if wrong := self._wrong.get(check):
             more = f" (and {len(wrong) - 1} more of the kind)" if len(wrong) > 1 else ""
             return Finding(check, "wrong", wrong[0] + more, remedy)
-        return Finding(check, *self._said.get(check, ("not looked at", "")))
+        return Finding(check, *self._said.get(check, ("skipped", "")))
 
     async def run(self) -> None:
         await self._start()

@@ -43,7 +43,7 @@ class UnsupportedEnvironment(Exception):
 # -- decisions ---------------------------------------------------------------------------------------------------------------
 
 
-def policy_of(agents: Mapping[str, Any]) -> str:
+def find_policy(agents: Mapping[str, Any]) -> str:
     """Return the name of the agent that is the policy: the one of `agents` without its own client. Raises `UnsupportedEnvironment`."""
     policies = [name for name, agent in agents.items() if agent.client is None]
     if not policies:
@@ -58,7 +58,7 @@ def policy_of(agents: Mapping[str, Any]) -> str:
     return policies[0]
 
 
-def retried(retries: Mapping[str, Any]) -> str | None:
+def find_retry(retries: Mapping[str, Any]) -> str | None:
     """Return the key of one of the `retries` that would repeat an episode within itself; None if there is none."""
     for key, retry in retries.items():
         if retry.max_retries or any(rule.max_retries for rule in retry.rules):
@@ -189,9 +189,9 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         resolved = vf.resolve_env_config(dict(config))
         agents = agent_config_fields(resolved)
-        policy = policy_of(agents)
+        policy = find_policy(agents)
         budgets = {"retries": resolved.retries, **{f"{name}.retries": agent.retries for name, agent in agents.items()}}
-        if (key := retried(budgets)) is not None:
+        if (key := find_retry(budgets)) is not None:
             raise UnsupportedEnvironment(
                 f"{key}: a run itself restarts failed episodes (replay.max_attempts); leave it out"
             )
@@ -202,7 +202,7 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
         raise UnsupportedEnvironment(f"{type(error).__name__}: {error}") from error
 
 
-def selected(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+def select_rows(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the tasks. Raises `UnsupportedEnvironment`."""
     from verifiers.v1 import SelectConfig
 
@@ -384,7 +384,7 @@ def main(mode: str) -> int:
         if mode == "check":
             say({})
         elif mode == "tasks":
-            for row in selected(env, request["select"], request["size"]):
+            for row in select_rows(env, request["select"], request["size"]):
                 say(row)
         else:
             asyncio.run(serve(env, policy, request["address"], say))

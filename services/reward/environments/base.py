@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config.data import DataSourceConfig, EnvConfig, Extract
 from headrace.env.environment import Environment, Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environment_build import build_of
+from headrace_services.reward.environment_build import compute_build
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
@@ -44,7 +44,7 @@ class BuiltInEnvironment(Environment):
     def __init__(self, name: str, env: EnvConfig, *software: str) -> None:
         self.name = name
         self.env = env
-        self.build = build_of(name, env, *software)
+        self.build = compute_build(name, env, *software)
 
     def score(self, sample: Sample) -> float | Score:
         found = self.quick_score(sample)
@@ -55,7 +55,7 @@ class BuiltInEnvironment(Environment):
 
         It must not parse the completion. So a worker needs no child for it, which would cost a hundred times as much.
         """
-        return cut_off(self.env, sample)
+        return score_truncated(self.env, sample)
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         """Load what the scores need, in a worker that has scored nothing yet. `sources` are the run's data sets that name this environment.
@@ -71,7 +71,7 @@ class BuiltInEnvironment(Environment):
         raise NotImplementedError
 
 
-def cut_off(env: EnvConfig, sample: Sample) -> Score | None:
+def score_truncated(env: EnvConfig, sample: Sample) -> Score | None:
     """Return the score of a truncated completion if `require_stop` is set, else None."""
     if env.require_stop and sample.finish_reason == "length":
         return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
@@ -123,6 +123,6 @@ def _unbox(text: str) -> str | None:
     return None
 
 
-def shown(answer: str | None) -> str | None:
+def shorten_answer(answer: str | None) -> str | None:
     """Return as much of an answer as a score's metadata keeps."""
     return answer and answer[:_SHOWN]

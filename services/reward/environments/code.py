@@ -21,7 +21,13 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
-from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait, extract_answer, shown
+from headrace_services.reward.environments.base import (
+    BuiltInEnvironment,
+    Observation,
+    Wait,
+    extract_answer,
+    shorten_answer,
+)
 from headrace_services.reward.frames import read_frame, write_frame
 
 # Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
@@ -98,7 +104,7 @@ class Code(BuiltInEnvironment):
         if problem is not None:
             return Score("INVALID", message=problem)
         tests = msgspec.convert(sample.extra_env_info, Tests)
-        program = program_of(sample.completion, self.env)
+        program = extract_program(sample.completion, self.env)
         if program is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no program"})
         worker = self._idle.pop() if self._idle else self._start()
@@ -149,7 +155,7 @@ class Code(BuiltInEnvironment):
             metadata["first_failure"] = {
                 "test": place,
                 "why": outcome.failure or "it answered otherwise",
-                "error": shown(outcome.error[-300:]),
+                "error": shorten_answer(outcome.error[-300:]),
             }
         return Score("SCORED", reward=share if self.env.partial_credit else float(share == 1), metadata=metadata)
 
@@ -232,7 +238,7 @@ def refusal(name: str, denied: str) -> str:
     )
 
 
-def program_of(completion: str, env: EnvConfig) -> str | None:
+def extract_program(completion: str, env: EnvConfig) -> str | None:
     """Return the program: the last fenced block of what `extract` takes from the completion, or all of it if there is no fenced block."""
     said = extract_answer(completion, env.extract)
     if said is None:

@@ -13,8 +13,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environment_build import version_of
-from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shown
+from headrace_services.reward.environment_build import read_version
+from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shorten_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
@@ -32,7 +32,7 @@ class Math(BuiltInEnvironment):
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
-        super().__init__(name, env, version_of("math-verify"), version_of("sympy"))
+        super().__init__(name, env, read_version("math-verify"), read_version("sympy"))
         self.description = "mathematical equality with extra_env_info.answer"
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
 
@@ -72,7 +72,9 @@ class Math(BuiltInEnvironment):
         )
         # `found` ends with the text as it was written, if that is known
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
-        return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": shown(written)})
+        return Score(
+            "SCORED", reward=float(equal), metadata={} if written is None else {"answer": shorten_answer(written)}
+        )
 
 
 def _score_choice(completion: str, expected: str) -> Score:

@@ -7,7 +7,7 @@ import re
 from headrace.config.data import EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import BuiltInEnvironment, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, shorten_answer
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
@@ -45,4 +45,6 @@ class MathMultiReward(BuiltInEnvironment):
             "format": float(tags == (1, 1) and _FORMAT.search(sample.completion) is not None),
             "integer": float(said.isdigit()),
         }
-        return Score("SCORED", reward=sum(components.values()), components=components, metadata={"answer": shown(said)})
+        return Score(
+            "SCORED", reward=sum(components.values()), components=components, metadata={"answer": shorten_answer(said)}
+        )

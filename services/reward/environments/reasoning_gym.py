@@ -14,8 +14,8 @@ from headrace.base.tagged_json import from_json
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environment_build import version_of
-from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environment_build import read_version
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shorten_answer
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 
@@ -31,8 +31,8 @@ class ReasoningGym(BuiltInEnvironment):
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
-        self._package = version_of("reasoning-gym")
-        super().__init__(name, env, self._package, version_of("sympy"))
+        self._package = read_version("reasoning-gym")
+        super().__init__(name, env, self._package, read_version("sympy"))
         self.description = f"{len(TASKS)} procedural tasks"
         self._task = functools.lru_cache(maxsize=256)(_make_task)
 
@@ -73,7 +73,7 @@ class ReasoningGym(BuiltInEnvironment):
             return Score("INVALID", message=f"{task} refuses extra_env_info.task_config {config!r:.80}: {error}")
         said = extract_answer(sample.completion, self.env.extract)
         answer = said if said is not None and acceptable(task, said, from_json(entry)) else None
-        metadata: dict[str, Any] = {"answer": shown(said)}
+        metadata: dict[str, Any] = {"answer": shorten_answer(said)}
         if said is not None and answer is None:
             metadata["rule"] = f"not an answer that {task} may read"
         try:

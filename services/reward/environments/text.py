@@ -7,7 +7,7 @@ import re
 from headrace.config.data import EnvConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shorten_answer
 
 
 class Regex(BuiltInEnvironment):
@@ -22,7 +22,7 @@ class Regex(BuiltInEnvironment):
     def judge(self, sample: Sample) -> float | Score:
         said = extract_answer(sample.completion, self.env.extract)
         found = None if said is None else self._pattern.search(said)
-        return Score("SCORED", reward=float(found is not None), metadata={"found": shown(found and found[0])})
+        return Score("SCORED", reward=float(found is not None), metadata={"found": shorten_answer(found and found[0])})
 
 
 class Format(BuiltInEnvironment):

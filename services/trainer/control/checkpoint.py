@@ -192,7 +192,7 @@ class Checkpoints:
 
         Raises `ServiceError`. If another trainer has removed or abandoned that checkpoint, it raises `Restartable` and changes nothing.
         """
-        if version and version not in self.published():
+        if version and version not in self.find_published():
             raise Restartable(
                 f"{self.path(version)}, which this trainer should continue from, is gone or abandoned: another trainer of the run is "
                 "at work. Stop it, and start this one again: it resumes from the newest checkpoint"
@@ -201,8 +201,8 @@ class Checkpoints:
             folders.append_start(self._folder, Start(timeline, version))
             self._remove_remains(timeline)
             # the state of a damaged one may not say which timeline it is of
-            damaged = [each for each in self.published() if each > version and self._problem(each) is not None]
-            for off in (*folders.abandoned(self._folder), *damaged):
+            damaged = [each for each in self.find_published() if each > version and self._problem(each) is not None]
+            for off in (*folders.find_abandoned(self._folder), *damaged):
                 self._set_aside(off, timeline, self._problem(off))
 
     @contextlib.contextmanager
@@ -213,13 +213,13 @@ class Checkpoints:
         with trial as folder:
             yield Path(folder)
 
-    def published(self) -> list[int]:
+    def find_published(self) -> list[int]:
         """Return the versions that a trainer may continue from, oldest first."""
-        return folders.published(self._folder)
+        return folders.find_published(self._folder)
 
     def newest(self, changed: Callable[[Path], str | None] | None = None) -> int | None:
         """Return the newest version that a trainer can continue from. Newer ones are damaged; each is named in a warning, and `start` sets
-        it aside. Without `changed`, which is as `checkpoints.changed`, only beginnings of files are read. Raises `ServiceError` if all are
+        it aside. `changed` is as `checkpoints.find_change`; without it only beginnings of files are read. Raises `ServiceError` if all are
         damaged."""
 
         def damage(folder: Path, version: int) -> str | None:
@@ -257,14 +257,14 @@ class Checkpoints:
         Raises `ServiceError` if `version` is published already, if another trainer has taken over, or if the folder can't be made.
         """
         self.require_newest(timeline)
-        unfinished = self.unfinished(version, timeline)
+        unfinished = self.locate_unfinished(version, timeline)
         with _disk_errors(self._folder):
             self._make_way(version, timeline)
             self._remove_remains(timeline)
             unfinished.mkdir()
         return unfinished
 
-    def unfinished(self, version: int, timeline: str) -> Path:
+    def locate_unfinished(self, version: int, timeline: str) -> Path:
         """Return the folder that `begin(version, timeline)` makes, into which every rank saves."""
         return self._folder / folders.unfinished_name(version, timeline)
 
@@ -280,7 +280,7 @@ class Checkpoints:
         `files` (contents by name) become part of it. Versions in `keep` stay, because their metrics are still to come. Once this returns,
         the checkpoint survives a power cut. Raises `ServiceError` if the disk is full, or if another trainer has taken over.
         """
-        unfinished, final = self.unfinished(state.version, state.timeline), self.path(state.version)
+        unfinished, final = self.locate_unfinished(state.version, state.timeline), self.path(state.version)
         self.require_newest(state.timeline)
         with _disk_errors(self._folder):
             (unfinished / "ledger.json").write_bytes(
@@ -312,7 +312,7 @@ class Checkpoints:
                 folder = os.open(self.path(version), os.O_RDONLY | os.O_DIRECTORY)
                 stack.callback(os.close, folder)
             self.require_newest(timeline)
-            if folder is None or version not in self.published():
+            if folder is None or version not in self.find_published():
                 return
             _add_metrics(folder, folders.metrics_name(timeline), metrics)
             self.require_newest(timeline)
@@ -329,15 +329,15 @@ class Checkpoints:
             ) from error
 
     def _retain(self, timeline: str, keep: Collection[int] = ()) -> None:
-        """Remove the `superseded` checkpoints. The newest always stays. An older one whose metrics can't be read is set aside.
+        """Remove the superseded checkpoints. The newest always stays. An older one whose metrics can't be read is set aside.
 
         A trainer may freeze anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished folder
         that it made while it was the newest. A successor removes that folder as it starts, and then nothing can be moved into it any more.
         """
         with self._while_newest(timeline):
             metrics = self._metrics(timeline)
-            for version in set(superseded(metrics, self._settings)) - set(keep):
-                removed = self.unfinished(version, timeline)
+            for version in set(select_superseded(metrics, self._settings)) - set(keep):
+                removed = self.locate_unfinished(version, timeline)
                 removed.mkdir()
                 self.require_newest(timeline)
                 self.path(version).rename(removed / "checkpoint")  # no reader must find half of it under its name
@@ -345,7 +345,7 @@ class Checkpoints:
 
     def _metrics(self, timeline: str) -> dict[int, dict[str, float]]:
         """Return the metrics of every published checkpoint."""
-        versions, metrics = self.published(), {}
+        versions, metrics = self.find_published(), {}
         for version in versions:
             try:
                 metrics[version] = self.state(version).metrics
@@ -373,7 +373,7 @@ class Checkpoints:
 
     def _make_way(self, version: int, timeline: str) -> None:
         """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it is on the chain."""
-        if version in folders.abandoned(self._folder):
+        if version in folders.find_abandoned(self._folder):
             self._set_aside(version, timeline, self._problem(version))
         if self.path(version).exists():
             raise ServiceError(
@@ -451,7 +451,7 @@ def _add_metrics(folder: int, name: str, metrics: Mapping[str, float]) -> None:
     os.fsync(folder)
 
 
-def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
+def select_superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
     """Return the versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`."""
     if settings.keep_top_k is None:
         return []

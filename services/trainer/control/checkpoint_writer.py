@@ -65,7 +65,9 @@ class CheckpointWriter:
         """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
         if self._work is None:
             return
-        if not self._all_written.is_set() and await self._await_written(self._context.torch(self._context.lead.saved)):
+        if not self._all_written.is_set() and await self._await_written(
+            self._context.torch(self._context.lead.is_saved)
+        ):
             self._all_written.set()
         if self._work.done():
             work, self._work = self._work, None

@@ -15,7 +15,7 @@ from functools import partial
 from headrace.base.errors import WrongStep
 from headrace.config import Config
 from headrace.replay import BufferRetry, ReplayClient, RunState
-from headrace.run.journal import Journal, retried
+from headrace.run.journal import Journal, list_retries
 from headrace_services.trainer.data import Prompts
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Feeder:
         self._timeline = timeline
         self._prompts = prompts
         self._journal = journal
-        self.retries = len(retried(journal.read()))
+        self.retries = len(list_retries(journal.read()))
         algorithm = config.algorithm
         self._ahead = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 2)
         self._to_train = algorithm.num_prompts_per_step * config.max_num_steps
@@ -84,7 +84,7 @@ class Feeder:
                 new += await self._enqueue(orders[at : at + BATCH], refill=True)
             total += new
             try:
-                await self._retry(lambda: self._replay.refilled(self._timeline))
+                await self._retry(lambda: self._replay.end_refill(self._timeline))
             except WrongStep as error:
                 if not new:
                     raise
@@ -122,7 +122,7 @@ class Feeder:
 
     async def _supply(self, step: int) -> None:
         """Enqueue again the prompts of failed groups that are retried. They are journaled first, in case the buffer loses them."""
-        while orders := await self._retry(self._replay.wanted):
+        while orders := await self._retry(self._replay.read_wanted):
             self._journal.append("retry", step, self._timeline, {}, orders)
             self.retries += 1
             await self._enqueue(orders, refill=True)

@@ -114,11 +114,11 @@ class Fleet:
         if is_exact(self._config):
             ids = choose_token_ids(lead.learner.vocab_size, length)
         else:
-            ids = repeat_text((tokens for _, tokens in context.prompts.encoded()), length)
+            ids = repeat_text((tokens for _, tokens in context.prompts.encode()), length)
         logprobs = await context.torch(lambda: lead.probe(ids.tolist()))
         rounded = None
         if is_bounded_by_rounding(self._config):
-            rounded = await context.torch(lambda: lead.rounded_probe(ids.tolist()))
+            rounded = await context.torch(lambda: lead.probe_rounded(ids.tolist()))
         accepted = tolerance(self._config, None if rounded is None else differences(logprobs, rounded))
         context.telemetry.agree(accepted)
         return ids, logprobs, accepted

@@ -14,7 +14,7 @@ from headrace.base.errors import ServiceError
 from headrace.base.files import atomic_write, fsync
 from headrace.records.origin import GroupLineage, Origin, with_timelines
 from headrace.records.trajectory import Group
-from headrace.run.lineage import ABANDONED, SCHEMA, Header, LineageFiles, timeline_of
+from headrace.run.lineage import ABANDONED, SCHEMA, Header, LineageFiles, find_timeline
 
 
 class LineageWriter:
@@ -34,7 +34,7 @@ class LineageWriter:
         """Move the files of steps >= `version` aside, because the run resumes from it (idempotent)."""
         files = LineageFiles(self._folder)
         with self._disk_errors():
-            for step, _, path in files.written():
+            for step, _, path in files.list_files():
                 if step >= version:
                     (self._folder / ABANDONED).mkdir(exist_ok=True)
                     path.rename(self._folder / ABANDONED / path.name)
@@ -53,7 +53,7 @@ class LineageWriter:
                 step=step,
                 timeline=self._timeline,
                 trajectories=tuple(
-                    with_timelines(origin, lambda version: timeline_of(self._changes, version))
+                    with_timelines(origin, lambda version: find_timeline(self._changes, version))
                     for origin in sorted(origins[group.id], key=lambda origin: origin.index)
                 ),
             )

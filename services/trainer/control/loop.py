@@ -32,8 +32,8 @@ from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, LoopState, Plan
 from headrace_services.trainer.control.fleet import Fleet
 from headrace_services.trainer.control.rank import check_reservation, shard_batch
-from headrace_services.trainer.control.record import Record, builds_of
-from headrace_services.trainer.control.resume import ResumeState, lost_writes
+from headrace_services.trainer.control.record import Record, collect_builds
+from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
 from headrace_services.trainer.control.validation import Validations
 from headrace_services.trainer.learning.batch import BatchRejected
 from headrace_services.trainer.telemetry.plots import CURVES
@@ -92,7 +92,7 @@ class Loop:
         except (Fenced, InvalidCall, ServiceError) as error:
             reserved = self._version + isinstance(self._reply, Reservation)
             state = await self._call(self._replay.state)
-            if lost_writes(self._resumed, state, reserved):
+            if has_lost_writes(self._resumed, state, reserved):
                 raise ReplayUnavailable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
                     "restores the buffer"
@@ -229,7 +229,7 @@ class Loop:
         self._rejections = 0
         origins = trained.origins
         if masked := int(trained.metrics["masked_tokens"]):
-            await self._call(lambda: self._replay.masked(step, self._timeline, masked))
+            await self._call(lambda: self._replay.record_masked(step, self._timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
         await self._fleet.compare(step, trained.errors)
@@ -244,7 +244,7 @@ class Loop:
             step, metrics["reward"], metrics["avg_trajectory_age"],
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
-        builds = builds_of(groups, origins)
+        builds = collect_builds(groups, origins)
         self._record.note_builds(step, builds)
         await self._record.publish("train", step, metrics, builds)
 
@@ -274,7 +274,7 @@ class Loop:
         """Take a snapshot for a checkpoint, once the previous checkpoint is published."""
         await self._writer.finish()
         context, retries = self._context, self._context.feeder.retries
-        ended = await self._call(self._replay.ended)
+        ended = await self._call(self._replay.read_ended)
         counters = context.lead.learner.counters
         state = CheckpointState(
             version=self._version,

@@ -26,13 +26,13 @@ from headrace.config import Config
 from headrace.records.origin import Origin, origin_of
 from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace.replay import Reservation
-from headrace.run.checkpoints import changed
+from headrace.run.checkpoints import find_change
 from headrace_services.refit.probe import rollout_dtype
 from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merged
+from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merge
 from headrace_services.trainer.telemetry.metrics import Extent, TrajectoryReport
 
 P = ParamSpec("P")
@@ -112,9 +112,9 @@ class TrainerRank:
 
     @command
     def damage(self, checkpoint: str) -> str | None:
-        """Return what is wrong with a checkpoint, as `checkpoints.changed`: on every rank the same, also if only one finds it. The ranks of
-        a host share the files, and each host reads all of them, because what one reads another may not."""
-        problem = changed(Path(checkpoint), *place_on_host())
+        """Return what is wrong with a checkpoint, as `checkpoints.find_change`: the same on every rank, also if only one finds it.
+        The ranks of a host share the files, and each host reads all of them, because what one reads another may not."""
+        problem = find_change(Path(checkpoint), *place_on_host())
         found = self.ranks.all_gather(problem or "", str)
         return next((each for each in found if each), None)
 
@@ -174,7 +174,7 @@ class TrainerRank:
             metrics={**metrics, "masked_tokens": masked},
             truncated=int(truncated),
             trajectories=self._reports(batch),
-            errors=merged(self.ranks.gather(error_by_replica(batch), dict[str, ReplicaDisagreement])),
+            errors=merge(self.ranks.gather(error_by_replica(batch), dict[str, ReplicaDisagreement])),
         )
 
     def _reports(self, batch: Batch) -> list[TrajectoryReport]:
@@ -205,8 +205,8 @@ class TrainerRank:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
     @command
-    def rounded_probe(self, token_ids: Sequence[int]) -> Float32 | None:
-        return self.learner.rounded_probe(np.asarray(token_ids, dtype=np.int32))
+    def probe_rounded(self, token_ids: Sequence[int]) -> Float32 | None:
+        return self.learner.probe_rounded(np.asarray(token_ids, dtype=np.int32))
 
     @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -223,11 +223,11 @@ class TrainerRank:
 
     @command
     def save(self, folder: str) -> None:
-        """Take a snapshot, and begin to write it to `folder`. The previous snapshot must have been written (`saved`)."""
+        """Take a snapshot, and begin to write it to `folder`. The previous snapshot must have been written (`is_saved`)."""
         self._part = self._writer.submit(self.learner.snapshot(), Path(folder))
 
     @command
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Return whether every rank has written its part. Raises `ServiceError` on every rank if any rank fails to."""
         done = self.part.done()
         failed = self.part.exception() if done else None
@@ -243,8 +243,8 @@ class TrainerRank:
 class LeadRank(TrainerRank):
     """Rank 0: each command goes to the other ranks first. It blocks; call it from one thread at a time."""
 
-    def saved(self) -> bool:
-        return self.part.done() and super().saved()
+    def is_saved(self) -> bool:
+        return self.part.done() and super().is_saved()
 
     def _announce(self, name: str, arguments: Sequence[Any]) -> None:
         self.ranks.send(msgspec.msgpack.encode([name, *arguments]))

@@ -102,7 +102,7 @@ class Record:
         if config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)
         batch = await context.torch(context.lead.gather_batch) if context.telemetry.wants_batch(metrics) else None
-        metrics |= await context.telemetry.trained(reservation.step, groups, batch, metrics)
+        metrics |= await context.telemetry.report_step(reservation.step, groups, batch, metrics)
         metrics |= self._failures_of_step(reservation.step)
         return metrics | self._end_step(began, extents, replicas)
 
@@ -144,7 +144,7 @@ class Record:
         await context.retry(lambda: context.replay.publish_metrics(kind, step, metrics, self._timeline))
 
 
-def builds_of(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:
+def collect_builds(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:
     """Return the builds that scored a batch, by environment, in the batch's order. A build without a name is ""."""
     found: dict[str, dict[str, None]] = {}
     for group in groups:

@@ -45,7 +45,7 @@ def restore_reason(checkpoint: CheckpointState | None, run: RunState, before: in
         return None
     if run.incarnation != checkpoint.incarnation:
         return "it holds another incarnation of this run than the one that the checkpoint was trained from"
-    if run.timeline_of(checkpoint.version) != checkpoint.timeline:
+    if run.find_timeline(checkpoint.version) != checkpoint.timeline:
         return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
     if run.next_step < checkpoint.version:
         return f"it has {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
@@ -61,7 +61,7 @@ async def differing_step(replay: ReplayClient, retry: BufferRetry, steps: Mappin
     gone, are not checked.
     """
     for step, groups in steps.items():
-        _, batch = await retry(partial(replay.held_batch, step))
+        _, batch = await retry(partial(replay.read_held_batch, step))
         if batch is not None and sorted(batch.groups) != sorted(groups):
             return step
     return None
@@ -90,7 +90,7 @@ class ResumeState:
         return self.ledger.missing(self.enqueued, self.ended)
 
 
-def checkpoint_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> Ended:
+def read_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> Ended:
     """Return the groups that had ended untrained when the checkpoint was published. An earlier build did not record which had failed."""
     version = checkpoint.version
     failures = b"" if checkpoint.retries is None else checkpoints.file(version, FAILURES)
@@ -133,7 +133,7 @@ async def resume(
                 "set checkpointing.checkpoint_dir to another folder"
             )
         ledger = Ledger.decode(checkpoints.file(checkpoint.version, TRAINED))
-        ended = checkpoint_ended(checkpoint, checkpoints)
+        ended = read_ended(checkpoint, checkpoints)
         ended = ended.without(order for orders in retried[checkpoint.retries or 0 :] for order in orders)
     ended_bitmap = ended_orders(ended)
     found = await retry(replay.state)
@@ -163,14 +163,14 @@ async def resume(
         ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
         incarnation=run.incarnation,
         ledger=ledger,
-        ended=ended_orders(await retry(replay.ended)),
+        ended=ended_orders(await retry(replay.read_ended)),
         enqueued=run.enqueued,
         refill=run.refill,
         previous_timeline=found.timeline,
     )
 
 
-def lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
+def has_lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
     """Return whether the server lost writes (a failover, a power cut, an empty volume): the buffer is empty or in an earlier state of this
     run.
 

@@ -92,7 +92,7 @@ class Validation:
         enqueued again."""
         if self._pending:
             try:
-                done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
+                done, failed, unknown = await self._retry(lambda: self._replay.read_evaluated(self._pending))
             except InvalidCall:
                 # what was just evaluated is gone, because the buffer's server lost writes; the next look handles that
                 return False
@@ -181,7 +181,7 @@ class Validations:
             metrics["evaluated"], metrics["failed"], metrics["pending"],
         )  # fmt: skip
         failed: list[tuple[str, Group | Problem, str]] = [*validation.failed, *self._context.prompts.left_out]
-        await self._context.telemetry.validated(version, validation.evaluated, failed)
+        await self._context.telemetry.report_validation(version, validation.evaluated, failed)
         await self._record.publish("validation", version, metrics)
         if self._reaches_target(metrics):
             self.target_reached = True

@@ -16,7 +16,7 @@ _SPLIT_SEED = 2025
 Pair = tuple[int, int]
 
 
-def held_out(digits: int) -> list[Pair]:
+def select_held_out(digits: int) -> list[Pair]:
     """Return the held-out pairs `(a, b)`, a <= b, in a fixed shuffled order: 400, or a tenth of all pairs if that is less."""
     count = 10**digits
     pairs = count * (count + 1) // 2
@@ -26,7 +26,7 @@ def held_out(digits: int) -> list[Pair]:
 
 def training_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
     """Yield ordered pairs without end, uniform over those that are not held out in either order."""
-    forbidden = set(held_out(digits))
+    forbidden = set(select_held_out(digits))
     while True:
         a, b = rng.randrange(10**digits), rng.randrange(10**digits)
         if (min(a, b), max(a, b)) not in forbidden:
@@ -35,7 +35,7 @@ def training_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
 
 def validation_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
     """Yield every held-out pair once, with its two numbers in an order drawn from `rng`."""
-    for a, b in held_out(digits):
+    for a, b in select_held_out(digits):
         yield (a, b) if rng.random() < 0.5 else (b, a)
 
 

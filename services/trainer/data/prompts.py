@@ -103,7 +103,7 @@ class Prompts:
                 for position, (name, problem) in enumerate(self._held_out)
             ]
 
-    def encoded(self) -> Iterator[tuple[Problem, list[int]]]:
+    def encode(self) -> Iterator[tuple[Problem, list[int]]]:
         """Yield every training problem, then every validation problem that is used, each with its token ids."""
         for problem in (*self._train, *(problem for _, problem in self._held_out)):
             yield problem, self._builder.encode(problem)

@@ -246,7 +246,7 @@ def _describe(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
 @torch.no_grad()
 def held_out_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
     """Return the share of held-out pairs answered exactly, end token included, by greedy decoding of at most 6 tokens."""
-    pairs = arithmetic.held_out(DIGITS)
+    pairs = arithmetic.select_held_out(DIGITS)
     prompts = [prompt_ids(tokenizer, arithmetic.text(pair)) for pair in pairs]
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]

@@ -72,7 +72,7 @@ def share_of_calls(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
     call = tokenizer.convert_tokens_to_ids(CALL)
     tools: list[dict[str, Any]] = [{"function": {"name": NAME}}]
     shares = []
-    for pair in arithmetic.held_out(tiny.DIGITS):
+    for pair in arithmetic.select_held_out(tiny.DIGITS):
         asked = tiny.prompt_ids(tokenizer, arithmetic.text(pair), tools)
         shares.append(float(model(torch.tensor([asked])).logits[0, -1].softmax(-1)[call]))
     return sum(shares) / len(shares)

@@ -189,7 +189,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
     if config.trainer.device != "cpu" and torch.version.cuda is not None:
-        devices.installed().check_driver()  # torch only warns, and sees no GPU then
+        devices.read_inventory().check_driver()  # torch only warns, and sees no GPU then
     nccl.prepare_environment(config.weight_channel.timeout_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:

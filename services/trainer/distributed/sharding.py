@@ -122,7 +122,7 @@ class Place:
     writes: bool
 
 
-def place_of(tensor: Tensor) -> Place:
+def find_place(tensor: Tensor) -> Place:
     """Return this rank's place in the model that has `tensor` as a parameter."""
     if not isinstance(tensor, DTensor):
         return Place(0, 1, is_first_rank())
@@ -150,7 +150,7 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     rows = tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
         return 0, rows
-    place = place_of(tensor)
+    place = find_place(tensor)
     chunk = -(-rows // place.count)
     first = min(place.index * chunk, rows)
     last = min(first + chunk, rows)

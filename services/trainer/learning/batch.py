@@ -285,7 +285,7 @@ class Batch:
         """Return whether trajectory `i` has more than one path."""
         return len(self.paths_of([i])) > 1
 
-    def problem_of(self, i: int, vocabulary: int, longest: int) -> str | None:
+    def find_problem(self, i: int, vocabulary: int, longest: int) -> str | None:
         """Return why a model of `vocabulary` ids can't train on trajectory `i`, in sequences of at most `longest` tokens; None if it
         can."""
         score = self.scores[i]

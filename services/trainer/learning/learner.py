@@ -119,7 +119,7 @@ class Learner:
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
-    def rounded_probe(self, token_ids: Int32) -> Float32 | None:
+    def probe_rounded(self, token_ids: Int32) -> Float32 | None:
         """Return what `probe` does, but with an error as large as that of rounding to bfloat16 after each layer; None for a model in which
         the effect of that is unknown (`PlacedModel.rounded`)."""
         if not self.policy.placed.can_round:

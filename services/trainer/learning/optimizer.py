@@ -35,10 +35,10 @@ from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace_services.trainer.distributed.host_copies import host_copies
 from headrace_services.trainer.distributed.sharding import (
     Place,
+    find_place,
     full_tensor,
     local_part,
     local_rows,
-    place_of,
     with_local_part,
 )
 from headrace_services.trainer.network.backbone import Write
@@ -155,7 +155,7 @@ class ModelOptimizer:
     @property
     def place(self) -> Place:
         """What this rank holds of the model."""
-        return place_of(next(self._model.parameters()))
+        return find_place(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
         """Return the rows `[first, last)` of each parameter that this rank holds, and the shape of the whole parameter."""

@@ -307,7 +307,7 @@ def _check(learner: Learner, batch: Batch) -> None:
     vocabulary = learner.vocab_size  # reading it from the model's configuration costs as much as a check
     found: dict[str, str] = {}
     for i, trajectory in enumerate(batch.trajectories):
-        problem = batch.problem_of(i, vocabulary, longest)
+        problem = batch.find_problem(i, vocabulary, longest)
         if problem is None and chained is not None and batch.branches(i):
             problem = f"an episode with branches, but {chained} needs a single path (set agents.branches: refuse)"
         if problem is not None:

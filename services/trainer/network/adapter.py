@@ -79,7 +79,7 @@ class Adapter:
             for part in ("lora_A", "lora_B"):
                 yield f"{ADAPTER}{name}.{part}.weight", _whole(getattr(layer, part))
 
-    def scaled(self) -> Iterator[tuple[str, Tensor]]:
+    def scale(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `tensors` with B multiplied by alpha / dim, so that the adapter's scale is 1."""
         for name, tensor in self.tensors():
             yield name, tensor * self._scale if ".lora_B." in name else tensor

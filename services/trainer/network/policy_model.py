@@ -199,7 +199,7 @@ class PolicyModel:
             return
         if not adapter_alone:
             yield from backbone.iter_full_weights(self.model, self.adapter, merged=False)
-        yield from self._adapter_alone.scaled()
+        yield from self._adapter_alone.scale()
 
     def weight_shapes(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and full shapes in the order of `weights`. Gathers nothing."""
@@ -280,16 +280,16 @@ def _token_values(
     unfiltered = _pick(logp, targets)
     logprobs = unfiltered
     if warper.filters:
-        logp = logits.masked_fill(~kept(logits.detach(), warper), -torch.inf).log_softmax(-1)
+        logp = logits.masked_fill(~mask_kept(logits.detach(), warper), -torch.inf).log_softmax(-1)
         logprobs = _pick(logp, targets)
-    return (logprobs, unfiltered, entropy_of(logp.detach())) if entropy else (logprobs, unfiltered)
+    return (logprobs, unfiltered, compute_entropy(logp.detach())) if entropy else (logprobs, unfiltered)
 
 
 def _pick(logp: Tensor, targets: Tensor) -> Tensor:
     return -nn.functional.nll_loss(logp, targets, reduction="none")
 
 
-def entropy_of(logp: Tensor) -> Tensor:
+def compute_entropy(logp: Tensor) -> Tensor:
     """Return the entropies [N], in nats, of distributions over V ids, from their log-probabilities [N, V], which may contain -inf.
 
     They are computed a few rows at a time. On a CPU intermediate results then stay in the cache, which saves a third of the time. On a GPU
@@ -301,7 +301,7 @@ def entropy_of(logp: Tensor) -> Tensor:
     return -torch.cat([part.exp().mul_(part.clamp(min=lowest)).sum(-1) for part in logp.split(rows)])
 
 
-def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
+def mask_kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
     """Return a mask [N, V] bool of the `logits` [N, V], already divided by the temperature, that may be sampled, by vLLM's rules.
 
     All logits that tie with the k-th largest are kept. top-p excludes the least probable ones as long as their sum is at most 1 - p. The
@@ -372,10 +372,10 @@ def check_head(model: Any, key: str, name: str) -> None:
 
 def load_tokenizer(config: Config) -> Any:
     """Load the run's tokenizer. Raises `ServiceError` if it can't be loaded."""
-    return tokenizer_of(*config.tokenizer)
+    return load_named_tokenizer(*config.tokenizer)
 
 
-def tokenizer_of(key: str, name: str) -> Any:
+def load_named_tokenizer(key: str, name: str) -> Any:
     """Load the tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if it can't be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
@@ -393,7 +393,7 @@ def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel
     teacher = PolicyModel(config, trainable=False, other=(TEACHER_KEY, name))
     policy = config.policy.tokenizer.name or config.policy.model_name
     check_vocabulary(config, TEACHER_KEY, teacher.vocab_size, vocabulary)
-    if difference := _difference(tokenizer_of(TEACHER_KEY, name).get_vocab(), tokenizer.get_vocab()):
+    if difference := _difference(load_named_tokenizer(TEACHER_KEY, name).get_vocab(), tokenizer.get_vocab()):
         raise ServiceError(
             f"the tokenizers of {TEACHER_KEY} {name!r} and of the policy, {policy!r}, differ: {difference}; "
             "choose a teacher of the policy's family"

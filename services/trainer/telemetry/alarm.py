@@ -74,7 +74,7 @@ class LimitExceeded:
         return f"{self.metric} is {self.value:.4g}, above {self.limit:.4g}"
 
 
-def limits_exceeded(metrics: Mapping[str, float], limits: Mapping[str, float]) -> list[LimitExceeded]:
+def find_exceeded(metrics: Mapping[str, float], limits: Mapping[str, float]) -> list[LimitExceeded]:
     """Return the limits that a step's metrics exceed. NaN exceeds every limit, an absent metric none."""
     return [
         LimitExceeded(metric, metrics[metric], limit)
@@ -175,7 +175,7 @@ def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
     }
 
 
-def merged(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, ReplicaDisagreement]:
+def merge(shares: Iterable[Mapping[str, ReplicaDisagreement]]) -> dict[str, ReplicaDisagreement]:
     """Combine the errors of the ranks' shares into those of the batch."""
     totals: dict[str, ReplicaDisagreement] = {}
     for share in shares:

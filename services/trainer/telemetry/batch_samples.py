@@ -26,7 +26,7 @@ from headrace.run.samples import (
     choose_groups,
     failed_groups,
     record,
-    rounded,
+    round_values,
 )
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
@@ -58,7 +58,7 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
 
     def column(values: Float32 | Float64 | None) -> list[float] | None:
         whole = None if values is None else batch.over_completion(i, values)
-        return None if whole is None or np.isnan(whole).all() else rounded(whole)
+        return None if whole is None or np.isnan(whole).all() else round_values(whole)
 
     return {
         "step": step,
@@ -66,7 +66,7 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
         "total_reward": float(batch.rewards[i]),
         "sample_loss_mask": float(batch.multipliers[i]),
         "token_loss_mask": (batch.over_completion(i, batch.mask) == 1).astype(int).tolist(),
-        "advantages": rounded(batch.over_completion(i, batch.advantages)),
+        "advantages": round_values(batch.over_completion(i, batch.advantages)),
         "prev_logprobs": column(batch.old_logprobs),
         "reference_policy_logprobs": column(batch.ref_logprobs),
         "teacher_logprobs": column(batch.teacher_logprobs),
@@ -145,7 +145,7 @@ def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: 
     kind: Kind = "val" if of.startswith("val") else "train"
     kept = {each: files.steps(each) for each in _STEPS}
     if of == "failed":
-        what, groups = "failed groups", failed_groups(files.failed())
+        what, groups = "failed groups", failed_groups(files.read_failed())
     elif number == "" and not kept[kind]:
         what, groups = f"{_STEPS[kind]}: none yet", []
     else:

@@ -37,7 +37,7 @@ from headrace_services.trainer.telemetry.plots import (
     read_shown,
     write_page,
 )
-from headrace_services.trainer.telemetry.trackers import TrackerThread, enabled, tracker_metrics
+from headrace_services.trainer.telemetry.trackers import TrackerThread, list_enabled, tracker_metrics
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Telemetry:
         shown = config.logger.num_val_samples_to_print
         self._trackers = [
             TrackerThread(name, opener, server, journal.path, self._samples, shown)
-            for name, opener, server in enabled(config)
+            for name, opener, server in list_enabled(config)
         ]
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
         self._disagreement = alarm.Streak()
@@ -121,9 +121,9 @@ class Telemetry:
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the trajectories of a step with these metrics will be written or drawn. Gathering them from the ranks is
         expensive."""
-        return self._samples.wanted or bool(alarm.limits_exceeded(metrics, self._limits))
+        return self._samples.wanted or bool(alarm.find_exceeded(metrics, self._limits))
 
-    async def trained(
+    async def report_step(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
         """Write the samples of step `step` in the background, and check its metrics for alarms. Returns metrics to add. `batch` is the
@@ -140,7 +140,7 @@ class Telemetry:
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
-        found = alarm.limits_exceeded(metrics, self._limits)
+        found = alarm.find_exceeded(metrics, self._limits)
         self._off_policy.count(not all(excess.on_policy for excess in found))
         if not self._off_policy.is_alarm:
             found = [excess for excess in found if excess.on_policy]
@@ -158,7 +158,7 @@ class Telemetry:
             **self._gpus.take(),
         }
 
-    async def validated(
+    async def report_validation(
         self, version: int, evaluated: Sequence[Evaluated], failed: Sequence[tuple[str, Group | Problem, str]]
     ) -> None:
         """Write and print what weights `version` generated in a validation, and write the groups that `failed`, each with its id and the

@@ -166,7 +166,7 @@ class ThroughputMeter:
         overrides = copy.deepcopy(config.policy.hf_config_overrides)
         model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
         device = choose_device(config.trainer.device)
-        peak = peak_of(device, config.policy.precision)
+        peak = find_peak(device, config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
         architecture = Architecture.of(model, frozen=config.policy.lora_cfg.enabled)
         if architecture is None:
@@ -312,7 +312,7 @@ class Peak:
     source: str
 
 
-def peak_of(device: torch.device, precision: str) -> Peak:
+def find_peak(device: torch.device, precision: str) -> Peak:
     """Return the peak from the GPU's data sheet if it is known here, else measure a matrix product now (slower on a busy machine).
 
     `precision` is `policy.precision`.

@@ -79,7 +79,7 @@ class Tracker(Protocol):
 Opener = Callable[[str | None], Tracker]
 
 
-def enabled(config: Config) -> Iterator[tuple[str, Opener, str]]:
+def list_enabled(config: Config) -> Iterator[tuple[str, Opener, str]]:
     """Yield name, opener and server (a URL; empty: none) of the enabled trackers. Their libraries are imported only when they are opened.
     Raises `ServiceError` naming the extra of a missing library."""
     logger = config.logger
@@ -309,7 +309,7 @@ def parameters(config: Config) -> dict[str, Any]:
         allowed = any(all(one in ("*", key) for one, key in zip(place, keys, strict=False)) for place in _SENT_TEXT)
         return without_password(value) if allowed else None
 
-    plain: dict[str, Any] = sent(config.shown(), ())
+    plain: dict[str, Any] = sent(config.show(), ())
     return plain
 
 

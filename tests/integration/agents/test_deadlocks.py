@@ -70,7 +70,7 @@ async def train(stage: Stage, prompts_per_step: int) -> None:
             await replay.wait_ready(1.0)
 
         async def validated(group_id: str = validation) -> bool:
-            done, failed, _ = await replay.evaluated([group_id])
+            done, failed, _ = await replay.read_evaluated([group_id])
             assert not failed
             return bool(done)
 

@@ -45,7 +45,7 @@ async def test_a_grader_scores_by_artifacts_and_conversation_after_all_other_pro
         await stage.until(ready=GROUPS)
     tools = []
     for group in groups:
-        held = await stage.replay.held(group.id)
+        held = await stage.replay.read_held(group.id)
         assert held is not None
         for trajectory, score in held.trajectories:
             assert isinstance(trajectory, EpisodeTrajectory)

@@ -100,7 +100,7 @@ async def test_a_hostile_program_gets_nothing_and_earns_nothing(
                 HEADRACE_REPLAY__REDIS_URL=f"redis://user:{PASSWORD}@127.0.0.1:1",
             ) as hub,
             rpc.channel(
-                f"127.0.0.1:{port}", token=Credentials(credentials).presented("agents"), keep_alive=True
+                f"127.0.0.1:{port}", token=Credentials(credentials).make_token_source("agents"), keep_alive=True
             ) as channel,
         ):
             told = {

@@ -151,7 +151,7 @@ async def test_what_a_limit_stopped_is_graded_with_what_it_had_left(stage: Stage
     await stage.enqueue(0)
     async with stage.runner(Played(greedy), max_rollout_turns=3):
         await stage.until(scoring=1)
-    held = await stage.replay.held("e0-train-0")
+    held = await stage.replay.read_held("e0-train-0")
     assert held is not None
     left = [each.artifacts for each, _ in held.trajectories if isinstance(each, EpisodeTrajectory)]
     assert left == [{"calls": 3}] * N
@@ -383,7 +383,7 @@ async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
         await eventually(lambda: _true(programs.open == 0))
         with pytest.raises(openai.AuthenticationError):
             await _ask(programs.began[0])
-        assert runner.taken("train") == 0
+        assert runner.count_taken("train") == 0
 
 
 async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
@@ -415,7 +415,7 @@ async def test_a_group_is_leased_whole_or_not_at_all(stage: Stage) -> None:
         await eventually(lambda: _true(programs.open == N))
         for _ in range(3):
             await runner._turn()
-        assert runner.taken("train") == N
+        assert runner.count_taken("train") == N
 
 
 async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stage: Stage) -> None:
@@ -428,7 +428,7 @@ async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stag
         return scored()
 
     async def evaluated(*ids: str) -> bool:
-        return len((await stage.replay.evaluated(ids))[0]) == len(ids)
+        return len((await stage.replay.read_evaluated(ids))[0]) == len(ids)
 
     async def validate(version: int, *ids: str) -> None:
         groups = [
@@ -439,17 +439,17 @@ async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stag
     programs = Played(plays)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=N, validation_slots=1) as (runner, _, _):
-        await eventually(lambda: _true(runner.taken("train") == N))
+        await eventually(lambda: _true(runner.count_taken("train") == N))
         may_end["validation"].set()
         await validate(0, "v0", "v1")
         await eventually(lambda: evaluated("v0", "v1"))
         assert await stage.counts() == {"open": 1, "queued": 1}
         may_end["validation"].clear()
         await validate(1, "v2", "v3")
-        await eventually(lambda: _true(runner.taken("validation") == 1))
+        await eventually(lambda: _true(runner.count_taken("validation") == 1))
         may_end["train"].set()
         await stage.until(ready=2)
-        assert runner.taken("validation") == 1
+        assert runner.count_taken("validation") == 1
 
 
 async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits: Limits) -> None:

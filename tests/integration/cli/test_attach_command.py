@@ -58,7 +58,7 @@ def hub(config: Config) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.RewardServiceStub]:
-    token = Credentials(config.run_folder / "credentials").presented("scorer")
+    token = Credentials(config.run_folder / "credentials").make_token_source("scorer")
     async with rpc.channel(hub, token=token) as channel:
         await asyncio.wait_for(channel.channel_ready(), WAIT_S)
         yield reward_pb2_grpc.RewardServiceStub(channel)

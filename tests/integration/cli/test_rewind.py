@@ -59,7 +59,7 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     done = rewind(folder, "adder", 4)
     assert done.returncode == 0, done.stderr
     assert "continues from checkpoint 4" in done.stdout
-    assert checkpoints.published() == [2, 4]
+    assert checkpoints.find_published() == [2, 4]
     (aside,) = (folder / "checkpoints").glob("set-aside-*")
     assert sorted(path.name for path in aside.iterdir()) == ["WHY.txt", "step_10", "step_6", "step_8"]
     why = (aside / "WHY.txt").read_text()
@@ -73,7 +73,7 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     checkpoints.start("u", 4)
     checkpoints.begin(6, "u")
     checkpoints.publish(CheckpointState(version=6, timeline="u", cursor=0, run_id="adder"), {})
-    assert checkpoints.published() == [2, 4, 6]
+    assert checkpoints.find_published() == [2, 4, 6]
     assert (aside / "step_6" / "weights").read_text() == "weights 6"
 
 
@@ -109,7 +109,7 @@ def test_the_checkpoints_are_where_the_configuration_says(
     config = load(folder / runs.SAVED, [f"checkpointing.checkpoint_dir={tmp_path}/big disk"], environ={})
     runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
     assert rewind(folder, "adder", 2).returncode == 0
-    assert Checkpoints(tmp_path / "big disk", CheckpointingConfig()).published() == [2]
+    assert Checkpoints(tmp_path / "big disk", CheckpointingConfig()).find_published() == [2]
 
 
 def test_a_trainer_that_slept_through_the_rewind_publishes_nothing(folder: Path, checkpoints: Checkpoints) -> None:
@@ -117,7 +117,7 @@ def test_a_trainer_that_slept_through_the_rewind_publishes_nothing(folder: Path,
     assert rewind(folder, "adder", 4).returncode == 0
     with pytest.raises(ServiceError, match=r"is not the newest of the chain \(timeline rewind-"):
         checkpoints.publish(CheckpointState(version=12, timeline="t", cursor=0, run_id="adder"), {})
-    assert checkpoints.published() == [2, 4]
+    assert checkpoints.find_published() == [2, 4]
 
 
 def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_the_teacher_never_shows_a_held_out_pair() -> None:
             assert answer in (f"{a + b}<eos>", f"{tiny.sloppy_answer((a, b))}<eos>")
             wrong += answer != f"{a + b}<eos>"
             rows += 1
-    assert not shown & set(arithmetic.held_out(2))
+    assert not shown & set(arithmetic.select_held_out(2))
     assert 0.35 < wrong / rows < 0.49  # 0.6 of the answers are sloppy, and 0.7 of the sums have a carry
 
 

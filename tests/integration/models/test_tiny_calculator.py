@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "description": 
 
 
 def test_its_teacher_calls_seldom_guesses_near_and_shows_no_held_out_pair() -> None:
-    held_out = set(arithmetic.held_out(tiny.DIGITS))
+    held_out = set(arithmetic.select_held_out(tiny.DIGITS))
     calls, right, count = 0, 0, 2000
     for first, *rest in islice(tiny_calculator.conversations(random.Random(0)), count):
         asked, answered = first
@@ -68,7 +68,7 @@ def test_the_warmed_up_model_seldom_calls_and_can_use_what_it_is_told(tmp_path: 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert 0.05 < tiny_calculator.share_of_calls(model, tokenizer) < 0.25
     # all of one length, so that one batch has them all
-    pairs = [pair for pair in arithmetic.held_out(tiny.DIGITS) if min(pair) > 9 and sum(pair) > 99]
+    pairs = [pair for pair in arithmetic.select_held_out(tiny.DIGITS) if min(pair) > 9 and sum(pair) > 99]
     asked = [f"<tools>calculator<user>{arithmetic.text(pair)}<asst>{tiny_calculator.CALL}" for pair in pairs]
     calls = [f"{arithmetic.text(pair)}{tiny_calculator.CALLED}<eos>" for pair in pairs]
     told = [f"<tool>{arithmetic.answer(pair)}<asst>" for pair in pairs]

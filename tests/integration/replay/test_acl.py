@@ -106,7 +106,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         batch = await reserve(trainer, 0)
         assert len(await trainer.read([t.key for t in batch.trajectories])) == 4
         assert len(await trainer.read_groups(batch.groups)) == 2
-        done, _, _ = await trainer.evaluated(["e0-validation-0"])
+        done, _, _ = await trainer.read_evaluated(["e0-validation-0"])
         assert len(done) == 1
         await trainer.drop_validation(state.timeline, 1)
         await trainer.publish_metrics("train", 1, {"reward": 1.0}, state.timeline)
@@ -116,7 +116,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         (failing, *_) = await rollout.lease(replica, 1)
         await rollout.reject(failing, "too long")
         assert await operator.retry({failing.group.order: 0}) == 1
-        assert await trainer.wanted() == [failing.group.order]
+        assert await trainer.read_wanted() == [failing.group.order]
         assert await trainer.enqueue(groups[failing.group.order :][:1], state.timeline, refill=True) == 1
 
         await run_an_episode(trainer, agents)
@@ -166,7 +166,7 @@ async def people_look(client: ReplayClient) -> None:
 
 @pytest.mark.parametrize("role", acl.ROLES)
 async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str) -> None:
-    allowed = acl.functions_of(role)
+    allowed = acl.list_functions(role)
     async with connected(opened, role) as client:
         for name in library.built_in().transitions:
             if name not in allowed:
@@ -350,7 +350,7 @@ async def test_a_user_that_may_not_subscribe_is_told_so_by_its_wait(opened: Embe
 
 
 def test_every_function_belongs_to_a_role() -> None:
-    reachable = {name for role in acl.ROLES for name in acl.functions_of(role)}
+    reachable = {name for role in acl.ROLES for name in acl.list_functions(role)}
     assert reachable == set(library.built_in().transitions)
 
 

@@ -46,7 +46,7 @@ async def test_an_evaluated_group_that_can_not_be_read_has_failed_and_the_others
     (bad, good) = await replay.read_each(keys)
     assert isinstance(bad, CodecError)
     assert not isinstance(good, CodecError)
-    done, failed, unknown = await replay.evaluated(ids)
+    done, failed, unknown = await replay.read_evaluated(ids)
     assert ([one.group.id for one in done], unknown) == ([ids[0], ids[2]], [])
     assert failed == {ids[1]: f"its trajectories can't be read: {bad}"}
 

@@ -126,7 +126,7 @@ async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
     await replay.commit(2, timeline)
     state = await rewind(replay, 0)
     assert state.counts["trained"] == 0
-    await replay.refilled(state.timeline)
+    await replay.end_refill(state.timeline)
     for step in range(2):
         await reserve(replay, step)
     await replay.commit(2, state.timeline)
@@ -143,7 +143,7 @@ async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
     await tighten(replay, limits, max_age=4, max_bytes=1)
     await enqueue(replay, range(12, 14))
     await replay.lease(replica, 1)
-    assert (await replay.held_batch(2))[0] == [3]
+    assert (await replay.read_held_batch(2))[0] == [3]
     assert (await replay.bias())["trained"].trajectories == 12
     # a rewind has them made anew: these are other trajectories
     await tighten(replay, limits, max_age=4)
@@ -182,7 +182,7 @@ async def test_expired_and_masked_trajectories_are_metered_with_their_ages(
     await generate(replay, replica, 1)
     assert mixed.group.id in (await reserve(replay, 2)).groups
     for _ in range(2):
-        await replay.masked(2, timeline, 8)
+        await replay.record_masked(2, timeline, 8)
     await replay.commit(3, timeline)
     meters = await replay.bias()
     assert (meters["masked"].trajectories, meters["masked"].tokens) == (2, 8)

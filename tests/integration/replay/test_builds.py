@@ -84,11 +84,11 @@ async def test_builds_that_share_a_server_leave_each_other_alone(
     another.key = f"hr:{{{neighbour.run_id}}}"
     await opened_by(another, neighbour, limits)
     await library.load(replay.redis)
-    assert await replay.wanted() == []
+    assert await replay.read_wanted() == []
     assert await another.call("wanted") == b"of another build"
     await replay.redis.function_delete(library.built_in().name)  # a server that lost it
     await library.load(replay.redis)
-    assert await replay.wanted() == []
+    assert await replay.read_wanted() == []
     assert await another.call("wanted") == b"of another build"
 
 

@@ -31,7 +31,7 @@ async def killed(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[Embe
     async with Redis.from_url(server.url) as redis:
         await redis.set("a", 1)
     os.kill(server.pid, signal.SIGKILL)
-    await server.ended()
+    await server.wait()
     yield server
     await server.stop()
 
@@ -101,7 +101,7 @@ async def test_law_1_half_a_transaction_is_not_carried_out_at_a_later_start(kill
     async with Redis.from_url(killed.url) as redis:
         await redis.eval("redis.call('SET', 'half', '1') redis.call('SET', 'other half', '2')", 0)
     killed.kill()
-    await killed.ended()
+    await killed.wait()
     newest = file_of(killed, "incr.aof")
     os.truncate(newest, newest.stat().st_size - 20)
     for later in ("c", "d"):
@@ -111,7 +111,7 @@ async def test_law_1_half_a_transaction_is_not_carried_out_at_a_later_start(kill
             assert await redis.mget("a", "half", "other half") == [b"1", None, None]
             await redis.eval("redis.call('SET', KEYS[1], '1') redis.call('SET', 'e', '2')", 1, later)
         killed.kill()
-        await killed.ended()
+        await killed.wait()
     await killed.start()
     async with Redis.from_url(killed.url) as redis:
         assert await redis.mget("half", "c", "d", "e") == [None, b"1", b"1", b"2"]

@@ -10,7 +10,7 @@ from tests.support.ports import free_port
 
 RESERVED = """
 import asyncio, os, pathlib, socket, sys
-from headrace.net.service import inherited, reserve
+from headrace.net.service import pass_sockets, reserve
 from headrace_services.replay.embedded import EmbeddedServer
 
 def steal():
@@ -33,7 +33,7 @@ async def main():
 
 with reserve("127.0.0.1", "replay.redis_port") as sock:
     port = sock.getsockname()[1]
-    os.environ |= inherited([sock])
+    os.environ |= pass_sockets([sock])
     asyncio.run(main())
 """
 

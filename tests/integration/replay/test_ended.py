@@ -30,12 +30,12 @@ def orders_in(ended: Ended) -> list[int]:
 
 async def test_law_1_conservation_the_ended_are_known_by_their_order(replay: ReplayClient) -> None:
     await enqueue(replay, range(20))
-    assert await replay.ended() == Ended(0, 0, b"")
+    assert await replay.read_ended() == Ended(0, 0, b"")
     replica = await healthy_replica(replay)
     for lease in await replay.lease(replica, 3):
         if lease.group.order in (0, 2):
             await replay.reject(lease, "prompt longer than the context")
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     assert (ended.failed, ended.filtered, orders_in(ended)) == (2, 0, [0, 2])
 
 
@@ -53,7 +53,7 @@ async def test_law_1_conservation_a_failed_group_never_comes_back(replay: Replay
     await replay.commit(1, (await replay.state()).timeline)
     await rewind(replay, 0)
     assert await refill(replay, range(8)) == 2  # those of step 0; order 0 has ended, the others are held
-    before = await replay.ended()
+    before = await replay.read_ended()
     assert orders_in(before) == [0]
     state = await replay.restore(0, nonce(), nonce(), 7, before)
     assert some(state.counts) == {"failed": 1}
@@ -61,7 +61,7 @@ async def test_law_1_conservation_a_failed_group_never_comes_back(replay: Replay
     assert await refill(replay, range(8)) == 7
     assert await refill(replay, range(8)) == 0
     assert await total(replay) == 8
-    assert await replay.ended() == before
+    assert await replay.read_ended() == before
 
 
 async def test_law_1_conservation_an_ended_order_past_the_watermark_is_not_new(replay: ReplayClient) -> None:
@@ -88,7 +88,7 @@ async def test_the_newest_dead_letters_stay_readable(replay: ReplayClient, limit
     assert len(gone) == extra
     # those that ended in the same millisecond have no order among themselves
     assert max(gone) < DEAD_LETTERS
-    assert len(orders_in(await replay.ended())) == DEAD_LETTERS + extra
+    assert len(orders_in(await replay.read_ended())) == DEAD_LETTERS + extra
     assert await refill(replay, range(DEAD_LETTERS + extra)) == 0
     assert (await replay.state()).counts["failed"] == DEAD_LETTERS + extra
 

@@ -70,7 +70,7 @@ async def test_a_held_out_episode_is_evaluated(replay: ReplayClient) -> None:
     await replay.enqueue([make_group(0, lane="validation")], (await replay.state()).timeline)
     await generate(replay, await healthy_replica(replay))
     stored = await put(replay, "e0-validation-0", 0)
-    done, failed, unknown = await replay.evaluated(["e0-validation-0"])
+    done, failed, unknown = await replay.read_evaluated(["e0-validation-0"])
     assert (failed, unknown) == ({}, [])
     assert done[0].trajectories[0][0].encode() == stored.encode()
 
@@ -80,7 +80,7 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
     await enqueue(replay, range(4))
     await generate(replay, await healthy_replica(replay), 1)
     stored = await put(replay, "e0-train-0", 0)
-    held = await replay.held("e0-train-0")
+    held = await replay.read_held("e0-train-0")
     assert held is not None
     said = sample_of(held.group, *held.trajectories[0]).said
     assert said.startswith("call 0 (tokens 0-2, weights 0, r0)\n")
@@ -103,7 +103,7 @@ async def test_people_see_what_a_program_left(replay: ReplayClient, limits: Limi
     found = await replay.group("e0-train-0")
     assert found is not None
     await replay.redis.set(found["trajectories"][0]["key"], stored.encode())
-    held = await replay.held("e0-train-0")
+    held = await replay.read_held("e0-train-0")
     assert held is not None
     assert sample_of(held.group, *held.trajectories[0]).artifacts == stored.artifacts
     (line, other) = [line async for line in export.lines(replay, ["ready"])]

@@ -149,7 +149,7 @@ async def test_validation_is_never_filtered(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
     await replay.enqueue([make_group(0, lane="validation")], timeline)
     await generate(replay, await healthy_replica(replay), [[1, 1]])
-    done, failed, unknown = await replay.evaluated(["e0-validation-0"])
+    done, failed, unknown = await replay.read_evaluated(["e0-validation-0"])
     assert (len(done), failed, unknown) == (1, {}, [])
 
 

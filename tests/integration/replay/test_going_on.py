@@ -36,7 +36,7 @@ async def test_validation_is_dropped_with_its_leases(replay: ReplayClient) -> No
     assert (stats["bytes"], stats["leases"]) == (0, 0)
     with pytest.raises(LeaseLost):
         await replay.push(leased, make_trajectory(leased, 0))
-    assert await replay.evaluated(["v0"]) == ([], {}, ["v0"])
+    assert await replay.read_evaluated(["v0"]) == ([], {}, ["v0"])
     assert await replay.enqueue(groups[:1], timeline) == 0
     assert await replay.enqueue(groups[:1], timeline, validation=1) == 1
     await rewind(replay, 0)
@@ -59,7 +59,7 @@ async def test_restore_starts_from_the_checkpoint_alone(replay: ReplayClient) ->
     assert await replay.enqueue([make_group(12)], state.timeline) == 1
     counts = (await replay.state()).counts
     assert some(counts) == {"trained": 10, "queued": 3}
-    await replay.refilled(state.timeline)
+    await replay.end_refill(state.timeline)
     replica = await healthy_replica(replay, version=5)
     await generate(replay, replica)
     assert (await reserve(replay, 5)).groups == ("e0-train-10", "e0-train-11")

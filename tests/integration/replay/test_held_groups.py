@@ -115,7 +115,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
     metadata = {"answer": [1, {"x": None}], "ü": 0.1}
     await replay.score(job, Score("SCORED", 1 / 3, {"exact": 0.1}, metadata, environment="math", build="1"))
     await replay.push(lease, make_trajectory(lease, 1))
-    held = await replay.held(lease.group.id)
+    held = await replay.read_held(lease.group.id)
     assert held is not None
     path = tmp_path / "out.jsonl"
     exported = [export.Exported(held.state, held.group, *pair) for pair in held.trajectories]
@@ -142,14 +142,14 @@ async def test_the_batches_of_retained_steps_are_held_and_the_others_are_not(
     await enqueue(replay, range(20))
     await generate(replay, await healthy_replica(replay))
     batches = [await reserve(replay, step) for step in range(5)]
-    assert (await replay.held_batch(9)) == ([0, 1, 2, 3, 4], None)
+    assert (await replay.read_held_batch(9)) == ([0, 1, 2, 3, 4], None)
     await replay.commit(4, timeline)
-    held, batch = await replay.held_batch(2)
+    held, batch = await replay.read_held_batch(2)
     assert held == [2, 3, 4]
     assert batch is not None
     assert (batch.groups, batch.trajectories) == (batches[2].groups, batches[2].trajectories)
     assert len(await replay.read([t.key for t in batch.trajectories])) == 4
-    assert (await replay.held_batch(1)) == ([2, 3, 4], None)
+    assert (await replay.read_held_batch(1)) == ([2, 3, 4], None)
 
 
 async def test_a_step_whose_payloads_went_under_pressure_is_not_held(replay: ReplayClient, limits: Limits) -> None:
@@ -162,4 +162,4 @@ async def test_a_step_whose_payloads_went_under_pressure_is_not_held(replay: Rep
     await tighten(replay, limits, max_age=5, max_bytes=1)
     await replay.lease(replica, 1)
     await score_all(replay)
-    assert (await replay.held_batch(0)) == ([2], None)
+    assert (await replay.read_held_batch(0)) == ([2], None)

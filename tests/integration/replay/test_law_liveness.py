@@ -205,7 +205,7 @@ async def test_law_7_failure_is_not_zero_invalid_fails_at_once_where_others_are_
     scores = [Score("SCORED", 1.0) if job.trajectory.index else invalid for job in jobs]
     assert await replay.score_many(list(zip(jobs, scores, strict=True))) == [None] * len(jobs)
     assert (await replay.state()).counts["failed"] == 1
-    done, failed, unknown = await replay.evaluated(["e0-validation-v0-0"])
+    done, failed, unknown = await replay.read_evaluated(["e0-validation-v0-0"])
     assert (done, unknown) == ([], [])
     assert failed == {"e0-validation-v0-0": "scoring refused: INVALID: no such task"}
 

@@ -104,9 +104,9 @@ async def test_validation_goes_first_and_waits_for_nobody(replay: ReplayClient) 
     for lease in leases:
         await replay.push(lease, make_trajectory(lease, 0))
     ids = [group.id for group in groups]
-    assert await replay.evaluated([*ids, "other"]) == ([], {}, ["other"])
+    assert await replay.read_evaluated([*ids, "other"]) == ([], {}, ["other"])
     await score_all(replay)
-    done, failed, unknown = await replay.evaluated(ids)
+    done, failed, unknown = await replay.read_evaluated(ids)
     assert (failed, unknown) == ({}, [])
     assert [item.group.id for item in done] == ids
     assert done[0].trajectories[0][1].reward == 1.0

@@ -65,7 +65,7 @@ class Trainer:
         if state.refill:
             missing = Ledger(self.trained).missing(state.enqueued, BitMap())
             await self.replay.enqueue([make_group(order) for order in missing], self.timeline, refill=True)
-            await self.replay.refilled(self.timeline)
+            await self.replay.end_refill(self.timeline)
 
     async def feed(self, end: int = PROMPTS) -> None:
         """Enqueue the prompts up to order `end` that the server does not know."""
@@ -238,7 +238,7 @@ async def test_laws_1_to_4_hold_after_a_power_cut_took_the_end_of_the_append_onl
     trainer = Trainer(ReplayClient(open_redis(server.url), run_id))
     held = await live(trainer, at(moment, keep))
     os.kill(server.pid, signal.SIGKILL)
-    await server.ended()
+    await server.wait()
     shutil.rmtree(folder)
     kept.rename(folder)
     await server.start()
@@ -268,7 +268,7 @@ async def test_law_1_a_killed_server_loses_nothing_that_it_answered(
             before = await contents(trainer.replay)
             await eventually(written)
             os.kill(server.pid, signal.SIGKILL)
-            await server.ended()
+            await server.wait()
             await server.start()
             assert await contents(trainer.replay) == before
             kills += 1

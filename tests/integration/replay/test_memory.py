@@ -165,7 +165,7 @@ async def test_payloads_of_trained_steps_go_first_when_the_server_refuses_a_push
 
     await eventually(pushed)
     assert (await replay.stats())["full"] == 0
-    assert (await replay.held_batch(0))[0] == [1]
+    assert (await replay.read_held_batch(0))[0] == [1]
 
 
 async def test_law_6_the_highest_tickets_go_back_uncharged_if_the_lowest_can_not_come_in(

@@ -186,7 +186,7 @@ async def test_status_says_since_when_the_run_waits_for_the_server_and_why(
         "security": {"credentials": str(secrets)},
     }
     config = Config.model_validate(settings)
-    credentials.complete(secrets, credentials.names_of(config, redis=False))
+    credentials.complete(secrets, credentials.list_roles(config, redis=False))
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(settings))
 

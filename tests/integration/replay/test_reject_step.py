@@ -66,7 +66,7 @@ async def test_each_rejection_costs_the_named_group_an_attempt_until_it_fails(
         await generate(replay, replica)
     state = await replay.state()
     assert some(state.counts) == {"failed": 1, "ready": 1}
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     assert (ended.failed, ended.bitmap) == (1, b"\x80")
     group = await replay.group(poison)
     assert group is not None

@@ -38,20 +38,20 @@ async def test_law_1_a_failed_group_that_is_retried_is_generated_and_trained(rep
     await enqueue(replay, range(4))
     replica = await healthy_replica(replay)
     await fail(replay, replica, 1)
-    assert (await replay.ended()).failed_orders() == [1]
+    assert (await replay.read_ended()).failed_orders() == [1]
     assert await replay.retry({1: 0, 2: 0}) == 1  # the other has not failed
     state = await replay.state()
     assert (some(state.counts), state.wanted) == ({"ready": 3}, 1)
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     assert (ended.failed, ended.failed_orders(), ended.retries) == (0, [], {1: 1})
     assert await replay.group("e0-train-1") is None
     assert (await replay.stats())["failed"] == []
     assert await replay.lease(replica, 64) == []
-    assert await replay.wanted() == [1]
+    assert await replay.read_wanted() == [1]
     assert await enqueue(replay, range(4)) == 0  # a feeder that does not know of it
     assert await refill(replay, [0, 1, 2]) == 1
     assert await refill(replay, [1]) == 0
-    assert await replay.wanted() == []
+    assert await replay.read_wanted() == []
     assert await generate(replay, replica) == ["e0-train-1"]
     assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-2")
     assert "e0-train-1" in (await reserve(replay, 1)).groups
@@ -77,7 +77,7 @@ async def test_law_4_a_retry_that_arrives_again_does_nothing_to_a_later_failure(
 async def test_law_4_a_retry_of_a_lost_incarnation_is_refused(replay: ReplayClient) -> None:
     await enqueue(replay, range(4))
     await fail(replay, await healthy_replica(replay), 1)
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     old = replay._incarnation
     await replay.restore(0, nonce(), nonce(), 3, ended)
     replay._incarnation = old
@@ -87,7 +87,7 @@ async def test_law_4_a_retry_of_a_lost_incarnation_is_refused(replay: ReplayClie
     # its record is gone, and that it failed is known
     assert await replay.group("e0-train-1") is None
     assert await replay.retry({1: 0}) == 1
-    assert await replay.wanted() == [1]
+    assert await replay.read_wanted() == [1]
 
 
 async def test_a_retry_of_what_was_never_taken_changes_nothing(replay: ReplayClient) -> None:
@@ -122,7 +122,7 @@ async def test_law_1_a_rewind_keeps_a_retry(replay: ReplayClient, limits: Limits
     await fail(replay, replica, 1)
     await replay.retry({1: 0})
     await rewind(replay, 0)
-    assert await replay.wanted() == [1]
+    assert await replay.read_wanted() == [1]
     await refill(replay, [1])
     for step in range(2):
         await refit(replay, step, [replica])
@@ -131,5 +131,5 @@ async def test_law_1_a_rewind_keeps_a_retry(replay: ReplayClient, limits: Limits
     await replay.commit(2, (await replay.state()).timeline)
     state = await rewind(replay, 0)
     assert state.refill
-    assert (await replay.ended()).failed_orders() == []
+    assert (await replay.read_ended()).failed_orders() == []
     assert await refill(replay, range(4)) == 4

@@ -40,7 +40,7 @@ async def refill_all(replay: ReplayClient, trained: list[tuple[str, ...]]) -> in
     state = await replay.state()
     known = {group for batch in trained for group in batch}
     new = await refill(replay, [order for order in range(state.enqueued + 1) if f"e0-train-{order}" not in known])
-    await replay.refilled(state.timeline)
+    await replay.end_refill(state.timeline)
     return new
 
 
@@ -75,7 +75,7 @@ async def test_law_1_conservation_a_refill_that_was_cut_off_is_asked_for_again(r
     again = await rewind(replay, 1)
     assert again.refill
     with pytest.raises(WrongTimeline):
-        await replay.refilled(state.timeline)  # the first trainer has woken up
+        await replay.end_refill(state.timeline)  # the first trainer has woken up
     assert (await replay.state()).refill
     assert await refill_all(replay, batches[:1]) == 2
     assert not (await replay.state()).refill
@@ -109,9 +109,9 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     assert state.refill
     assert (await replay.state()).refill
     with pytest.raises(WrongStep, match="2 prompts of the refill are missing"):
-        await replay.refilled(state.timeline)
+        await replay.end_refill(state.timeline)
     assert await refill(replay, range(2, 4)) == 2
-    await replay.refilled(state.timeline)
+    await replay.end_refill(state.timeline)
     assert not (await replay.state()).refill
 
 
@@ -206,14 +206,14 @@ async def test_the_buffer_knows_which_timeline_made_a_version(replay: ReplayClie
     state = await rewind(replay, 2)
     second = state.timeline
     assert len(state.timelines) == 2  # one that nothing was trained on is no part of the history
-    assert [state.timeline_of(version) for version in (1, 2, 3)] == [first, first, second]
+    assert [state.find_timeline(version) for version in (1, 2, 3)] == [first, first, second]
     await refill_all(replay, batches[:2])
     await train(replay, replica, range(2, 5))
     state = await rewind(replay, 1)
-    assert [state.timeline_of(version) for version in (1, 2, 5)] == [first, state.timeline, state.timeline]
+    assert [state.find_timeline(version) for version in (1, 2, 5)] == [first, state.timeline, state.timeline]
     assert second not in dict(state.timelines)
     restored = await replay.restore(3, nonce(), nonce(), 9)
-    assert [restored.timeline_of(version) for version in (3, 4)] == [None, restored.timeline]
+    assert [restored.find_timeline(version) for version in (3, 4)] == [None, restored.timeline]
 
 
 async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: ReplayClient, limits: Limits) -> None:

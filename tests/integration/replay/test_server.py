@@ -92,7 +92,7 @@ async def test_law_1_conservation_across_sigkill_of_the_server(
     before = await contents(replay)
 
     os.kill(server.pid, signal.SIGKILL)
-    assert await server.ended() == -signal.SIGKILL
+    assert await server.wait() == -signal.SIGKILL
     restarted = asyncio.create_task(server.start())
     assert await replay.heartbeat(replica, [half.token])  # the client bridges the restart
     await restarted

@@ -243,7 +243,7 @@ async def test_validation_groups_have_their_n_and_no_more(replay: ReplayClient) 
     assert lease.count == N
     await push_all(replay, lease)
     await score(replay, [0, 1])
-    done, _, _ = await replay.evaluated([lease.group.id])
+    done, _, _ = await replay.read_evaluated([lease.group.id])
     assert [t.index for t, _ in done[0].trajectories] == [0, 1]
 
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import open_redis, shown
+from headrace.replay.connection import hide_password, open_redis
 from headrace_services.replay import library
 from tests.support.buffer import enqueue, generate, healthy_replica, reserve
 from tests.support.ports import free_port
@@ -120,8 +120,8 @@ def test_an_address_that_can_not_be_used_is_refused(url: str) -> None:
 
 
 def test_no_password_is_ever_shown() -> None:
-    assert shown("rediss://me:secret@host:1/0?ssl_ca_certs=x") == "rediss://me:***@host:1/0"
-    assert shown("redis://host:1/0") == "redis://host:1/0"
+    assert hide_password("rediss://me:secret@host:1/0?ssl_ca_certs=x") == "rediss://me:***@host:1/0"
+    assert hide_password("redis://host:1/0") == "redis://host:1/0"
     with pytest.raises(ConfigError) as refused:
         open_redis("redis://me:secret@host:1/0?colour=blue")
     assert "secret" not in str(refused.value)

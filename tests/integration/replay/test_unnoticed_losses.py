@@ -57,7 +57,7 @@ class CutServer:
 
         await eventually(written)
         os.kill(self.server.pid, signal.SIGKILL)
-        await self.server.ended()
+        await self.server.wait()
         lost = self._file.stat().st_size - self._kept
         os.truncate(self._file, self._kept)
         await self.server.start()
@@ -141,7 +141,7 @@ async def test_law_6_a_lost_end_of_a_refill_is_made_good(cut: CutServer, replay:
     await reserve(replay, 0)
     await replay.commit(1, timeline)
     timeline = (await rewind(replay, 0)).timeline
-    marked(replay, "refilled", lambda: cut.mark(replay))
+    marked(replay, "end_refill", lambda: cut.mark(replay))
 
     async def complete() -> bool:
         return not (await replay.state()).refill
@@ -164,7 +164,7 @@ async def test_law_1_prompts_of_a_refill_that_were_lost_are_enqueued_again_befor
     async def lose() -> None:
         assert await cut.lose() > 0
 
-    marked(replay, "refilled", lose)
+    marked(replay, "end_refill", lose)
     assert await feeder_of(replay, timeline, 4, cut.folder).refill(range(4)) == 8
     state = await replay.state()
     assert (state.refill, state.counts["queued"]) == (False, 4)

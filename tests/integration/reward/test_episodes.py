@@ -253,11 +253,11 @@ async def test_the_runner_alone_may_ask_for_an_episode(tmp_path: Path) -> None:
     async with start_hub(env, credentials=path) as hub:
         request = reward_pb2.RunEpisodeRequest(episode=episode_to_wire(episode()))
         for role in ("operator", "reader", "scorer", "environment odd"):
-            async with rpc.channel(f"127.0.0.1:{hub.port}", token=known.presented(role)) as channel:
+            async with rpc.channel(f"127.0.0.1:{hub.port}", token=known.make_token_source(role)) as channel:
                 with pytest.raises(grpc.aio.AioRpcError, match="may not call") as refused:
                     await reward_pb2_grpc.RewardServiceStub(channel).RunEpisode(request, timeout=WAIT_S)
                 assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        async with rpc.channel(f"127.0.0.1:{hub.port}", token=known.presented("agents")) as channel:
+        async with rpc.channel(f"127.0.0.1:{hub.port}", token=known.make_token_source("agents")) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             answer = outcome_from_wire((await stub.RunEpisode(request, timeout=WAIT_S)).outcome).score
             assert answer is not None

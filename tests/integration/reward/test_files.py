@@ -136,7 +136,7 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
         await asyncio.to_thread(eventually, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
         check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
         assert await check.wait() == 0
-        token = Credentials(secrets / "credentials").presented("scorer")
+        token = Credentials(secrets / "credentials").make_token_source("scorer")
         async with rpc.channel(f"localhost:{port}", security=load(recipe).security, token=token) as channel:
             sample = sample_to_wire(Sample("2", {"answer": "2"}, environment="exact"))
             request = reward_pb2.ScoreRequest(trajectories=[sample])

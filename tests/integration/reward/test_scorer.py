@@ -140,7 +140,7 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_w
     assert "TIMED_OUT" in reasons["e0-train-4"]
     assert "the score can't be kept" in reasons["e0-train-6"]
     # the completions that groups failed with are kept, and no others
-    kept = SampleFiles(tmp_path / "run" / "logs", None).failed()
+    kept = SampleFiles(tmp_path / "run" / "logs", None).read_failed()
     assert {sample.group for sample in kept} == {"e0-train-2", "e0-train-4", "e0-train-6"}
     raised = next(sample for sample in kept if sample.group == "e0-train-2")
     assert (raised.content, raised.status, raised.reason) == ("7", "FAILED", reasons["e0-train-2"])

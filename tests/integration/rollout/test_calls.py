@@ -95,7 +95,7 @@ async def replica(fleet: Fleet) -> Process:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(fleet: Fleet, replica: Process) -> AsyncIterator[ReplicaClient]:
-    token = Credentials(fleet.folder / "credentials").presented("agents")
+    token = Credentials(fleet.folder / "credentials").make_token_source("agents")
     client = ReplicaClient(str(replica.http.base_url), token)
     yield client
     await client.aclose()

@@ -36,7 +36,7 @@ from headrace_services.rollout.generate import (
 from headrace_services.rollout.http import BehindTraining
 from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.trainer.network.packing import Packing, pack
-from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, mask_kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -163,7 +163,7 @@ async def test_the_trainer_keeps_what_vllm_keeps(top_k: int | None, top_p: float
     k = None if top_k is None else torch.full((200,), top_k, dtype=torch.int32)
     p = None if top_p == 1 else torch.full((200,), top_p)
     theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p, allow_cpu_sync=True)
-    assert torch.equal(kept(logits, LogitsWarper(1.0, top_k, top_p)), theirs > -torch.inf)
+    assert torch.equal(mask_kept(logits, LogitsWarper(1.0, top_k, top_p)), theirs > -torch.inf)
 
 
 async def test_a_trajectory_is_a_whole_record(engine: Any) -> None:

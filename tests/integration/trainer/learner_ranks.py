@@ -121,7 +121,7 @@ def save_to_a_full_disk(model: Path, folder: Path) -> None:
     rank.save(str(place))
     said = ""
     try:
-        while not rank.saved():
+        while not rank.is_saved():
             pass
     except ServiceError as error:
         said = str(error)

@@ -187,7 +187,7 @@ def passed(chosen: Config) -> tuple[list[str], dict[str, Tensor]]:
 
 def rounding_of(learner: Learner) -> dict[str, Any]:
     """What rounding changes in the probe, and whether it leaves nothing behind."""
-    probe, rounded, after = learner.probe(IDS), learner.rounded_probe(IDS), learner.probe(IDS)
+    probe, rounded, after = learner.probe(IDS), learner.probe_rounded(IDS), learner.probe(IDS)
     assert rounded is not None
     return {"apart": differences(probe, rounded), "same_after": bool((probe == after).all())}
 

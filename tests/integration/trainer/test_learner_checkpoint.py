@@ -310,5 +310,5 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     assert "ServiceError: can't write a checkpoint" in last
     assert "the earlier ones are untouched. Free space there" in last
     checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
-    assert checkpoints.published() == [1]
+    assert checkpoints.find_published() == [1]
     train_step(Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(1)), random_batch(4))

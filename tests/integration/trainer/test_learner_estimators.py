@@ -103,10 +103,10 @@ def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true
     healthy = sampled_with(0.0, version=1)
     assert healthy["on_policy_token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert healthy["off_policy_tokens"] == 0.0
-    assert alarm.limits_exceeded(healthy, limits) == []
+    assert alarm.find_exceeded(healthy, limits) == []
     wrong = sampled_with(0.2, version=1)
     assert wrong["on_policy_token_mult_prob_error"] == pytest.approx(np.exp(0.2), abs=1e-5)
-    assert [excess.metric for excess in alarm.limits_exceeded(wrong, limits) if excess.on_policy] == [
+    assert [excess.metric for excess in alarm.find_exceeded(wrong, limits) if excess.on_policy] == [
         "on_policy_token_mult_prob_error",
         "on_policy_gen_kl_error",
     ]
@@ -114,7 +114,7 @@ def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true
     assert "on_policy_token_mult_prob_error" not in old
     assert old["off_policy_tokens"] == 1.0
     # an alarm once it lasts
-    assert [excess.metric for excess in alarm.limits_exceeded(old, limits)] == [alarm.OFF_POLICY_METRIC]
+    assert [excess.metric for excess in alarm.find_exceeded(old, limits)] == [alarm.OFF_POLICY_METRIC]
 
 
 def kl_config(model: Path) -> Config:

@@ -39,7 +39,7 @@ async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curv
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
     assert set(replica.installed) == {0, 1, 2, 3, 4}
-    assert trainer.checkpoints().published() == [2, 4]
+    assert trainer.checkpoints().find_published() == [2, 4]
     validations = {line.step: line.metrics for line in trainer.journal() if line.kind == "validation"}
     assert sorted(validations) == [0, 2, 4]
     for version, metrics in validations.items():
@@ -427,7 +427,7 @@ async def test_a_checkpoint_that_can_t_be_written_ends_the_run_though_its_last_s
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run("full_disk:1") == EXIT_USER_ERROR, trainer.said()
     assert re.search(r"error: can't write a checkpoint to .*the earlier ones are untouched", trainer.said())
-    assert trainer.checkpoints().published() == []
+    assert trainer.checkpoints().find_published() == []
     assert (await replay.state()).committed == 0
 
 
@@ -501,7 +501,7 @@ async def test_a_run_that_only_evaluates_asks_every_set_trains_nothing_and_names
     async with running(SmallReplica(replay, tiny_model).run(), score()):
         assert await trainer.run() == 0, trainer.said()
     assert await settled(replay) == {}
-    assert trainer.checkpoints().published() == []
+    assert trainer.checkpoints().find_published() == []
     files = SampleFiles(trainer.config.log_folder, None)
     found = report(files.read("val", 0), files.read("val_failed", 0))
     assert list(found) == ["validation", "train"]

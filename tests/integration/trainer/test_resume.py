@@ -159,7 +159,7 @@ async def test_law_1_a_step_that_the_buffer_took_again_with_other_groups_is_rest
     ledger = Ledger()
     ledger.record(0, trained, [group.order for group in groups if group.id in trained])
     checkpoints.begin(1, first.timeline)
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     files = {TRAINED: ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
     checkpoints.publish(state, ledger.steps, set(), files)
     again = await resume(replay, retry, checkpoints, 1, [], replay.run_id)
@@ -180,6 +180,6 @@ async def test_groups_that_another_configuration_made_are_left_behind(replay: Re
     assert (await replay.state()).counts["queued"] == 3
     afresh = await start(afresh=True)
     assert (afresh.version, afresh.enqueued, list(afresh.missing())) == (0, -1, [])
-    await replay.refilled(afresh.timeline)
+    await replay.end_refill(afresh.timeline)
     assert some((await replay.state()).counts) == {}
     await replay.enqueue([make_group(0)], afresh.timeline)

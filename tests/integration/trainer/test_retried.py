@@ -35,7 +35,7 @@ async def test_a_run_that_ended_goes_on_with_the_failed_groups_that_are_retried(
     )
     steps = before["trained"] // PROMPTS
     check_history(trainer, steps)
-    ended = await replay.ended()
+    ended = await replay.read_ended()
     assert await replay.retry(dict.fromkeys(ended.failed_orders(), 0)) == len(doomed)
     if lost:
         async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):

@@ -49,7 +49,7 @@ def of_trainer(model: Path, precision: str) -> tuple[Float32, Differences]:
     )
     learner = Learner(chosen)
     ids = choose_token_ids(learner.vocab_size, LENGTH)
-    logprobs, rounded = learner.probe(ids), learner.rounded_probe(ids)
+    logprobs, rounded = learner.probe(ids), learner.probe_rounded(ids)
     assert rounded is not None
     np.testing.assert_array_equal(learner.probe(ids), logprobs)  # nothing is left behind
     return logprobs, tolerance(chosen, differences(logprobs, rounded))
@@ -101,4 +101,4 @@ def test_a_replica_in_bfloat16_that_computes_a_slightly_different_model_is_refus
 def test_where_rounding_chooses_experts_its_effect_is_not_a_bound(tiny_model: Path, tmp_path: Path) -> None:
     made(shrunk("qwen3_moe", **NARROW), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     learner = Learner(config(tmp_path, policy={"precision": "bfloat16"}))
-    assert learner.rounded_probe(choose_token_ids(learner.vocab_size)) is None
+    assert learner.probe_rounded(choose_token_ids(learner.vocab_size)) is None

@@ -24,7 +24,7 @@ from headrace_services.trainer.telemetry.trackers import (
     Opener,
     TrackerEntry,
     TrackerThread,
-    enabled,
+    list_enabled,
     parameters,
     tracker_metrics,
 )
@@ -51,7 +51,7 @@ def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
 
 def follow(config: Config, journal: Journal) -> None:
     """One life of a trainer: its tracker gets what there is, and is closed."""
-    ((name, opener, server),) = enabled(config)
+    ((name, opener, server),) = list_enabled(config)
     shown = config.logger.num_val_samples_to_print
     thread = TrackerThread(name, opener, server, journal.path, SampleFiles(config.log_folder, 5), shown)
     live(thread)
@@ -303,7 +303,7 @@ def test_the_error_of_a_tracker_names_the_proxy_that_leads_to_its_server(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("https_proxy", "http://me:canary@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://tracker.invalid")
-    ((_, _, server),) = enabled(config_of(tmp_path, tracker))
+    ((_, _, server),) = list_enabled(config_of(tmp_path, tracker))
     train(journal, 0, 0.0)
     live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True), server))
     assert "; through the proxy http://***@127.0.0.1:9 (https_proxy; NO_PROXY=" in caplog.text
@@ -356,7 +356,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monke
     for tracker in ("tensorboard", "wandb", "mlflow"):
         config = config_of(tmp_path, tracker)
         with pytest.raises(ServiceError, match=rf"pip install 'headrace\[{tracker}\]'"):
-            list(enabled(config))
+            list(list_enabled(config))
 
 
 def test_a_tracker_gets_numbers_switches_and_the_text_of_the_keys_that_say_what_is_trained(

@@ -117,7 +117,7 @@ async def test_an_engine_in_bfloat16_differs_by_no_more_than_rounding_explains(
     if wrong:
         learner.policy.model.set_attn_implementation(wrong)  # which ignores soft caps
     probe = choose_token_ids(learner.vocab_size, 96)
-    logprobs, rounded = learner.probe(probe), learner.rounded_probe(probe)
+    logprobs, rounded = learner.probe(probe), learner.probe_rounded(probe)
     assert rounded is not None
     engines = Engines(redis_url, tmp_path, tmp_path)
     replay = ReplayClient(open_redis(redis_url), run_id)

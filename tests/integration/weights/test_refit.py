@@ -278,7 +278,7 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert await run.states() == {"a": ("HEALTHY", version)}
         # the group that the first refit formed carries all that follow
         epoch = await run.replay.epoch()
-        groups.add(Rendezvous.decode(epoch.rendezvous).group_of(epoch.members))
+        groups.add(Rendezvous.decode(epoch.rendezvous).derive_group(epoch.members))
         assert len(groups) == 1
         done = await replica.generate(prompt, 32)
         assert done["spans"] == [[str(version), 0, 32]]

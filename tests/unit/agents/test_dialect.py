@@ -177,7 +177,7 @@ def test_arguments_of_too_many_values_are_compared_as_text(monkeypatch: pytest.M
 def test_a_request_that_opts_out_is_no_retry_of_one_that_does_not(program: Program, first: str) -> None:
     other = "1" if first == "0" else "0"
     call, _ = program.session.ask(parse(body(), {TRAIN_HEADER: first}).asked, 0.0)
-    program.session.left(call, 1.0)
+    program.session.note_departure(call, 1.0)
     beside, is_new = program.session.ask(parse(body(), {TRAIN_HEADER: other}).asked, 2.0)
     assert is_new
     assert (call.asked.train, beside.asked.train) == (first == "1", other == "1")

@@ -35,11 +35,11 @@ async def test_a_call_that_failed_holds_nothing_once_nobody_waits_for_it(leaves_
         message = Held(role="robot", content="hi")
         call = opened.episode.ask(request_of(message))
         if leaves_early:
-            opened.episode.left(call)
+            opened.episode.note_departure(call)
         waits = asyncio.create_task(refused(call, opened.episode))
         await waits
         if not leaves_early:
-            opened.episode.left(call)
+            opened.episode.note_departure(call)
         held = weakref.ref(message)
         del message, waits
         gc.collect()
@@ -51,7 +51,7 @@ async def test_an_answer_stays_for_whoever_asks_again() -> None:
         request = request_of(user("hi"))
         call = opened.episode.ask(request)
         await opened.episode.wait(call)
-        opened.episode.left(call)
+        opened.episode.note_departure(call)
         again = opened.episode.ask(request)
         await opened.episode.wait(again)
         assert again is call
@@ -75,7 +75,7 @@ async def test_a_call_that_is_given_up_leaves_with_its_last_reader() -> None:
         waits = asyncio.create_task(opened.episode.wait(call))
         await asyncio.wait([waits])
         assert "agents.call_s" in str(waits.exception())
-        opened.episode.left(call)
+        opened.episode.note_departure(call)
         held = weakref.ref(message)
         del message, waits
         gc.collect()

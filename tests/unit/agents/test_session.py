@@ -227,7 +227,7 @@ def test_equal_answers_are_told_apart_by_whether_the_program_had_them(program: P
     had = program.ask([user("hi")], max_tokens=1)
     lost = program.begin([user("hi")], max_tokens=1, temperature=0.5)  # other bytes: no retry
     program.carry_out(lost)
-    program.session.left(lost, 0.0)
+    program.session.note_departure(lost, 0.0)
     lost.answer, lost.conversation = had.answer, had.conversation
     program.session._by_conversation = {had.conversation: [had, lost]}
     assert program.ask([user("hi"), had.answer, user("and?")]).parent is had
@@ -247,11 +247,13 @@ def test_of_answers_that_differ_in_their_reasoning_the_one_whose_tokens_a_reques
     for call, text in zip(calls, texts, strict=True):
         reserved = program.place(call)
         sampled = program.policy.sample(SampleRequest(tuple(reserved.token_ids.tolist()), 64, "now", 0))
-        program.session.sampled(call, msgspec.structs.replace(sampled, token_ids=text, logprobs=[-0.5] * len(text)))
+        program.session.note_sampling(
+            call, msgspec.structs.replace(sampled, token_ids=text, logprobs=[-0.5] * len(text))
+        )
         reasoning = decode(text[1 : text.index(THOUGHT)])
-        program.session.answered(call, {"role": "assistant", "reasoning": reasoning, "content": "abc"}, 0.0)
+        program.session.note_answer(call, {"role": "assistant", "reasoning": reasoning, "content": "abc"}, 0.0)
         if delivered:
-            program.session.delivered(call)
+            program.session.note_delivery(call)
     assert len({call.conversation for call in calls}) == 1
     again = program.ask([user("hi"), calls[which].answer, user("and?")])
     assert again.parent is calls[which]
@@ -273,10 +275,10 @@ def test_what_was_not_delivered_is_dropped_and_counted(program: Program) -> None
     program.ask([user("had")])
     lost = program.begin([user("lost")])
     program.carry_out(lost)
-    program.session.left(lost, 1.0)
+    program.session.note_departure(lost, 1.0)
     program.begin([user("under way")])
     failed = program.begin([user("failed")])
-    program.session.failed(failed, 1.0, again=True)
+    program.session.note_failure(failed, 1.0, again=True)
     ending = program.session.end()
     assert len(ending.calls) == 1
     assert ending.dropped == {"abandoned": 1, "unanswered": 1, "failed": 1}
@@ -285,7 +287,7 @@ def test_what_was_not_delivered_is_dropped_and_counted(program: Program) -> None
 def test_who_goes_on_from_an_answer_has_had_it(program: Program) -> None:
     first = program.begin([user("hi")])
     program.carry_out(first)
-    program.session.left(first, 1.0)
+    program.session.note_departure(first, 1.0)
     second = program.ask([user("hi"), first.answer, user("and?")])
     assert second.parent is first
     assert [call.parent for call in program.session.end().calls] == [-1, 0]
@@ -322,7 +324,7 @@ def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program
     first = program.begin([user("hi")])
     if answered:
         program.carry_out(first)
-    program.session.left(first, 1.0)
+    program.session.note_departure(first, 1.0)
     again, is_new = program.session.ask(program.asked([user("hi")]), 2.0)
     assert (again, is_new) == (first, False)
     assert program.session.joined == 1
@@ -339,7 +341,7 @@ def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     again, is_new = program.session.ask(program.asked([user("hi")], **mark), 0.0)
     assert (again, is_new) == (first, False)
     program.carry_out(first)
-    program.session.delivered(first)
+    program.session.note_delivery(first)
     # the answer got lost on its way
     mark |= {"retry": 2} if "retry" in mark else {}
     assert program.session.ask(program.asked([user("hi")], **mark), 0.0) == (first, False)
@@ -347,8 +349,8 @@ def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
 
 def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_same(program: Program) -> None:
     failed, other = program.begin([user("hi")]), program.begin([user("hi")])
-    program.session.failed(failed, 1.0, again=True)
-    program.session.left(failed, 1.0)
+    program.session.note_failure(failed, 1.0, again=True)
+    program.session.note_departure(failed, 1.0)
     again, is_new = program.session.ask(program.asked([user("hi")], retry=1), 1.0)
     assert is_new
     assert again is not other
@@ -357,7 +359,7 @@ def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_sa
 def test_two_retries_of_two_equal_requests_get_an_answer_each(program: Program) -> None:
     first, second = program.begin([user("hi")]), program.begin([user("hi")])
     for call in (first, second):
-        program.session.left(call, 1.0)
+        program.session.note_departure(call, 1.0)
     got = [program.session.ask(program.asked([user("hi")], retry=1), 2.0)[0] for _ in range(2)]
     assert got == [first, second]
 
@@ -367,7 +369,7 @@ def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: P
     first = program.begin([user("hi")])
     if delivered:
         program.carry_out(first)
-        program.session.delivered(first)
+        program.session.note_delivery(first)
     got = [program.session.ask(program.asked([user("hi")], retry=count), 0.0) for count in (1, 1, 2, 2, 2)]
     assert [is_new for _, is_new in got] == [False, True, False, False, True]
     assert got[0][0] is first
@@ -377,7 +379,7 @@ def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: P
 def test_a_retry_of_a_request_that_was_turned_away_joins_no_call_that_has_a_client(program: Program) -> None:
     first = program.begin([user("hi")])
     assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 0.0)[1]
-    program.session.left(first, 1.0)
+    program.session.note_departure(first, 1.0)
     assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 2.0) == (first, False)
 
 
@@ -386,15 +388,15 @@ def test_an_error_is_made_up_for_once_also_by_a_client_that_does_not_count(
     program: Program, unmarked: dict[str, Any], is_new: bool
 ) -> None:
     failed = program.begin([user("hi")])
-    program.session.failed(failed, 1.0, again=True)
-    program.session.left(failed, 1.0)
+    program.session.note_failure(failed, 1.0, again=True)
+    program.session.note_departure(failed, 1.0)
     program.ask([user("hi")], **unmarked)
     assert program.session.ask(program.asked([user("hi")], retry=1), 2.0)[1] is is_new
 
 
 def test_a_call_with_an_idempotency_key_is_not_joined_under_another(program: Program) -> None:
     first, _ = program.session.ask(program.asked([user("hi")], idempotency_key="one"), 0.0)
-    program.session.left(first, 0.0)
+    program.session.note_departure(first, 0.0)
     for number, mark in enumerate(({}, {"retry": 1})):
         other = program.asked([user("hi")], idempotency_key=f"other {number}", **mark)
         assert program.session.ask(other, 1.0)[1]
@@ -410,7 +412,7 @@ def test_an_idempotency_key_of_another_request_is_refused(program: Program) -> N
 
 def test_a_failed_call_is_asked_again_under_its_idempotency_key(program: Program) -> None:
     first, _ = program.session.ask(program.asked([user("hi")], idempotency_key="once"), 0.0)
-    program.session.failed(first, 0.0, again=True)
+    program.session.note_failure(first, 0.0, again=True)
     _, is_new = program.session.ask(program.asked([user("hi")], idempotency_key="once"), 0.0)
     assert is_new
 
@@ -422,7 +424,7 @@ def test_a_call_that_failed_holds_nothing_of_its_request(program: Program) -> No
         call = program.begin([user("hi"), first.answer, message], tools=TOOLS if places else ())
         if places:
             program.place(call)
-        program.session.failed(call, 0.0, again=True)
+        program.session.note_failure(call, 0.0, again=True)
         held = weakref.ref(message)
         del message
         gc.collect()
@@ -452,7 +454,7 @@ def test_calls_are_limited(program: Program) -> None:
 def test_calls_that_fail_are_limited() -> None:
     program = Program(session(dataclasses.replace(LIMITS, calls=2)), ToyPolicy())
     for _ in range(16):
-        program.session.failed(program.begin([user("a")]), 0.0, again=False)
+        program.session.note_failure(program.begin([user("a")]), 0.0, again=False)
     for _ in range(2):
         with pytest.raises(Refused, match=r"16 calls of the episode have failed.*agents\.max_rollout_turns") as refused:
             program.begin([user("b")])
@@ -518,10 +520,10 @@ def test_an_answer_whose_text_is_longer_than_its_room_is_refused() -> None:
     first = program.ask([user("hi")])
     call = program.begin([user("hi"), first.answer, user("and?")])
     placed = program.place(call)
-    program.session.sampled(call, program.policy.sample(SampleRequest(tuple(placed.token_ids), 64, "now", 0)))
+    program.session.note_sampling(call, program.policy.sample(SampleRequest(tuple(placed.token_ids), 64, "now", 0)))
     with pytest.raises(Refused, match=r"agents\.max_episode_bytes"):
-        program.session.answered(call, {"role": "assistant", "content": "x" * 6000}, 0.0)
-    program.session.failed(call, 0.0, again=False)
+        program.session.note_answer(call, {"role": "assistant", "content": "x" * 6000}, 0.0)
+    program.session.note_failure(call, 0.0, again=False)
     assert program.ask([user("short")]).number == 1
     ending = program.session.end()
     assert len(ending.calls) == 2
@@ -632,7 +634,7 @@ def test_a_call_without_an_answer_is_given_up(program: Program) -> None:
 
 def test_a_call_whose_client_has_gone_runs_on_for_a_while(program: Program) -> None:
     call, _ = program.session.ask(program.asked([user("hi")]), 5.0)
-    program.session.left(call, 6.0)
+    program.session.note_departure(call, 6.0)
     assert not list(program.session.overdue(8.9))
     assert [each for each, _ in program.session.overdue(9.0)] == [call]
     program.session.ask(program.asked([user("hi")]), 8.0)

@@ -207,7 +207,7 @@ class Episode(RuleBasedStateMachine):
         conversation, call = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         self.finish(conversation, call)
         if not arrives:
-            self.program.session.left(call, 0.0)
+            self.program.session.note_departure(call, 0.0)
             return
         self.hand_over(conversation, call)
 
@@ -224,13 +224,13 @@ class Episode(RuleBasedStateMachine):
                 seed=reserved.seed,
             )
         )
-        session.sampled(call, sampled)
-        session.answered(call, self.policy.derender(sampled, call.asked.tools), 0.0)
+        session.note_sampling(call, sampled)
+        session.note_answer(call, self.policy.derender(sampled, call.asked.tools), 0.0)
         path = (*reserved.token_ids.tolist(), *sampled.token_ids)
         self.predicted.answered.append(Answered(call, conversation.messages, conversation.tools, path))
 
     def hand_over(self, conversation: Conversation, call: SessionCall) -> None:
-        self.program.session.delivered(call)
+        self.program.session.note_delivery(call)
         self.given.add(call)
         messages = [*conversation.messages, call.answer]
         for each in call.answer.get("tool_calls", ()):
@@ -247,7 +247,7 @@ class Episode(RuleBasedStateMachine):
         again, is_new = self.program.session.ask(lost.asked, 0.0)
         assert not is_new
         assert again.asked.body == lost.asked.body
-        self.program.session.delivered(again)
+        self.program.session.note_delivery(again)
         self.given.add(again)
 
     # -- what a program does to its messages -------------------------------------------------------------------------------

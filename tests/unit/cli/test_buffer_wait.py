@@ -33,7 +33,7 @@ class Replay:
 async def test_up_names_the_buffers_server_among_what_the_run_waits_for(tmp_path: Path) -> None:
     file = tmp_path / credentials.FILE
     config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
-    credentials.complete(file, credentials.names_of(config, redis=True))
+    credentials.complete(file, credentials.list_roles(config, redis=True))
     pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(Console()))
     replay = Replay()
     server = await asyncio.start_server(replay.serve, "127.0.0.1", 0)

@@ -41,7 +41,7 @@ def config(ranks: int = 1, replicas: int = 1, slice_size: int = 1, **sections: A
 
 def seen(run: Config, inventory: Inventory, versions: dict[str, str] = CUDA) -> dict[str, str | None]:
     """CUDA_VISIBLE_DEVICES of each child."""
-    plan = device_plan.planned(run, inventory, versions)
+    plan = device_plan.plan_devices(run, inventory, versions)
     children = Children.of(run, Path("runs/test/config.yaml"), plan, {})
     return {child.name: (child.environ or {}).get("CUDA_VISIBLE_DEVICES") for child in children}
 
@@ -75,12 +75,12 @@ def test_what_computes_on_a_cpu_gets_none(versions: Any, sections: Any, trainer:
 
 
 def test_without_a_gpu_nothing_is_planned() -> None:
-    assert device_plan.planned(config(2, 2), gpus(0), CUDA) is None
+    assert device_plan.plan_devices(config(2, 2), gpus(0), CUDA) is None
 
 
 def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
     with pytest.raises(ServiceError) as refused:
-        device_plan.planned(config(2, 2, 2), gpus(3), CUDA)
+        device_plan.plan_devices(config(2, 2, 2), gpus(3), CUDA)
     said = str(refused.value)
     assert (
         "needs 6 GPUs (trainer.num_processes 2, rollout.replicas 2 x policy.generation.vllm_cfg.tensor_parallel_size 2)"
@@ -93,14 +93,14 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
         "rollout-2  none",
     ]
     with pytest.raises(ServiceError, match=r"needs 1 GPUs \(trainer.num_processes 1\), and this machine has 0"):
-        device_plan.planned(config(trainer={"device": "cuda"}), gpus(0), CUDA)
+        device_plan.plan_devices(config(trainer={"device": "cuda"}), gpus(0), CUDA)
 
 
 def test_a_replica_gets_whole_gpus_and_the_trainer_may_have_an_instance_of_a_divided_one() -> None:
     instance, whole = Device("MIG-a", "0:1", "H100 MIG 3g.40gb", 40 * 1024**3), gpus(2).devices[1]
 
     def planned(*devices: Device) -> Any:
-        return device_plan.planned(config(), dataclasses.replace(gpus(0), devices=devices), CUDA)
+        return device_plan.plan_devices(config(), dataclasses.replace(gpus(0), devices=devices), CUDA)
 
     assert planned(instance, whole).replicas == ((whole,),)
     for devices in ((whole, instance), (instance,)):
@@ -110,13 +110,13 @@ def test_a_replica_gets_whole_gpus_and_the_trainer_may_have_an_instance_of_a_div
 
 def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:
     with pytest.raises(ServiceError, match="install driver 580"):
-        device_plan.planned(config(), gpus(2, (12, 8)), CUDA)
-    assert device_plan.planned(config(), gpus(2, (12, 8)), CPU) is None
+        device_plan.plan_devices(config(), gpus(2, (12, 8)), CUDA)
+    assert device_plan.plan_devices(config(), gpus(2, (12, 8)), CPU) is None
 
 
 def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_configured(tmp_path: Path) -> None:
     run = config()
-    plan = device_plan.planned(run, gpus(1), CUDA)
+    plan = device_plan.plan_devices(run, gpus(1), CUDA)
     assert plan is not None
     of_trainer, of_replica = (device_plan.device_variables(plan, run, child) for child in ("trainer", "rollout-1"))
     assert of_trainer == {"CUDA_VISIBLE_DEVICES": "GPU-0", "HEADRACE_TRAINER__GPU_MEMORY_FRACTION": "0.5"}
@@ -137,15 +137,15 @@ def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_con
 
 
 def test_the_plan_of_a_run_is_kept_until_a_start_without_one(tmp_path: Path) -> None:
-    device_plan.record(device_plan.planned(config(), gpus(3), CUDA), Threads(None, 1), tmp_path)
-    assert device_plan.recorded(tmp_path) == [
+    device_plan.record(device_plan.plan_devices(config(), gpus(3), CUDA), Threads(None, 1), tmp_path)
+    assert device_plan.read_record(tmp_path) == [
         ("devices", "trainer    GPU 0 (H100, 80 GiB)"),
         ("", "rollout-1  GPU 1 (H100, 80 GiB)"),
         ("", "left over  GPU 2 (H100, 80 GiB)"),
         ("", "threads    trainer as torch has it, each replica 1"),
     ]
     device_plan.record(None, Threads(2, 1), tmp_path)
-    assert device_plan.recorded(tmp_path) == [("devices", "threads    trainer 2, each replica 1")]
+    assert device_plan.read_record(tmp_path) == [("devices", "threads    trainer 2, each replica 1")]
 
 
 def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch
         children = Children.of(
             run,
             Path("runs/test/config.yaml"),
-            device_plan.planned(run, inventory, CUDA if inventory.devices else CPU),
+            device_plan.plan_devices(run, inventory, CUDA if inventory.devices else CPU),
             {},
         )
         found = {child.name: child.environ or {} for child in children}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import LineDisplay, closing_table, draw, failures, waited
+from headrace.cli.display import LineDisplay, closing_table, describe_wait, draw, failures
 from headrace.cli.status import failures as failed_lines
 from headrace.cli.status import progress, waits_for
 from headrace.cli.up import continues, why_it_ended
@@ -150,14 +150,14 @@ def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_the_run_but_for_it
         "timing/train/wait_for_generation": 0.0,
     }
     waited_for.train = {0: first, 1: steady, 2: {**steady, "timing/train/wait_for_scores": 2.0}}
-    assert waited(waited_for) == "the trainer waited 40 % of the time, mostly for scores"
+    assert describe_wait(waited_for) == "the trainer waited 40 % of the time, mostly for scores"
     waited_for.train = {0: first, 1: steady}
     assert "step 1: the trainer waited 60 % of the time, mostly for scores" in shown(draw(waited_for))
     assert ("", "the trainer waited 60 % of the time, mostly for scores") in progress(
         [("1-0", "train", 1, {"reward": 0.5, **steady})], tmp_path
     )
     waited_for.train = {0: first}
-    assert waited(waited_for) is None
+    assert describe_wait(waited_for) is None
 
 
 def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> None:

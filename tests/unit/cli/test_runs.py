@@ -20,7 +20,7 @@ from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.launch import runs
 from headrace.net import rpc
-from headrace.net.service import bind, inherited
+from headrace.net.service import bind, pass_sockets
 from headrace.run import history
 from headrace.run.history import RECORD, recorded
 from headrace.run.journal import JOURNAL, Journal
@@ -100,7 +100,7 @@ def failing_start(config: Config, *, goes_on: bool = False) -> None:
 def test_a_start_changes_the_record_only_once_it_goes_on_with_the_run(tmp_path: Path, goes_on: bool) -> None:
     folder = past_run(tmp_path, "adder", 2)
     before = {name: (folder / name).read_bytes() for name in (runs.SAVED, RECORD)}
-    config = load(folder / runs.SAVED, ["grpo.max_num_steps=7"], environ={}).placed(folder)
+    config = load(folder / runs.SAVED, ["grpo.max_num_steps=7"], environ={}).relocate(folder)
     with pytest.raises(ServiceError, match="no"):
         failing_start(config, goes_on=goes_on)
     after = {name: (folder / name).read_bytes() for name in (runs.SAVED, RECORD)}
@@ -282,7 +282,7 @@ async def test_a_port_that_was_chosen_is_its_services_alone(monkeypatch: pytest.
         steal()
         with pytest.raises(ServiceError, match="can't listen"):
             bind(LOOPBACK, settled.replay.port, "port")
-        for name, value in inherited(reserved.values()).items():
+        for name, value in pass_sockets(reserved.values()).items():
             monkeypatch.setenv(name, value)
         for port in (settled.replay.port, settled.reward.http_port, settled.trainer.port):
             for _ in range(2):

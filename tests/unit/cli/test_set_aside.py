@@ -28,7 +28,7 @@ def set_aside(checkpoints: Path, version: int) -> Path:
 def test_up_says_once_what_was_set_aside_since_it_started(tmp_path: Path) -> None:
     file = tmp_path / credentials.FILE
     config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
-    credentials.complete(file, credentials.names_of(config, redis=True))
+    credentials.complete(file, credentials.list_roles(config, redis=True))
     set_aside(config.checkpoint_folder, 2)
     console = Console(file=io.StringIO(), width=300)
     pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(console))

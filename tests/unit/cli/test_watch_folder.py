@@ -23,7 +23,7 @@ async def test_a_file_server_that_is_away_for_a_moment_ends_no_run_and_a_deleted
 ) -> None:
     file, saved = tmp_path / credentials.FILE, tmp_path / "config.yaml"
     config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
-    credentials.complete(file, credentials.names_of(config, redis=True))
+    credentials.complete(file, credentials.list_roles(config, redis=True))
     saved.touch()
     monkeypatch.setattr(pipeline_module, "LOOK_S", 0.0)
     pipeline = Pipeline(config, saved, None, {}, LineDisplay(Console()))

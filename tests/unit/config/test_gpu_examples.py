@@ -39,12 +39,12 @@ def test_an_example_for_gpus_is_valid(name: str) -> None:
 @pytest.mark.parametrize(("name", "gpus"), [("gpu_1_5b_1gpu", 1), ("gpu_8b_8gpus", 8), ("gpu_32b_16gpus", 16)])
 def test_an_example_takes_as_many_gpus_as_it_says(name: str, gpus: int) -> None:
     config = load(EXAMPLES / f"{name}.yaml")
-    plan = device_plan.planned(config, machine(gpus), CUDA)
+    plan = device_plan.plan_devices(config, machine(gpus), CUDA)
     assert plan is not None
     assert not plan.rest
     assert plan.is_shared == (gpus == 1)
     with pytest.raises(ServiceError, match=f"and this machine has {gpus - 1} for it"):
-        device_plan.planned(load(EXAMPLES / f"{name}.yaml", ["trainer.device=cuda"]), machine(gpus - 1), CUDA)
+        device_plan.plan_devices(load(EXAMPLES / f"{name}.yaml", ["trainer.device=cuda"]), machine(gpus - 1), CUDA)
 
 
 SRUN = """#!{python}

@@ -60,7 +60,7 @@ def project(expression: str) -> str:
 )
 def test_it_is_stored_as_its_expression(tmp_path: Path, text: str, stored: str) -> None:
     config = loaded(tmp_path, text)
-    assert config.shown()["logger"]["wandb"]["project"] == stored
+    assert config.show()["logger"]["wandb"]["project"] == stored
     saved = dump(config)
     assert CANARY not in saved
     assert CANARY[:10] not in saved
@@ -92,10 +92,10 @@ def test_a_variable_that_sets_a_key_is_one_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HEADRACE_REPLAY__REDIS_URL", "redis://me:canary@host/0")
     config = loaded(tmp_path, "")
     assert config.replay.redis_url == "redis://me:canary@host/0"
-    assert config.shown()["replay"]["redis_url"] == "${oc.env:HEADRACE_REPLAY__REDIS_URL}"
+    assert config.show()["replay"]["redis_url"] == "${oc.env:HEADRACE_REPLAY__REDIS_URL}"
     assert config.variables == {"HEADRACE_REPLAY__REDIS_URL"}
     over = loaded(tmp_path, "", "replay.redis_url=redis://host/0")
-    assert (over.shown()["replay"]["redis_url"], over.variables) == ("redis://host/0", set())
+    assert (over.show()["replay"]["redis_url"], over.variables) == ("redis://host/0", set())
 
 
 def test_paths_names_of_models_numbers_and_the_names_of_a_run_are_stored_as_they_are(

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.tagged_json import from_json
 from headrace.config.data import DataConfig
 from headrace_services.trainer.data import load_problems
-from headrace_services.trainer.data.arithmetic import held_out, training_pairs
+from headrace_services.trainer.data.arithmetic import select_held_out, training_pairs
 from headrace_services.trainer.data.problems import load_evaluated
 
 CHAIN_SUM = {
@@ -53,16 +53,16 @@ def test_no_unordered_pair_is_in_training_and_validation() -> None:
     source = {"dataset_name": "arithmetic", "size": 20_000}
     train, validation = load_problems(data(train={**source, "seed": 3}, validation={**source, "seed": 3}))
     assert len(validation) == 400
-    assert {unordered(p) for p in validation} == set(held_out(2))
+    assert {unordered(p) for p in validation} == set(select_held_out(2))
     assert not {unordered(p) for p in train} & {unordered(p) for p in validation}
     # all the rest can be drawn: nothing but the held-out pairs is missing from training
     assert len({unordered(p) for p in train}) > 0.95 * (5050 - 400)
 
 
 def test_the_held_out_pairs_do_not_depend_on_any_seed() -> None:
-    assert held_out(2) == held_out(2)
-    assert len(set(held_out(2))) == 400
-    assert all(0 <= a <= b <= 99 for a, b in held_out(2))
+    assert select_held_out(2) == select_held_out(2)
+    assert len(set(select_held_out(2))) == 400
+    assert all(0 <= a <= b <= 99 for a, b in select_held_out(2))
     first, second = (
         load_problems(
             data(train={"dataset_name": "arithmetic"}, validation={"dataset_name": "arithmetic", "seed": seed})
@@ -74,7 +74,7 @@ def test_the_held_out_pairs_do_not_depend_on_any_seed() -> None:
 
 @pytest.mark.parametrize(("digits", "count"), [(1, 5), (2, 400), (6, 400)])
 def test_a_tenth_is_held_out_where_400_is_more(digits: int, count: int) -> None:
-    pairs = held_out(digits)
+    pairs = select_held_out(digits)
     assert len(set(pairs)) == count
     assert all(0 <= a <= b < 10**digits for a, b in pairs)
     drawn = {tuple(sorted(p)) for p in islice(training_pairs(digits, random.Random(0)), 2000)}

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.env.attachment import dial_options
-from headrace.env.wire import fitted
+from headrace.env.wire import fit_results
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
 
@@ -18,8 +18,8 @@ def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_thei
     large = Result(
         status=trajectory_pb2.STATUS_SCORED, reward=1, metadata_json="x" * 3000, environment="Mine", build="7"
     )
-    assert fitted([small, large], 10_000) == [small, large]
-    first, second, third = fitted([small, large, small], 3000)
+    assert fit_results([small, large], 10_000) == [small, large]
+    first, second, third = fit_results([small, large, small], 3000)
     assert (first, third) == (small, small)
     assert (second.status, second.HasField("reward")) == (trajectory_pb2.STATUS_FAILED, False)
     assert (second.environment, second.build) == ("Mine", "7")

@@ -16,7 +16,7 @@ from headrace.base.tagged_json import to_json
 from headrace.config.built_in import problems
 from headrace.config.data import BUILT_IN, EnvConfig, JudgeConfig
 from headrace.records.trajectory import BUILD_BYTES
-from headrace_services.reward.environment_build import build_of
+from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments import make
 
 JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "small"}
@@ -134,7 +134,7 @@ def test_no_option_is_forgotten_here() -> None:
 def test_law_3_one_build_each_option_that_decides_a_reward_is_in_the_build_and_no_other(
     kind: str, option: str, env: EnvConfig
 ) -> None:
-    former, now = (build_of("mine", each) for each in (environment(kind), env))
+    former, now = (compute_build("mine", each) for each in (environment(kind), env))
     assert (now != former) == (option not in IDLE or (kind, option) in DECIDING)
 
 
@@ -174,20 +174,20 @@ def reward(said: Any) -> float:
 def test_it_is_the_same_in_every_process_whatever_its_name_and_the_order_of_the_options() -> None:
     one = EnvConfig.model_validate({"type": "combine", "parts": {"a": 1.0, "b": 2.0}, "gate": "a"})
     same = EnvConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
-    assert build_of("one", one) == build_of("two", same)
+    assert compute_build("one", one) == compute_build("two", same)
     program = (
-        "from headrace.config.data import EnvConfig; from headrace_services.reward.environment_build import build_of;"
-        "print(build_of('math', EnvConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
+        "from headrace.config.data import EnvConfig; from headrace_services.reward.environment_build import compute_build;"
+        "print(compute_build('math', EnvConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
     )
     elsewhere = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/", env=os.environ | {"PYTHONHASHSEED": "7"}
     )  # fmt: skip
-    here = build_of("other", EnvConfig(type="math", tolerance=0.01, extract="boxed"), "math-verify 1")
+    here = compute_build("other", EnvConfig(type="math", tolerance=0.01, extract="boxed"), "math-verify 1")
     assert elsewhere.stdout.strip() == here
     assert here.startswith("math-verify 1, ")
 
 
 def test_it_is_no_longer_than_a_result_may_name() -> None:
-    long = [build_of("all", environment("combine"), "x" * BUILD_BYTES + end) for end in "ab"]
+    long = [compute_build("all", environment("combine"), "x" * BUILD_BYTES + end) for end in "ab"]
     assert all(len(each) <= BUILD_BYTES for each in long)
     assert len(set(long)) == 2

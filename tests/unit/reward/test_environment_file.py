@@ -90,8 +90,8 @@ def test_names_that_are_imported_or_made_are_there_too(file: Path) -> None:
 )
 def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, named: str) -> None:
     file.write_text(text)
-    assert environment_file.completed(str(file)) == f"{file}:{named}"
-    assert environment_file.completed(f"{file}:Given") == f"{file}:Given"
+    assert environment_file.complete_target(str(file)) == f"{file}:{named}"
+    assert environment_file.complete_target(f"{file}:Given") == f"{file}:Given"
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, name
 def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        environment_file.completed(str(file))
+        environment_file.complete_target(str(file))
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
 def test_what_names_no_python_file_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=f"^{target} is not a Python file; give FILE.py, or FILE.py:CLASS"):
-        environment_file.load(environment_file.completed(target))
+        environment_file.load(environment_file.complete_target(target))
 
 
 def test_a_file_is_told_from_an_address() -> None:

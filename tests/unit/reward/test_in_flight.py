@@ -24,7 +24,7 @@ def test_the_capacity_is_used_in_several_calls_and_never_exceeded() -> None:
     for free in (12, 8, 4, 0):
         room.send(4)
         assert room.free == free
-    room.done(4)
+    room.release(4)
     assert room.free == 4
 
 

@@ -25,9 +25,9 @@ from headrace.env.verifiers.verifiers_worker import (
     Relay,
     Tasks,
     UnsupportedEnvironment,
+    find_policy,
+    find_retry,
     outcome,
-    policy_of,
-    retried,
     row_of,
     sources,
 )
@@ -108,21 +108,21 @@ def test_the_end_of_the_traceback_goes_along() -> None:
 
 def test_one_agent_is_the_policy() -> None:
     mine, other = Made(client=None), Made(client="https://…")
-    assert policy_of({"judge": other, "solver": mine}) == "solver"
+    assert find_policy({"judge": other, "solver": mine}) == "solver"
     with pytest.raises(
         UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with its own reward"
     ):
-        policy_of({"solver": mine, "judge": mine})
+        find_policy({"solver": mine, "judge": mine})
     with pytest.raises(UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so none is the policy"):
-        policy_of({"judge": other})
+        find_policy({"judge": other})
 
 
 def test_what_would_play_an_episode_again_is_found() -> None:
     none, some = Made(max_retries=0, rules=[]), Made(max_retries=1, rules=[])
     rule = Made(max_retries=0, rules=[Made(max_retries=0), Made(max_retries=2)])
-    assert retried({"retries": none, "solver.retries": none}) is None
-    assert retried({"retries": none, "solver.retries": some}) == "solver.retries"
-    assert retried({"retries": rule}) == "retries"
+    assert find_retry({"retries": none, "solver.retries": none}) is None
+    assert find_retry({"retries": none, "solver.retries": some}) == "solver.retries"
+    assert find_retry({"retries": rule}) == "retries"
 
 
 def test_software_is_told_by_its_source(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_each_kind_has_credit_of_its_own(capacities: tuple[int, int], events: li
                 stream.receive(pb.AttachRequest(answer=pb.Answer(work_id=work_id)))
                 assert answer.done()
             assert {of: stream.room("mine", of) for of in KINDS} == credit
-            assert stream.held("mine") == sum(size for pieces in held.values() for _, size, _ in pieces)
+            assert stream.count_held("mine") == sum(size for pieces in held.values() for _, size, _ in pieces)
 
     asyncio.run(play())
 

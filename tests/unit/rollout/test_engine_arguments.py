@@ -150,7 +150,7 @@ def test_the_scheduling_of_the_engine_is_passed_on() -> None:
 
 
 def test_the_engines_sizes_are_said_in_one_line() -> None:
-    said = config().policy.generation.vllm_cfg.resolved(on_cpu=False).sizes
+    said = config().policy.generation.vllm_cfg.resolve(on_cpu=False).sizes
     assert said == (
         "tensor_parallel_size 1, gpu_memory_utilization 0.9, enforce_eager False, max_num_seqs 256, max_num_batched_tokens 8192"
     )

@@ -88,7 +88,7 @@ async def test_the_token_is_the_one_of_the_moment(tmp_path: Path) -> None:
     file.write_text("agents old\n")
     heard: list[bytes] = []
     async with answering(503, b"", heard) as url:
-        client = ReplicaClient(url, Credentials(file).presented("agents"))
+        client = ReplicaClient(url, Credentials(file).make_token_source("agents"))
         for line in ("agents old\n", "agents replaced\nagents old\n"):
             file.write_text(line)
             with pytest.raises(ReplicaUnavailable):

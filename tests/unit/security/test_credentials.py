@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.cli.credentials import needed
+from headrace.cli.credentials import assign_roles
 from headrace.config import Config
-from headrace.net.credentials import REDIS_ROLES, Credentials, buffer_url, complete, names_of
+from headrace.net.credentials import REDIS_ROLES, Credentials, buffer_url, complete, list_roles
 
 
 def config_of(path: Path | None, **sections: Any) -> Config:
@@ -43,7 +43,7 @@ def test_all_tokens_of_a_role_are_accepted_and_the_first_is_presented(tmp_path: 
     assert known.token("reader") == "new"
     with pytest.raises(ConfigError, match="no line for 'scorer'"):
         known.token("scorer")
-    assert known.presented("scorer") is None
+    assert known.make_token_source("scorer") is None
 
 
 def test_a_deleted_line_is_revoked_at_once_and_a_file_that_is_gone_revokes_all(tmp_path: Path) -> None:
@@ -71,14 +71,14 @@ def test_a_line_that_is_none_is_named_without_what_it_says(tmp_path: Path, text:
 
 def test_a_run_has_a_token_for_each_environment_of_its_own_and_for_each_user_of_its_server() -> None:
     config = config_of(None, env={"math": {"type": "math"}, "mine": {"target": "127.0.0.1:50400"}})
-    assert names_of(config, redis=False) == ["operator", "reader", "scorer", "environment mine"]
-    assert names_of(config, redis=True)[4:] == [f"redis {role}" for role in REDIS_ROLES]
+    assert list_roles(config, redis=False) == ["operator", "reader", "scorer", "environment mine"]
+    assert list_roles(config, redis=True)[4:] == [f"redis {role}" for role in REDIS_ROLES]
 
 
 def test_a_run_with_episodes_has_a_token_for_who_asks_for_them() -> None:
     config = config_of(None, env={"mine": {"attached": True, "episodes": True}})
-    assert names_of(config, redis=False) == ["operator", "reader", "scorer", "agents", "environment mine"]
-    assert "agents" in needed(config)["reward"]
+    assert list_roles(config, redis=False) == ["operator", "reader", "scorer", "agents", "environment mine"]
+    assert "agents" in assign_roles(config)["reward"]
 
 
 def test_each_role_has_its_own_login_at_the_buffers_server(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.base.addresses import is_loopback, reached, target_is_local, with_port
+from headrace.base.addresses import is_loopback, replace_wildcard, target_is_local, with_port
 from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.launch.exposure import check
@@ -118,4 +118,4 @@ def test_what_is_loopback() -> None:
     ],
 )
 def test_where_a_service_is_reached_on_its_machine(host: str, address: str) -> None:
-    assert with_port(reached(host), 1) == address
+    assert with_port(replace_wildcard(host), 1) == address

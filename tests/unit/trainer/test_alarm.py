@@ -35,10 +35,10 @@ LIMITS = alarm.alarm_limits(config())
 
 
 def alarmed(steps: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> list[bool]:
-    """Of which steps there is an alarm, as `Telemetry.trained` decides it."""
+    """Of which steps there is an alarm, as `Telemetry.report_step` decides it."""
     stale, found = alarm.Streak(alarm.OFF_POLICY_STEPS), []
     for metrics in steps:
-        exceeded = [excess.on_policy for excess in alarm.limits_exceeded(metrics, limits)]
+        exceeded = [excess.on_policy for excess in alarm.find_exceeded(metrics, limits)]
         stale.count(not all(exceeded))
         found.append(any(exceeded) or stale.is_alarm)
     return found
@@ -214,7 +214,7 @@ def test_the_error_is_told_by_the_replica_that_sampled_the_tokens() -> None:
     assert errors["b"].error == pytest.approx(math.e)
     assert 1e200 < errors["liar"].error < math.inf
     shares = [alarm.error_by_replica(found.take(places)) for places in ([0, 3], [1], [], [2, 4])]
-    assert alarm.merged(shares) == {name: pytest.approx(of) for name, of in errors.items()}
+    assert alarm.merge(shares) == {name: pytest.approx(of) for name, of in errors.items()}
     found.old_logprobs = None
     assert alarm.error_by_replica(found) == {}
 
@@ -247,12 +247,12 @@ def test_apart_is_who_exceeds_the_limit_and_the_others_by_far(errors: dict[str, 
 
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     picture = Path("runs/a/logs/disagreement_step7.png")
-    found = alarm.limits_exceeded({"on_policy_token_mult_prob_error": 1.25}, LIMITS)
+    found = alarm.find_exceeded({"on_policy_token_mult_prob_error": 1.25}, LIMITS)
     said = alarm.disagreement_message(7, found, {0: 1.25, 2: 1.4}, picture)
     for part in ("step 7", "1.25, above 1.05", "0: 1.25", "2: 1.4", "precision", "disagreement_step7.png"):
         assert part in said
     assert "learning rate" not in said
-    old = alarm.disagreement_message(7, alarm.limits_exceeded({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
+    old = alarm.disagreement_message(7, alarm.find_exceeded({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
     for part in ("0.75, above 0.5", "beyond the clip", "learning rate", "age bound"):
         assert part in old
     assert "the current weights sampled these tokens" in said

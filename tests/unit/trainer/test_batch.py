@@ -80,16 +80,16 @@ def test_law_2_tokens_over_age_do_not_count(max_age: int, expected: list[int]) -
 )
 def test_problems_are_named(of_trajectory: dict[str, Any], columns: dict[str, Any], says: str) -> None:
     good = of()
-    assert good.problem_of(0, 20, 7) is None
+    assert good.find_problem(0, 20, 7) is None
     changed = msgspec.structs.replace(TRAJECTORY, **of_trajectory)
     bad = dataclasses.replace(good, trajectories=(changed,), **columns)
-    assert says in (bad.problem_of(0, 20, 7) or "")
-    assert "7 tokens, more than policy.max_total_sequence_length 6" in (good.problem_of(0, 20, 6) or "")
+    assert says in (bad.find_problem(0, 20, 7) or "")
+    assert "7 tokens, more than policy.max_total_sequence_length 6" in (good.find_problem(0, 20, 6) or "")
 
 
 def test_a_log_probability_of_the_environment_s_token_may_be_anything() -> None:
     changed = msgspec.structs.replace(TRAJECTORY, logprobs=np.array([-1, np.nan, -1, -1, -1], np.float32))
-    assert dataclasses.replace(of(), trajectories=(changed,)).problem_of(0, 20, 7) is None
+    assert dataclasses.replace(of(), trajectories=(changed,)).find_problem(0, 20, 7) is None
 
 
 @pytest.mark.parametrize(

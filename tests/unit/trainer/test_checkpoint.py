@@ -17,14 +17,14 @@ from safetensors.numpy import save_file
 
 from headrace.base.errors import Restartable, ServiceError
 from headrace.config.services import CheckpointingConfig
-from headrace.run.checkpoints import SUMS, changed, set_aside
+from headrace.run.checkpoints import SUMS, find_change, list_set_aside
 from headrace_services.trainer.control.checkpoint import (
     ENDED,
     TRAINED,
     Checkpoints,
     CheckpointState,
     Ledger,
-    superseded,
+    select_superseded,
 )
 
 
@@ -62,7 +62,7 @@ def test_what_was_published_is_read_back(checkpoints: Checkpoints, publish: Publ
     assert checkpoints.newest() is None
     folder = publish(9)
     publish(10)
-    assert checkpoints.published() == [9, 10]
+    assert checkpoints.find_published() == [9, 10]
     assert checkpoints.newest() == 10
     assert checkpoints.state(10) == state(10)
     assert checkpoints.ledger(10) == {9: ["a", "b"]}
@@ -80,18 +80,18 @@ def test_half_written_checkpoints_are_never_listed_and_the_next_writer_removes_t
     half = checkpoints.begin(2, "t1")
     (half / "state.json").write_text(state(2).model_dump_json())  # killed just before the rename
     (checkpoints.path(7)).mkdir()  # a copy by hand that was cut off
-    assert checkpoints.published() == [1]
+    assert checkpoints.find_published() == [1]
     again = checkpoints.begin(3, "t1")
     assert not half.exists()
-    assert again == checkpoints.unfinished(3, "t1")
+    assert again == checkpoints.locate_unfinished(3, "t1")
 
 
 def test_newest_stays_and_the_best_stay(checkpoints: Checkpoints, publish: Publish) -> None:
     for version, accuracy in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.1)):
         publish(version, accuracy=accuracy)
-    assert checkpoints.published() == [1, 3, 4]
+    assert checkpoints.find_published() == [1, 3, 4]
     publish(5)
-    assert checkpoints.published() == [1, 3, 5]
+    assert checkpoints.find_published() == [1, 3, 5]
 
 
 def test_a_version_is_published_once(checkpoints: Checkpoints, publish: Publish) -> None:
@@ -180,12 +180,12 @@ def test_a_damaged_newest_checkpoint_is_set_aside_with_words_and_the_one_before_
     assert f"{checkpoints.path(6)} is damaged, and the checkpoint before it is used: {damaged}" in caplog.text
     assert files_of(checkpoints.path(6)) == held, "nobody but a trainer that starts touches it"
     checkpoints.start("t2", 4)
-    assert checkpoints.published() == [4]
+    assert checkpoints.find_published() == [4]
     (aside,) = checkpoints.path(4).parent.glob("*step_6*")
     assert aside.name == "damaged-step_6-t2"
     assert files_of(aside).items() > held.items()
     assert f"set aside as {aside}" in caplog.text
-    (line,) = set_aside(aside.parent)
+    (line,) = list_set_aside(aside.parent)
     assert line.startswith(f"checkpoint 6 is damaged ({damaged}")
     assert line.endswith(str(aside))
 
@@ -202,10 +202,10 @@ def with_other_shapes(path: Path) -> None:
 
 def all_in_one(folder: Path) -> str | None:
     """What two ranks of a host find together."""
-    return changed(folder, 0, 2) or changed(folder, 1, 2)
+    return find_change(folder, 0, 2) or find_change(folder, 1, 2)
 
 
-@pytest.mark.parametrize("find", [changed, all_in_one])
+@pytest.mark.parametrize("find", [find_change, all_in_one])
 @pytest.mark.parametrize(
     ("file", "harm"),
     [
@@ -238,7 +238,7 @@ def test_whatever_file_of_the_newest_has_changed_it_is_set_aside_and_the_one_bef
     assert checkpoints.newest(find) == 2
     checkpoints.start("t2", 2)
     assert [path.name for path in checkpoints.path(2).parent.glob("*step_4*")] == ["damaged-step_4-t2"]
-    (line,) = set_aside(checkpoints.path(2).parent)
+    (line,) = list_set_aside(checkpoints.path(2).parent)
     assert str(checkpoints.path(4)) in line
 
 
@@ -246,13 +246,13 @@ def test_a_checkpoint_of_a_build_before_the_digests_is_used(checkpoints: Checkpo
     publish(2, write=real)
     (checkpoints.path(2) / SUMS).unlink()
     flipped(checkpoints.path(2) / "policy" / "model.safetensors")
-    assert checkpoints.newest(changed) == 2
+    assert checkpoints.newest(find_change) == 2
 
 
 def test_metrics_that_are_added_later_change_no_digest(checkpoints: Checkpoints, publish: Publish) -> None:
     publish(2, write=real)
     checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
-    assert checkpoints.newest(changed) == 2
+    assert checkpoints.newest(find_change) == 2
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="of coreutils")
@@ -274,8 +274,8 @@ def test_retention_sets_an_older_checkpoint_aside_whose_metrics_cant_be_read(
     emptied(checkpoints.path(2) / file)
     publish(6, accuracy=0.1)
     publish(8, accuracy=0.2)
-    assert checkpoints.published() == [4, 8]
-    (line,) = set_aside(checkpoints.path(4).parent)
+    assert checkpoints.find_published() == [4, 8]
+    (line,) = list_set_aside(checkpoints.path(4).parent)
     assert file in line
 
 
@@ -286,7 +286,7 @@ def test_retention_ends_the_run_if_what_was_just_published_cant_be_read(
     emptied(checkpoints.path(2) / "state.json")
     with pytest.raises(ServiceError, match=r"step_2/state\.json can't be read"):
         checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
-    assert checkpoints.published() == [2]
+    assert checkpoints.find_published() == [2]
 
 
 def test_a_missing_file_of_weights_is_damage(checkpoints: Checkpoints, publish: Publish) -> None:
@@ -311,7 +311,7 @@ def test_no_usable_checkpoint_is_an_error_that_says_what_is_wrong_with_each(
         f"{checkpoints.path(4)}/policy/model.safetensors",
         f"{checkpoints.path(2)}/ledger.json",
     ]
-    assert checkpoints.published() == [2, 4]
+    assert checkpoints.find_published() == [2, 4]
 
 
 def test_a_checkpoint_of_another_build_is_not_damaged(checkpoints: Checkpoints, publish: Publish) -> None:
@@ -335,7 +335,7 @@ histories = st.dictionaries(st.integers(0, 50), st.one_of(st.none(), st.floats(0
 @given(history=histories, k=st.integers(1, 5), higher=st.booleans())
 def test_retention_keeps_the_newest_and_the_best(history: dict[int, float | None], k: int, higher: bool) -> None:
     metrics = {version: {} if value is None else {"val:accuracy": value} for version, value in history.items()}
-    gone = superseded(metrics, CheckpointingConfig(keep_top_k=k, higher_is_better=higher))
+    gone = select_superseded(metrics, CheckpointingConfig(keep_top_k=k, higher_is_better=higher))
     kept = set(metrics) - set(gone)
     assert min(k, len(metrics)) <= len(kept) <= k + 1
     if not metrics:
@@ -350,8 +350,8 @@ def test_retention_keeps_the_newest_and_the_best(history: dict[int, float | None
 
 def test_without_a_metric_the_newest_are_kept_and_without_a_limit_all() -> None:
     metrics = {version: {"val:accuracy": 1.0 / (version + 1)} for version in range(5)}
-    assert superseded(metrics, CheckpointingConfig(keep_top_k=2, metric_name=None)) == [0, 1, 2]
-    assert superseded(metrics, CheckpointingConfig(keep_top_k=None)) == []
+    assert select_superseded(metrics, CheckpointingConfig(keep_top_k=2, metric_name=None)) == [0, 1, 2]
+    assert select_superseded(metrics, CheckpointingConfig(keep_top_k=None)) == []
 
 
 # -- two trainers of one run: the first is frozen, and wakes up after the second has started
@@ -393,7 +393,7 @@ def test_a_trainer_that_wakes_up_after_its_successor_has_started_harms_nothing(
             late()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     new.publish(of("new", 6), {})
-    assert new.published() == [6]
+    assert new.find_published() == [6]
     assert (new.path(6) / "policy" / "weights").read_text() == "6 in .unfinished-step_6-new"
 
 
@@ -423,7 +423,7 @@ def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
     def take_over() -> None:
         new.start("new", 2)
         # its library, asleep in a write, makes what was removed again
-        write_again(old.unfinished(4, "old"))
+        write_again(old.locate_unfinished(4, "old"))
         if successor_is_ahead:
             write(new.begin(4, "new"), 4)
             new.publish(of("new", 4), {})
@@ -437,11 +437,11 @@ def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
         old.publish(of("old", 4), {})
     third = Checkpoints(tmp_path, CheckpointingConfig())
     if successor_is_ahead:
-        assert third.published() == [4]
+        assert third.find_published() == [4]
         assert third.state(4).timeline == "new"
         return
     assert (tmp_path / "step_4" / "state.json").is_file(), "it was published, too late to be noticed"
-    assert third.published() == [2]
+    assert third.find_published() == [2]
     write(new.begin(4, "new"), 4)
     assert "checkpoint 4 was published by a trainer (timeline old) after another had taken over" in caplog.text
     new.publish(of("new", 4), {})
@@ -460,8 +460,8 @@ class FrozenInAddMetrics(Checkpoints):
         self.meanwhile()
         return found
 
-    def published(self) -> list[int]:
-        found = super().published()
+    def find_published(self) -> list[int]:
+        found = super().find_published()
         self.meanwhile()
         return found
 
@@ -493,7 +493,7 @@ def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change
     with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
         old.add_metrics(4, "old", {"val:accuracy": 0.125})
     third = Checkpoints(tmp_path, CheckpointingConfig())
-    assert third.published() == [2, 4]
+    assert third.find_published() == [2, 4]
     assert third.state(4).timeline == ("new" if goes_on_from == 2 else "old")
     assert third.state(4).metrics["val:accuracy"] == 0.75
     assert ("val:early" in third.state(4).metrics) == (goes_on_from == 4)
@@ -540,7 +540,9 @@ def test_a_trainer_frozen_anywhere_in_retention_touches_nothing_of_its_successor
         kept: dict[Path, bytes] = {}
 
         def take_over(folder: Path = folder, new: Checkpoints = new, kept: dict[Path, bytes] = kept) -> None:
-            new.start("new", goes_on_from if goes_on_from in (0, *new.published()) else 4)  # 2 may be removed by now
+            new.start(
+                "new", goes_on_from if goes_on_from in (0, *new.find_published()) else 4
+            )  # 2 may be removed by now
             if goes_on_from == 0:
                 write(new.begin(2, "new"), 2)
                 new.publish(of("new", 2), {})
@@ -612,7 +614,7 @@ def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
         checkpoints.begin(version, "old")
         checkpoints.publish(of("old", version), {})
     checkpoints.start("new", 2)
-    assert checkpoints.published() == [2]
+    assert checkpoints.find_published() == [2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["abandoned-step_4-old", "chain.jsonl", "step_2"]
 
 
@@ -626,11 +628,11 @@ def test_a_start_from_what_another_trainer_removed_or_abandoned_meanwhile_is_ref
     for version in (2, 4):
         write(other.begin(version + 4, "other"), version + 4)
         other.publish(of("other", version + 4), {})
-    assert other.published() == [8]
+    assert other.find_published() == [8]
     for version in (2, 4, 6):
         with pytest.raises(Restartable, match=rf"step_{version}, which this trainer should continue from, is gone"):
             one.start(f"late-{version}", version)
-    assert other.published() == [8]
+    assert other.find_published() == [8]
     other.require_newest("other")
 
 

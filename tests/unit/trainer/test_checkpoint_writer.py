@@ -76,7 +76,9 @@ class Buffer:
     async def commit(self, version: int, timeline: str, trained: Mapping[int, Sequence[str]]) -> None:
         if self.refuses:
             raise WrongStep("only steps below 0 were reserved")
-        self.commits.append((version, {step: [*ids] for step, ids in trained.items()}, self._checkpoints.published()))
+        self.commits.append(
+            (version, {step: [*ids] for step, ids in trained.items()}, self._checkpoints.find_published())
+        )
 
 
 @dataclasses.dataclass
@@ -145,7 +147,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_committe
     await case.save(2)
     await reached(case.disk)
     await case.writer.look()  # the loop's turns go on
-    assert (case.checkpoints.published(), case.buffer.commits, case.writer.take_metrics()) == ([], [], {})
+    assert (case.checkpoints.find_published(), case.buffer.commits, case.writer.take_metrics()) == ([], [], {})
     case.disk.may_write.set()
     await case.writer.finish()
     assert case.checkpoints.ledger(2) == {1: ["g2"]}
@@ -186,14 +188,14 @@ async def test_metrics_of_a_version_that_is_being_written_come_into_its_checkpoi
     case.disk.may_write.set()
     await case.writer.finish()
     assert case.checkpoints.state(2).metrics == {"val:accuracy": 0.25}
-    assert case.checkpoints.published() == [1, 2], "the best and the newest"
+    assert case.checkpoints.find_published() == [1, 2], "the best and the newest"
     await case.save(3, keep=[2])
     case.writer.add_metrics(2, {"val:accuracy": 0.75})  # a validation that ends while the next checkpoint is written
     await case.writer.finish()
-    assert case.checkpoints.published() == [2, 3]
+    assert case.checkpoints.find_published() == [2, 3]
     case.writer.add_metrics(7, {"val:accuracy": 1.0})  # a version without a checkpoint
     await case.writer.finish()
-    assert case.checkpoints.published() == [2, 3]
+    assert case.checkpoints.find_published() == [2, 3]
 
 
 class Unwritable(Checkpoints):
@@ -219,7 +221,7 @@ def publication_fails(case: Case) -> None:
 
 
 def folder_is_lost(case: Case) -> None:
-    shutil.rmtree(case.checkpoints.unfinished(2, "t"))
+    shutil.rmtree(case.checkpoints.locate_unfinished(2, "t"))
 
 
 async def looks(writer: CheckpointWriter) -> None:
@@ -241,7 +243,7 @@ async def test_a_write_that_fails_is_the_run_s_error_and_the_earlier_checkpoint_
     case.disk.may_write.set()
     with pytest.raises(ServiceError, match=r"can't write a checkpoint to .*the earlier ones are untouched"):
         await notice(case.writer)
-    assert case.checkpoints.published() == [1]
+    assert case.checkpoints.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]
 
 
@@ -261,7 +263,7 @@ async def test_a_buffer_that_lost_the_steps_is_said_to_have(tmp_path: Path) -> N
     await case.save(1)
     with pytest.raises(ReplayUnavailable, match="the buffer's server lost a step that was trained"):
         await case.writer.finish()
-    assert case.checkpoints.published() == [1]
+    assert case.checkpoints.find_published() == [1]
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["its folder is gone", "its library makes the folder again"])
@@ -275,11 +277,11 @@ async def test_law_4_a_trainer_whose_successor_starts_while_it_writes_publishes_
     successor = Checkpoints(tmp_path, CheckpointingConfig())
     successor.start("new", 1)
     if written:
-        case.checkpoints.unfinished(2, "t").mkdir()
+        case.checkpoints.locate_unfinished(2, "t").mkdir()
     case.disk.may_write.set()
     with pytest.raises(ServiceError, match=r"timeline t is not the newest of the chain .*another trainer has taken"):
         await case.writer.finish()
-    assert successor.published() == [1]
+    assert successor.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]
 
 
@@ -294,7 +296,7 @@ async def test_after_another_error_what_is_being_written_is_completed_or_its_own
     await reached(case.disk)
     case.disk.may_write.set()
     await closing
-    assert case.checkpoints.published() == ([] if fails else [1])
+    assert case.checkpoints.find_published() == ([] if fails else [1])
     assert ("can't write a checkpoint" in caplog.text) == fails
 
 
@@ -313,7 +315,7 @@ class TwoRanks(LeadRank):
     def _announce(self, name: str, arguments: Sequence[Any]) -> None:
         pass
 
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         if isinstance(self.others, ServiceError):
             raise self.others
         return self.part.done() and self.others
@@ -334,7 +336,7 @@ async def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(tm
     several_looks = looked(case.writer)
     finishing = asyncio.create_task(case.writer.finish())
     await several_looks.wait()
-    assert (finishing.done(), case.checkpoints.published()) == (False, [])
+    assert (finishing.done(), case.checkpoints.find_published()) == (False, [])
     lead.others = True
     await finishing
     assert case.buffer.commits == [(1, {0: ["g1"]}, [1])]
@@ -346,4 +348,4 @@ async def test_what_another_rank_can_t_write_is_the_run_s_error(tmp_path: Path) 
     with pytest.raises(ServiceError, match="can't write a checkpoint"):
         await case.writer.look()
     await case.writer.close()  # waits for nobody
-    assert case.checkpoints.published() == []
+    assert case.checkpoints.find_published() == []

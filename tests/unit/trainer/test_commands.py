@@ -24,10 +24,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "step": (reservation("a", "b"), [1.0, 0.5], [[0, 2], [1, 3]]),
     "gather_batch": (),
     "probe": ([1, 2, 3],),
-    "rounded_probe": ([1, 2, 3],),
+    "probe_rounded": ([1, 2, 3],),
     "weights": (True,),
+    "damage": ("runs/a",),
     "save": ("runs/a",),
-    "saved": (),
+    "is_saved": (),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_services.trainer.network.policy_model import entropy_of
+from headrace_services.trainer.network.policy_model import compute_entropy
 
 torch.set_num_threads(1)
 
@@ -20,7 +20,7 @@ def test_the_entropy_is_that_of_the_softmax(count: int, vocabulary: int, scale: 
     logits[torch.rand(count, vocabulary, generator=generator) < 0.2] = -torch.inf
     logits[:, 0] = 0.0
     expected = torch.special.entr(logits.double().softmax(-1)).sum(-1)
-    found = entropy_of(logits.log_softmax(-1))
+    found = compute_entropy(logits.log_softmax(-1))
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-6)
 
 
@@ -28,9 +28,9 @@ def test_a_choice_of_n_alike_has_an_entropy_of_log_n_and_a_certain_one_of_0() ->
     logits = torch.full((2, 8), -torch.inf)
     logits[0, :4] = 3.0
     logits[1, 2] = -5.0
-    torch.testing.assert_close(entropy_of(logits.log_softmax(-1)), torch.tensor([4.0, 1.0]).log())
+    torch.testing.assert_close(compute_entropy(logits.log_softmax(-1)), torch.tensor([4.0, 1.0]).log())
 
 
 def test_a_logit_that_is_not_a_number_hides_nowhere() -> None:
     logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 1.0, 2.0]])
-    assert entropy_of(logits.log_softmax(-1)).isnan().tolist() == [True, False]
+    assert compute_entropy(logits.log_softmax(-1)).isnan().tolist() == [True, False]

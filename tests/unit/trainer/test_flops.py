@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.throughput import DATA_SHEETS, Architecture, peak_of
+from headrace_services.trainer.telemetry.throughput import DATA_SHEETS, Architecture, find_peak
 from tests.integration.trainer.learner_cases import config as learner_config
 from tests.support.trainer import batch, trajectory
 
@@ -182,13 +182,13 @@ def test_an_unknown_architecture_has_no_formula() -> None:
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:
-    peak = peak_of(torch.device("cpu"), "float32")
+    peak = find_peak(torch.device("cpu"), "float32")
     assert peak.tflops > 0
     assert "measured" in peak.source
 
 
 def test_a_gpu_is_the_one_with_the_longest_name_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert peak_of(torch.device("cuda"), "bfloat16").tflops == DATA_SHEETS["NVIDIA H100 PCIe"]["bfloat16"]
+    assert find_peak(torch.device("cuda"), "bfloat16").tflops == DATA_SHEETS["NVIDIA H100 PCIe"]["bfloat16"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_of(torch.device("cuda"), "bfloat16").tflops == 989.4
+    assert find_peak(torch.device("cuda"), "bfloat16").tflops == 989.4

@@ -109,7 +109,7 @@ def test_a_step_that_two_trainers_wrote_is_that_of_the_chain(tmp_path: Path) -> 
     assert files.timelines() == [(0, "late"), (1, "successor")]
     assert (files.find("g1"), [group.group for group in files.read(1)]) == (None, ["g2"])
     LineageWriter(folder, "third").supersede(1)
-    assert [(step, timeline) for step, timeline, _ in files.written()] == [(0, "late")]
+    assert [(step, timeline) for step, timeline, _ in files.list_files()] == [(0, "late")]
 
 
 def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pyroaring import BitMap
 
 from headrace.base.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
-from headrace_services.trainer.control.resume import ResumeState, check_prompts, lost_writes, restore_reason
+from headrace_services.trainer.control.resume import ResumeState, check_prompts, has_lost_writes, restore_reason
 from tests.unit.trainer.loop_cases import run_state
 
 CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
@@ -71,7 +71,7 @@ def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_ov
         version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=BitMap(),
         enqueued=20, refill=False, previous_timeline="before",
     )  # fmt: skip
-    assert lost_writes(resumed, run_state(**changes), reserved=7) is lost
+    assert has_lost_writes(resumed, run_state(**changes), reserved=7) is lost
 
 
 def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:

@@ -21,24 +21,24 @@ def fleet(**states: str) -> list[Replica]:
 
 
 def test_the_dead_the_gone_and_the_excluded_are_not_waited_for() -> None:
-    assert membership.awaited(EPOCH, fleet(a="STALE", b="STALE", c="HEALTHY"), ()) == {"b", "c"}
-    assert membership.awaited(EPOCH, fleet(a="STALE", b="DEAD", c="STALE"), ()) == {"c"}
-    assert membership.awaited(EPOCH, fleet(a="STALE", b="QUARANTINED", c="STALE"), ()) == {"c"}
-    assert membership.awaited(EPOCH, fleet(a="STALE", b="STALE"), ("b",)) == set()
+    assert membership.find_awaited(EPOCH, fleet(a="STALE", b="STALE", c="HEALTHY"), ()) == {"b", "c"}
+    assert membership.find_awaited(EPOCH, fleet(a="STALE", b="DEAD", c="STALE"), ()) == {"c"}
+    assert membership.find_awaited(EPOCH, fleet(a="STALE", b="QUARANTINED", c="STALE"), ()) == {"c"}
+    assert membership.find_awaited(EPOCH, fleet(a="STALE", b="STALE"), ("b",)) == set()
 
 
 def test_a_member_settles_by_verifying_refusing_or_dying() -> None:
     everyone = fleet(a="STALE", b="STALE", c="STALE")
-    assert membership.unsettled(EPOCH, everyone) == {"a", "c"}
-    assert membership.unsettled(msgspec.structs.replace(EPOCH, refused={"a": "no"}), everyone) == {"c"}
-    assert membership.unsettled(EPOCH, fleet(a="DEAD", b="STALE", c="STALE")) == {"c"}
+    assert membership.find_unsettled(EPOCH, everyone) == {"a", "c"}
+    assert membership.find_unsettled(msgspec.structs.replace(EPOCH, refused={"a": "no"}), everyone) == {"c"}
+    assert membership.find_unsettled(EPOCH, fleet(a="DEAD", b="STALE", c="STALE")) == {"c"}
 
 
 def test_only_who_broke_the_transfer_is_at_fault() -> None:
     epoch = msgspec.structs.replace(EPOCH, refused={"a": "gone", "c": "no such parameter"}, interrupted=("a",))
     assert membership.at_fault(epoch) == {"c"}
-    assert membership.interrupted(epoch)
-    assert not membership.interrupted(msgspec.structs.replace(EPOCH, refused={"c": "no such parameter"}))
+    assert membership.was_interrupted(epoch)
+    assert not membership.was_interrupted(msgspec.structs.replace(EPOCH, refused={"c": "no such parameter"}))
 
 
 A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
@@ -89,10 +89,10 @@ RENDEZVOUS = Rendezvous(
 
 
 def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_otherwise() -> None:
-    assert RENDEZVOUS.group_of(("a", "b")) == RENDEZVOUS.group_of(("b", "a")) == "old"
+    assert RENDEZVOUS.derive_group(("a", "b")) == RENDEZVOUS.derive_group(("b", "a")) == "old"
     for members in (("b",), ("a",), ("a", "b", "c")):
-        assert RENDEZVOUS.group_of(members) == "new"
-    assert msgspec.structs.replace(RENDEZVOUS, previous_group="", previous_members=()).group_of(()) == "new"
+        assert RENDEZVOUS.derive_group(members) == "new"
+    assert msgspec.structs.replace(RENDEZVOUS, previous_group="", previous_members=()).derive_group(()) == "new"
 
 
 def test_ranks_are_distinct_and_do_not_depend_on_the_order_of_members() -> None:
