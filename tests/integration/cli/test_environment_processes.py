@@ -95,7 +95,7 @@ class Plays(headrace.Environment):
 
 async def result_of(kind: str, port: int, credentials: Credentials) -> Any:
     """What a hub answers about one completion, or one episode, of the environment `mine`."""
-    token = credentials.presented("scorer" if kind == "Scores" else "agents")
+    token = credentials.make_token_source("scorer" if kind == "Scores" else "agents")
     async with rpc.channel(f"127.0.0.1:{port}", token=token) as channel:
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         if kind == "Scores":
