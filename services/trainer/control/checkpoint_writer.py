@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from headrace.base.errors import ReplayUnavailable, ServiceError, WrongStep
+from headrace.base.errors import Restartable, ServiceError, WrongStep
 from headrace_services.trainer.control.checkpoint import CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 
@@ -131,7 +131,7 @@ class CheckpointWriter:
         try:
             await context.retry(lambda: context.replay.commit(state.version, self._timeline, steps))
         except WrongStep as refusal:
-            raise ReplayUnavailable(
+            raise Restartable(
                 f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
                 "and restores the buffer"
             ) from refusal

@@ -16,7 +16,7 @@ from headrace.base.errors import (
     EnvironmentBroken,
     Fenced,
     InvalidCall,
-    ReplayUnavailable,
+    Restartable,
     SamplingStarved,
     ServiceError,
     WrongTimeline,
@@ -76,7 +76,7 @@ class Loop:
     async def run(self) -> bool:
         """Train until the last step or the last prompt (returns True), or until a stop (returns False).
 
-        Raises `ServiceError` when the run can't continue, and `ReplayUnavailable` if the buffer's server lost writes: a restart restores
+        Raises `ServiceError` when the run can't continue, and `Restartable` if the buffer's server lost writes: a restart restores
         the buffer.
         """
         feeding: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class Loop:
             reserved = self._version + isinstance(self._reply, Reservation)
             state = await self._call(self._replay.state)
             if has_lost_writes(self._resumed, state, reserved):
-                raise ReplayUnavailable(
+                raise Restartable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
                     "restores the buffer"
                 ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ReplayUnavailable, ServiceError, WrongStep
+from headrace.base.errors import Restartable, ServiceError, WrongStep
 from headrace.config.services import CheckpointingConfig
 from headrace.run.checkpoints import cannot_write_checkpoint
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
@@ -261,7 +261,7 @@ async def test_a_buffer_that_lost_the_steps_is_said_to_have(tmp_path: Path) -> N
     case.buffer.refuses = True
     case.disk.may_write.set()
     await case.save(1)
-    with pytest.raises(ReplayUnavailable, match="the buffer's server lost a step that was trained"):
+    with pytest.raises(Restartable, match="the buffer's server lost a step that was trained"):
         await case.writer.finish()
     assert case.checkpoints.find_published() == [1]
 
