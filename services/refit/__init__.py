@@ -1,0 +1,1 @@
+"""A refit: how the weights of the trainer reach the replicas, and the proof that both compute alike."""
