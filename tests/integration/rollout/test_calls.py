@@ -121,15 +121,19 @@ def difference(fleet: Fleet, asked: SampleRequest, it: Sampled) -> float:
     return float(np.abs(np.concatenate(truth) - it.logprobs).max())
 
 
-async def sampling(replica: Process, call: asyncio.Task[Sampled]) -> None:
-    """Return once the engine is at work on the call."""
+async def sampling(client: ReplicaClient, replica: Process, asked: SampleRequest) -> asyncio.Task[Sampled]:
+    """Make a call, and return it once the engine is at work on it. One that was over before anybody looked is made again."""
+    call = asyncio.create_task(client.sample(asked))
 
     async def look() -> bool:
+        nonlocal call
         if call.done():
-            pytest.fail(f"it has ended: {call.exception() or call.result()}")
+            call.result()
+            call = asyncio.create_task(client.sample(asked))
         return await replica.generating()
 
     await eventually(look)
+    return call
 
 
 async def fenced(call: Any) -> str:
@@ -324,8 +328,7 @@ async def test_law_4_another_timeline_and_weights_too_old_are_fenced(client: Rep
 
 async def test_a_caller_that_goes_away_ends_its_call_in_the_engine(client: ReplicaClient, replica: Process) -> None:
     before = await calls(replica, "abandoned")
-    call = asyncio.create_task(client.sample(long()))
-    await sampling(replica, call)
+    call = await sampling(client, replica, long())
     call.cancel()
 
     async def idle() -> bool:
@@ -343,8 +346,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
     """Though it computes one sequence at a time, and another one waits, the replica proves its weights while the first runs on."""
-    call = asyncio.create_task(client.sample(long()))
-    await sampling(replica, call)
+    call = await sampling(client, replica, long())
     other = asyncio.create_task(client.sample(request()))
     fleet.policy.train()
     assert len((await fleet.refit(1)).verified) == 1
@@ -360,8 +362,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(
 async def test_law_4_a_refit_that_fails_its_proof_takes_the_calls_with_it(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
-    call = asyncio.create_task(client.sample(long(min_version=1)))
-    await sampling(replica, call)
+    call = await sampling(client, replica, long(min_version=1))
     fleet.policy.train()
     assert (await fleet.refit(2, wrong_by=0.5)).verified == ()
     assert await fenced(call) == "unhealthy"
@@ -376,8 +377,7 @@ async def test_law_4_a_refit_that_fails_its_proof_takes_the_calls_with_it(
 async def test_law_4_a_rewind_ends_the_calls_of_the_timeline_before(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
-    call = asyncio.create_task(client.sample(long()))
-    await sampling(replica, call)
+    call = await sampling(client, replica, long())
     fleet.timeline = "timeline-1"
     await fleet.replay.rewind(0, fleet.timeline)
     assert await fenced(call) == "timeline"
@@ -390,8 +390,7 @@ async def test_law_4_a_rewind_ends_the_calls_of_the_timeline_before(
 
 
 async def test_a_replica_that_is_stopped_hands_its_calls_back(client: ReplicaClient, replica: Process) -> None:
-    call = asyncio.create_task(client.sample(long(timeline="timeline-1")))
-    await sampling(replica, call)
+    call = await sampling(client, replica, long(timeline="timeline-1"))
     replica.popen.terminate()
     assert await fenced(call) == "leaving"
     assert await replica.ended() == 0
