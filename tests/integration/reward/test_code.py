@@ -564,8 +564,8 @@ async def test_law_7_failure_is_not_zero_what_sleeps_in_a_worker_that_dies_begin
     async with started(1) as pool:
         (asleep,) = submitted(pool, "import time; time.sleep(3); print(1)", 1)
         await until(lambda: pool.asleep == 1)
-        for process in psutil.Process().children():
-            process.kill()
+        (worker,) = (each for each in psutil.Process().children() if "scoring_worker" in command_of(each))
+        worker.kill()
         result = await asyncio.wait_for(asleep, WAIT_S)
     assert (result.status, result.reward) == (STATUS_SCORED, 1)
 
