@@ -44,8 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _fork_beside_grpc() -> None:
+    """Have gRPC leave forks of this process alone. It starts its threads anew in the fork, between `fork` and `exec`, and these abort at
+    random (grpc/grpc#43055). Only a process that has servers or channels of gRPC and uses `preexec_fn` meets that: these tests, none of
+    the services."""
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    import grpc
+
+    grpc.insecure_channel("127.0.0.1:1").close()  # it reads the variable now, and never again
+    del os.environ["GRPC_ENABLE_FORK_SUPPORT"]  # the processes that tests start have the defaults
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    _fork_beside_grpc()
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
     settings.load_profile("night" if config.getoption("nightly") else "day")
     if hasattr(config, "workerinput"):  # one of the processes that share the tests
