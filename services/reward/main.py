@@ -21,8 +21,8 @@ from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.episode_environments import EpisodeBackend
+from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
-from headrace_services.reward.hosted_environments import FunctionBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
