@@ -17,14 +17,14 @@ def own() -> str:
         return ""
 
 
-def folders(groups: str, controller: str, root: Path) -> Iterator[tuple[Path, Literal[1, 2]]]:
-    """Yield the folders of the groups that limit `controller` for a process, and of their parents, with the version of their hierarchy.
-    `groups` is the content of the process's /proc/…/cgroup. In a container the mount may be the group itself."""
-    for line in groups.splitlines():
+def folders(controller: str) -> Iterator[tuple[Path, Literal[1, 2]]]:
+    """Yield the folders of the groups that limit `controller` for this process, and of their parents, with the version of their hierarchy.
+    In a container the mount may be the group itself."""
+    for line in own().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        mount = root / controllers
+        mount = MOUNT / controllers
         folder = mount / path.lstrip("/")
         for each in (folder, *folder.parents):
             if each.is_relative_to(mount):

@@ -62,13 +62,12 @@ def shares(cores: int, *, ranks: int, workers: int) -> tuple[int, int]:
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and by the quotas of its control groups."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(affinity, quota(control_groups.own()))))
+    return max(1, math.floor(min(affinity, quota())))
 
 
-def quota(groups: str, root: Path = control_groups.MOUNT) -> float:
-    """Return the number of cores that a process's control groups allow, from the content of its /proc/…/cgroup; infinity without a
-    limit."""
-    limits = (_limit(folder, version) for folder, version in control_groups.folders(groups, "cpu", root))
+def quota() -> float:
+    """Return the number of cores that the process's control groups allow; infinity without a limit."""
+    limits = (_limit(folder, version) for folder, version in control_groups.folders("cpu"))
     return min((limit for limit in limits if limit is not None), default=math.inf)
 
 

@@ -153,10 +153,11 @@ class _CodeWorker:
             try:
                 if problem := os.read(broken, 1000):  # empty once the program has started
                     raise OSError(problem.decode(errors="replace"))
-                began, looks, told = time.monotonic(), _Looks(first, self._proc), run.behind
+                most = run.memory_bytes if run.processes > 1 else None  # of one process, its own limit is enough
+                began, looks, told = time.monotonic(), _Looks(first, self._proc, most), run.behind
                 while not self._read_until(ended, written, out, time.monotonic() + _LOOK_EVERY_S):
-                    looks.take(count=run.processes > 1)
-                    if large := looks.above(run.memory_bytes):
+                    looks.take()
+                    if large := looks.large:
                         break
                     late, unfinished = looks.own_s >= run.wall_s, time.monotonic() - began >= run.longest_s
                     if late or unfinished:
@@ -220,19 +221,21 @@ class _Looks:
     else all but the longest wait of a thread that ended. (A thread that waits for another of the program loses the program's own time.)
     """
 
-    def __init__(self, first: int, proc: int) -> None:
+    def __init__(self, first: int, proc: int, most_bytes: int | None) -> None:
+        """Without `most_bytes`, the memory of the processes is not looked at."""
         self._proc = proc
+        self._most_bytes = most_bytes
         self._top = _number(first, proc)
         self._at = time.monotonic()
         self._before: dict[str, tuple[int, int]] = {}  # of each thread, the nanoseconds that it ran and that it waited
-        self._quiet = self._above = self._bytes = 0
+        self._quiet = self._above = 0
         self.own_s = 0.0
 
-    def take(self, *, count: bool) -> None:
-        """Look. With `count`, add up the memory of all processes too; a page that several share counts once."""
-        now, seen, states, self._bytes = time.monotonic(), {}, set(), 0
+    def take(self) -> None:
+        """Look. Of the memory of all processes, a page that several share counts once."""
+        now, seen, states, used_bytes = time.monotonic(), {}, set(), 0
         for process in _below(self._top, self._proc):
-            self._bytes += _own(process, self._proc) if count else 0
+            used_bytes += 0 if self._most_bytes is None else _own(process, self._proc)
             for thread in _names(f"{process}/task", self._proc):
                 times = _text(self._proc, f"{process}/task/{thread}/schedstat").split()
                 state = _text(self._proc, f"{process}/task/{thread}/stat").rpartition(")")[2].split()
@@ -252,16 +255,17 @@ class _Looks:
             self.own_s += max(0.0, passed_s - max((waited for _, waited in since), default=0) / 1e9)
         idle = bool(seen) and not states & {"R", "D"} and ran_s < _ASLEEP_SHARE * passed_s
         self._quiet = self._quiet + 1 if idle else 0
+        self._above = self._above + 1 if self._most_bytes is not None and used_bytes > self._most_bytes else 0
         self._before, self._at = seen, now
 
     @property
     def asleep(self) -> bool:
         return self._quiet >= _LOOKS_ASLEEP
 
-    def above(self, most: int) -> bool:
-        """Return whether the processes have more than `most` bytes. One that has just been started may share all its memory with its
-        parent, and then counts twice."""
-        self._above = self._above + 1 if self._bytes > most else 0
+    @property
+    def large(self) -> bool:
+        """Whether the processes have more than `most_bytes`. One that has just been started may share all its memory with its parent, and
+        then counts twice."""
         return self._above >= _LOOKS_ABOVE
 
 

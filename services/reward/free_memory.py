@@ -12,10 +12,7 @@ from headrace.base import control_groups
 
 def free_memory() -> int:
     """Return the bytes that are free on the machine, or less if the process's control groups allow less."""
-    free = [
-        _left(folder, version)
-        for folder, version in control_groups.folders(control_groups.own(), "memory", control_groups.MOUNT)
-    ]
+    free = (_left(folder, version) for folder, version in control_groups.folders("memory"))
     return min([psutil.virtual_memory().available, *(left for left in free if left is not None)])
 
 

@@ -83,12 +83,11 @@ class BuiltInBackend:
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """Return the environment's description, or None if it can't be asked; and why it can't score now, or None if it can."""
         kind = self._env.kind(self._name)
-        name = self._env.type or self._name
         capacity = self._capacity + self._pool.asleep
         description = environment_pb2.DescribeResponse(
             name=self._name,
             build=self._pool.builds.get(self._name, ""),
-            description=f"built-in {name}",
+            description=f"built-in {kind}",
             capacity=capacity,
             calls=capacity if kind == "code" else 0,
             sandbox=self._pool.level,

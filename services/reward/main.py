@@ -21,8 +21,8 @@ from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.episode_environments import EpisodeBackend
+from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
-from headrace_services.reward.hosted_environments import FunctionBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
@@ -151,15 +151,16 @@ def sources_of_parts(config: Config) -> list[DataSourceConfig]:
     return [
         source.model_copy(update={"env_name": name})
         for source in config.data.sources
-        for name in _find_scored(str(source.env_name), config)
+        for name in _list_scorers(str(source.env_name), config)
     ]
 
 
-def _find_scored(name: str, config: Config) -> Iterator[str]:
+def _list_scorers(name: str, config: Config) -> Iterator[str]:
+    """Yield the environments that score what `name` scores: itself, its parts and its grader."""
     yield name
     if (env := config.env.get(name)) is not None:
         for part in (*env.parts, *([] if env.grader is None else [env.grader])):
-            yield from _find_scored(part, config)
+            yield from _list_scorers(part, config)
 
 
 def _check_started(config: Config) -> None:

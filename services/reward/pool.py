@@ -202,18 +202,13 @@ class WorkerPool:
 
     async def _score(self, worker: ScoringWorker, job: _Job) -> None:
         """Score a trajectory in a worker's place, until there is a result, or its program sleeps."""
-        asleep = asyncio.Event()
+        asleep = asyncio.get_running_loop().create_future()
         scoring = asyncio.create_task(self._scored(worker, job, asleep))
-        leaving = asyncio.create_task(asleep.wait())
         try:
-            await asyncio.wait(
-                [scoring] if job.keeps_place else [scoring, leaving], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait([scoring] if job.keeps_place else [scoring, asleep], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             scoring.cancel()
             raise
-        finally:
-            leaving.cancel()
         if scoring.done():
             scoring.result()
             return
@@ -221,7 +216,7 @@ class WorkerPool:
         scoring.add_done_callback(self._woken)
         job.result.add_done_callback(lambda _: scoring.cancel())  # withdrawn
 
-    async def _scored(self, worker: ScoringWorker, job: _Job, asleep: asyncio.Event) -> None:
+    async def _scored(self, worker: ScoringWorker, job: _Job, asleep: asyncio.Future[None]) -> None:
         self._end(job, await worker.score(job.environment, job.trajectory, job.timeout_s, asleep))
 
     def _woken(self, scoring: asyncio.Task[None]) -> None:
@@ -360,11 +355,18 @@ class WorkerProcess:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A request without an answer. `asleep` is set when its program sleeps."""
+    """A request without an answer. `asleep` is done once its program sleeps."""
 
     trajectories: int
     results: asyncio.Future[list[bytes | None]]
-    asleep: asyncio.Event
+    asleep: asyncio.Future[None]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until it is answered, or asleep. Raises `TimeoutError`."""
+        either: list[asyncio.Future[Any]] = [self.results, self.asleep]
+        done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError
 
 
 class ScoringWorker(WorkerProcess):
@@ -379,7 +381,7 @@ class ScoringWorker(WorkerProcess):
     @property
     def asleep(self) -> int:
         """The number of trajectories that sleep here."""
-        return sum(asked.asleep.is_set() for asked in self._asked.values())
+        return sum(asked.asleep.done() for asked in self._asked.values())
 
     async def start(self) -> None:
         await super().start()
@@ -392,15 +394,15 @@ class ScoringWorker(WorkerProcess):
         self._lose(OSError("it was killed"))
 
     async def score(
-        self, environment: str, trajectory: bytes, timeout_s: float, asleep: asyncio.Event | None = None
+        self, environment: str, trajectory: bytes, timeout_s: float, asleep: asyncio.Future[None] | None = None
     ) -> pb.Result | None:
-        """Return the result; None if the worker died, through no fault of this trajectory, which was asleep. `asleep` is set when it falls
+        """Return the result; None if the worker died, through no fault of this trajectory, which was asleep. `asleep` is done once it falls
         asleep. It then has no deadline here, because its worker may be busy with others."""
         began = time.monotonic()
         number, asked = self._new(1, asleep)
         try:
             await self.send(msgspec.msgpack.encode(ScoreRequest(number, [trajectory], timeout_s)))
-            await _first(asked, timeout_s + _GRACE_S)
+            await asked.wait(timeout_s + _GRACE_S)
             (answer,) = await asked.results
             if answer is None:
                 raise OSError("it returned no result")
@@ -415,7 +417,7 @@ class ScoringWorker(WorkerProcess):
             late = f"no answer within {timeout_s + _GRACE_S:g} s; the worker was killed"
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
         except OSError as error:
-            if asked.asleep.is_set():
+            if asked.asleep.done():
                 return None
             self._usable = False
             reason = await self.exit_reason(error)
@@ -444,9 +446,10 @@ class ScoringWorker(WorkerProcess):
         took_s = (time.monotonic() - began) / len(trajectories)
         return [None if answer is None else self._check(environment, answer, took_s) for answer in answers]
 
-    def _new(self, trajectories: int, asleep: asyncio.Event | None = None) -> tuple[int, _Asked]:
+    def _new(self, trajectories: int, asleep: asyncio.Future[None] | None = None) -> tuple[int, _Asked]:
         number = next(self._numbers)
-        asked = _Asked(trajectories, asyncio.get_running_loop().create_future(), asleep or asyncio.Event())
+        loop = asyncio.get_running_loop()
+        asked = _Asked(trajectories, loop.create_future(), asleep or loop.create_future())
         self._asked[number] = asked
         return number, asked
 
@@ -476,7 +479,8 @@ class ScoringWorker(WorkerProcess):
         if asked is None or asked.results.done():  # withdrawn
             return
         if not answer.results:
-            asked.asleep.set()
+            if not asked.asleep.done():
+                asked.asleep.set_result(None)
         elif len(answer.results) == asked.trajectories:
             asked.results.set_result(answer.results)
         else:
@@ -497,18 +501,6 @@ class ScoringWorker(WorkerProcess):
                 timings={"environment": took_s},
             )
         )
-
-
-async def _first(asked: _Asked, timeout_s: float) -> None:
-    """Wait until the request is answered, or asleep. Raises `TimeoutError`."""
-    asleep = asyncio.create_task(asked.asleep.wait())
-    either: list[asyncio.Future[Any]] = [asked.results, asleep]
-    try:
-        done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        asleep.cancel()
-    if not done:
-        raise TimeoutError
 
 
 def _refusal(denials: str, guarded: Iterable[str]) -> str:

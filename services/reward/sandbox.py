@@ -33,7 +33,7 @@ from headrace_services.reward import sandbox_kernel as kernel
 MAX_RESULT_BYTES = 64 * 1024
 # A completion may ask for a number with more digits than fit in memory. Then only its own process may fail.
 _MEMORY_LIMIT_BYTES = 2 * 1024**3
-_OPEN_FILES = 256
+_OPEN_FILES = 256  # a worker has one for each program that sleeps (`pool`)
 _TRIAL_S = 10.0
 _RESULT_FD = 3
 _LENGTH = struct.Struct(">I")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.base import control_groups
 from headrace.config import Config, threads
 from headrace.config.loading import examine
 from headrace.config.threads import Threads
@@ -69,29 +71,38 @@ def test_a_process_can_be_told_by_its_environment(tmp_path: Path) -> None:
     assert (config.trainer.num_threads, config.rollout.num_threads) == (3, "auto")
 
 
-def test_a_control_group_and_those_around_it_limit_the_cores(tmp_path: Path) -> None:
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make this process one of the control groups in a /proc/…/cgroup, whose hierarchies are in `tmp_path`."""
+    monkeypatch.setattr(control_groups, "MOUNT", tmp_path)
+    return lambda groups: monkeypatch.setattr(control_groups, "own", lambda: groups)
+
+
+def test_a_control_group_and_those_around_it_limit_the_cores(tmp_path: Path, group: Callable[[str], None]) -> None:
     inner = tmp_path / "outer" / "inner"
     inner.mkdir(parents=True)
-    assert threads.quota("0::/outer/inner\n", tmp_path) == math.inf
+    group("0::/outer/inner\n")
+    assert threads.quota() == math.inf
     (inner / "cpu.max").write_text("max 100000\n")
-    assert threads.quota("0::/outer/inner\n", tmp_path) == math.inf
+    assert threads.quota() == math.inf
     (tmp_path / "outer" / "cpu.max").write_text("250000 100000\n")
-    assert threads.quota("0::/outer/inner\n", tmp_path) == 2.5
+    assert threads.quota() == 2.5
     (inner / "cpu.max").write_text("150000 100000\n")
-    assert threads.quota("0::/outer/inner\n", tmp_path) == 1.5
-    assert threads.quota("0::/\n", tmp_path) == math.inf
+    assert threads.quota() == 1.5
+    group("0::/\n")
+    assert threads.quota() == math.inf
 
 
-def test_a_control_group_of_the_first_version_limits_them_too(tmp_path: Path) -> None:
+def test_a_control_group_of_the_first_version_limits_them_too(tmp_path: Path, group: Callable[[str], None]) -> None:
     folder = tmp_path / "cpu,cpuacct" / "docker"
     folder.mkdir(parents=True)
-    groups = "4:memory:/docker\n2:cpu,cpuacct:/docker\n0::/\n"
-    assert threads.quota(groups, tmp_path) == math.inf
+    group("4:memory:/docker\n2:cpu,cpuacct:/docker\n0::/\n")
+    assert threads.quota() == math.inf
     (folder / "cpu.cfs_quota_us").write_text("400000\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert threads.quota(groups, tmp_path) == 4.0
+    assert threads.quota() == 4.0
     (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    assert threads.quota(groups, tmp_path) == math.inf
+    assert threads.quota() == math.inf
 
 
 def test_this_process_has_a_core() -> None:

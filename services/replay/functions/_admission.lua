@@ -28,7 +28,7 @@ local function fits(run, worst)
 end
 
 -- The trajectories to start, and the bytes that they may take. For an episode these are its calls and then its whole record.
-local function extent(run, group)
+local function needs(run, group)
   local count = group.n + (group.lane == 'train' and run.redundant or 0)
   if group.kind == 'episodes' then return count, 2 * count * max_episode_bytes(run) end
   return count, math.ceil(group.worst * count / group.n)
@@ -82,7 +82,7 @@ local function lease_passed(run, taker, bound)
   local found = redis.call('ZRANGE', passed, 0, taker.most - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
     local group = load_group(run, found[i], QUEUED)
-    local count, worst = extent(run, group)
+    local count, worst = needs(run, group)
     if redis.call('ZRANK', run.base .. 'line', group.id) >= bound or not may_begin(run, taker, group, count, nil) then
       return false
     end
@@ -97,7 +97,7 @@ local function lease_from(run, lane, taker, room)
   local queue, seen = queue_of(run, lane, taker.kind), 0
   room = math.min(room, BATCH)
   local function take(group)
-    local count, worst = extent(run, group)
+    local count, worst = needs(run, group)
     if group.kind ~= taker.kind then
       if taker.any_broken and is_broken(run, environment_of(run, group)) or not fits(run, worst) then return false end
       pass_over(run, group, worst)

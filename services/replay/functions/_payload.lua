@@ -20,7 +20,7 @@ local function parse_payloads(run, call, args)
       refuse('HR_INVALID', #args - 1 .. ' payloads, and ' .. #call[column] .. ' entries of ' .. column)
     end
   end
-  local all, prefix = {}, run.key .. ':' .. call.incarnation .. ':p:'
+  local all, prefix = {}, staged_key(run, call.incarnation, '')
   for i = 1, #args - 1 do
     local id, index, payload = call.group[i], call.index[i], args[i + 1]
     local length, oldest, newest = call.length[i], call.oldest[i], call.newest[i]

@@ -2,7 +2,7 @@
 --
 -- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and
 -- from there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
--- uses: _args, _fields, _group, _meter, _run
+-- uses: _args, _fields, _group, _meter, _run, _trajectory
 
 local function step_ids(run, step)
   return lines(redis.call('HGET', run.base .. 'steps', step))
@@ -87,7 +87,7 @@ local function batch_of(run, step, ids)
   end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
   return {
-    reply = 'batch', step = step, payload_prefix = run.base .. 'p:', groups = groups, scored = tonumber(scored or 0),
+    reply = 'batch', step = step, payload_prefix = payload_key(run, ''), groups = groups, scored = tonumber(scored or 0),
     filtered = tonumber(filtered or 0),
   }
 end

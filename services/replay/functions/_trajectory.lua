@@ -10,6 +10,9 @@
 -- The key of its payload: of an episode that is not finished, the list of its calls.
 local function payload_key(run, nonce) return run.base .. 'p:' .. nonce end
 
+-- The key under which a caller stages a payload: in the incarnation that it knows, which may have ended.
+local function staged_key(run, incarnation, nonce) return run.key .. ':' .. incarnation .. ':p:' .. nonce end
+
 local function score_key(run, nonce) return run.base .. 's:' .. nonce end
 
 -- The parts of p<i> and q<i>. Both readers return nothing for nil or false.

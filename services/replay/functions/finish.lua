@@ -30,7 +30,7 @@ local function parse(run, call, args)
   local entry = {
     id = call.group, index = call.index, at = string.format('%d', call.index), token = call.token, nonce = call.nonce, bytes = call.bytes,
     extent = string.format('%d %d %d', call.length, call.oldest, call.newest), oldest = call.oldest, newest = call.newest,
-    payload = payload, key = run.key .. ':' .. call.incarnation .. ':p:' .. call.nonce,
+    payload = payload, key = staged_key(run, call.incarnation, call.nonce),
   }
   if payload ~= '' and #payload ~= call.bytes then
     refuse('HR_INVALID', 'the payload of episode ' .. entry.id .. ':' .. entry.at .. ' has ' .. #payload .. ' bytes, not ' .. call.bytes)

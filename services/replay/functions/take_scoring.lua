@@ -86,7 +86,7 @@ register('take_scoring', {
     room = room - #members / 2
   end
   if token ~= '' then due_at(run, deadline) end
-  local reply = cmsgpack.pack({token = token, payload_prefix = run.base .. 'p:', groups = groups})
+  local reply = cmsgpack.pack({token = token, payload_prefix = payload_key(run, ''), groups = groups})
   redis.call('HSET', clients, field, reply)
   return reply
 end)

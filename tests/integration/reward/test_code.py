@@ -571,7 +571,7 @@ async def test_law_7_failure_is_not_zero_what_sleeps_in_a_worker_that_dies_begin
 
 
 async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None:
-    """Four programs of a second each, on one core: alone, each would end well within `wall_s`."""
+    """Four programs of 0.6 s each, on one core: alone, each would end well within `wall_s`."""
     computes = "import time\nwhile time.process_time() < 0.6: pass\nprint(1)"
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # the workers inherit it
