@@ -22,6 +22,7 @@ from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
 from headrace.launch import guard
+from headrace.launch.summary import NOT_STARTED
 from headrace.net.service import (
     ENDING,
     EXIT_BUFFER_UNAVAILABLE,
@@ -126,7 +127,7 @@ class Child:
     source: Path | None = None
     source_time: int = 0  # when the `source` of the current process was last changed
     was_ready: bool = False
-    state: str = "not started"
+    state: str = NOT_STARTED
     pid: int | None = None
     restarts: int = 0
     fruitless: int = 0
