@@ -31,6 +31,7 @@ from headrace.net.service import (
     Ending,
     die_with_parent,
     pass_sockets,
+    reserve_again,
 )
 
 LOG_TAIL_LINES = 15
@@ -309,7 +310,7 @@ class Supervisor:
             bounding.cancel()
         await self._end_group(child.name, process.pid)
         for sock in child.reserved:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # a process that was killed may have left it on
+            reserve_again(sock)
         child.pid = None
         return code
 
