@@ -37,12 +37,12 @@ from headrace.run.journal import JOURNAL, read_bytes
 PROMPTS, GENERATIONS = 2, 2
 QUARTERS = 4
 KEPT_STEPS = 50  # whose samples stay
-LOOK_S = 0.05
+POLL_S = 0.05
 STOP_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Quarter:
     """What a run used at the end of a quarter. Seconds per step are those of the quarter; `cpu_ms` are milliseconds, by process."""
 
     steps: int
@@ -62,11 +62,11 @@ def main() -> None:
     if arguments.steps < QUARTERS:
         parser.error(f"--steps {arguments.steps}: at least {QUARTERS}")
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
-        looks = measure(Path(folder), arguments.model, arguments.steps)
-    Console(width=120).print(table(looks))
+        quarters = measure(Path(folder), arguments.model, arguments.steps)
+    Console(width=120).print(table(quarters))
 
 
-def measure(folder: Path, model: Path, steps: int) -> list[Look]:
+def measure(folder: Path, model: Path, steps: int) -> list[Quarter]:
     """Train so many steps in `folder`. Raises `SystemExit` with the last words of a process that ends before."""
     environment_port = free_port()
     file = folder / "long.yaml"
@@ -80,13 +80,13 @@ def measure(folder: Path, model: Path, steps: int) -> list[Look]:
         "replica": ["-m", "benchmarks.light_replica", str(file)],
         "trainer": ["-m", "headrace.cli", "trainer", "-c", str(file)],
     }
-    looks: list[Look] = []
+    quarters: list[Quarter] = []
     with contextlib.ExitStack() as stack:
         processes = {name: _started(stack, folder / f"{name}.log", words) for name, words in commands.items()}
         done = offset = 0
         began, spent = time.time(), of_run()  # of the quarter; of the first, when its first step ended
-        while len(looks) < QUARTERS:
-            time.sleep(LOOK_S)
+        while len(quarters) < QUARTERS:
+            time.sleep(POLL_S)
             for name, process in processes.items():
                 if process.poll() is not None:
                     said = (folder / f"{name}.log").read_text()[-3000:]
@@ -95,16 +95,16 @@ def measure(folder: Path, model: Path, steps: int) -> list[Look]:
             offset += len(news)
             if not done and _steps(news):
                 began, spent = time.time(), of_run()
-            first = max(1, looks[-1].steps if looks else 0)
+            first = max(1, quarters[-1].steps if quarters else 0)
             done += _steps(news)
-            if done >= (len(looks) + 1) * steps // QUARTERS and done > first:
+            if done >= (len(quarters) + 1) * steps // QUARTERS and done > first:
                 now, total = time.time(), of_run()
                 cpu_ms = {name: 1e3 * (total[name] - spent[name]) / (done - first) for name in total}
-                looks.append(
-                    Look(done, (now - began) / (done - first), cpu_ms, dict(of_run(memory_mb)), disk_mb(run_folder))
+                quarters.append(
+                    Quarter(done, (now - began) / (done - first), cpu_ms, dict(of_run(memory_mb)), disk_mb(run_folder))
                 )
                 began, spent = now, total
-    return looks
+    return quarters
 
 
 def _steps(journal: bytes) -> int:
@@ -117,7 +117,7 @@ def configuration(folder: Path, model: Path, steps: int, environment_port: int) 
         "grpo": {
             "num_prompts_per_step": PROMPTS,
             "num_generations_per_prompt": GENERATIONS,
-            "max_num_steps": 2 * steps,  # it is stopped, so that its last look is at a trainer that still runs
+            "max_num_steps": 2 * steps,  # it is stopped, so that the last quarter ends with a trainer that still runs
             "max_num_epochs": 2 * steps,
             "use_leave_one_out_baseline": False,
             "val_period": 0,
@@ -176,14 +176,14 @@ def _nbytes(path: Path) -> int:
         return 0
 
 
-def table(looks: list[Look]) -> Table:
+def table(quarters: list[Quarter]) -> Table:
     made = Table(title=f"{PROMPTS} prompts x {GENERATIONS} completions a step", title_justify="left")
     made.add_column("at the end of")
-    for look in looks:
-        made.add_column(f"step {look.steps:,}", justify="right")
-    made.add_row("s a step, of the quarter", *(f"{look.step_s:.3f}" for look in looks), end_section=True)
+    for quarter in quarters:
+        made.add_column(f"step {quarter.steps:,}", justify="right")
+    made.add_row("s a step, of the quarter", *(f"{quarter.step_s:.3f}" for quarter in quarters), end_section=True)
     for what, field in (("CPU ms a step", "cpu_ms"), ("MB of memory", "memory_mb"), ("MB of disk", "disk_mb")):
-        used = [getattr(look, field) for look in looks]
+        used = [getattr(quarter, field) for quarter in quarters]
         names = list(dict.fromkeys(name for each in used for name in each))
         for name in names:
             cells = (f"{each[name]:,.1f}" if name in each else "" for each in used)

@@ -60,6 +60,11 @@ class Loaded:
     origin: Callable[[Keys], str] = lambda keys: ""
 
 
+def variable_name(keys: Sequence[str]) -> str:
+    """Return the name of the variable that sets the value at `keys`."""
+    return PREFIX + "__".join(keys).upper()
+
+
 def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
     """Return the configuration that `examine` reads."""
     return examine(path, overrides, environ).config
@@ -78,7 +83,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     named_by: dict[Keys, Keys] = {}  # what variables gave: the keys by which they name it, by the keys in `values`
     environ = os.environ if environ is None else environ
     for keys, value in _environment(environ):
-        place = _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
+        place = _put(values, keys, value, variable_name(keys))
         origins[place], named_by[place] = "environment", keys
     for override in overrides:
         keys, value = _override(override)
@@ -157,7 +162,7 @@ def _of_variables(
     references = {}
     for place, keys in named_by.items():
         for depth in range(len(keys), 0, -1):
-            name = names.get((PREFIX + "__".join(keys[:depth])).upper())
+            name = names.get(variable_name(keys[:depth]))
             if name is None:
                 continue
             for inner, text in _texts(_at(values, place), ()):
@@ -318,9 +323,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
         section, *rest = name[len(PREFIX) :].lower().split("__")
         if section not in Config.model_fields:
             close = nearest((section, *rest)) or nearest((section,))
-            hint = (
-                f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "the section does not exist"
-            )
+            hint = f"did you mean {variable_name(close.split('.'))}?" if close else "the section does not exist"
             raise ConfigError(f"{name}: unknown variable; {hint}")
     yield from _leaves(_EnvironmentSource(named)(), ())
 

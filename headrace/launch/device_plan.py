@@ -13,6 +13,7 @@ from headrace.base.devices import Device, DevicePlan, Inventory, TooFewDevices
 from headrace.base.errors import ServiceError
 from headrace.base.files import atomic_write
 from headrace.config import Config, threads
+from headrace.config.loading import variable_name
 from headrace.config.threads import Threads
 
 FILE = "devices.json"
@@ -74,9 +75,9 @@ def thread_variables(planned: Threads, config: Config, child: str) -> dict[str, 
     """Return the environment variables that set a child's thread count, unless it is configured. Without them torchrun would set
     OMP_NUM_THREADS for its ranks."""
     if child == "trainer" and config.trainer.num_threads == "auto" and planned.trainer is not None:
-        return {"HEADRACE_TRAINER__NUM_THREADS": str(planned.trainer)}
+        return {variable_name(("trainer", "num_threads")): str(planned.trainer)}
     if child.startswith(_REPLICA) and config.rollout.num_threads == "auto":
-        return {"HEADRACE_ROLLOUT__NUM_THREADS": str(planned.rollout)}
+        return {variable_name(("rollout", "num_threads")): str(planned.rollout)}
     return {}
 
 
@@ -93,7 +94,7 @@ def device_variables(plan: DevicePlan, config: Config, child: str) -> dict[str, 
         return {devices.VISIBLE: _uuids(plan.rest)}
     environ = {devices.VISIBLE: _uuids(own)}
     if plan.is_shared and configured is None:
-        environ[f"HEADRACE_{key.upper().replace('.', '__')}"] = str(share)
+        environ[variable_name(key.split("."))] = str(share)
     return environ
 
 

@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -273,20 +273,26 @@ def unsupervised(config: Config, given: Path) -> Iterator[None]:
             yield
 
 
-# By key, the host and port of each listener; None if it does not listen on this machine.
-_LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
-    "replay.redis_port": lambda c: None if c.replay.redis_url else (c.replay.redis_host, c.replay.redis_port),
-    "replay.port": lambda c: (c.replay.host, c.replay.port),
-    "reward.port": lambda c: (c.reward.host, c.reward.port),
-    "reward.http_port": lambda c: (c.reward.host, c.reward.http_port),
-    "rollout.port": lambda c: (c.rollout.host, c.rollout.port),
-    "agents.port": lambda c: (c.agents.host, c.agents.port) if c.has_episodes else None,
-    "agents.http_port": lambda c: (c.agents.host, c.agents.http_port) if c.has_episodes else None,
-    "trainer.port": lambda c: (c.trainer.host, c.trainer.port),
-    "weight_channel.port": lambda c: (c.weight_channel.host or LOOPBACK, c.weight_channel.port),
-}
 # The ports that the services of a run must know of each other; the other services choose their own.
 _KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port")
+
+
+def _listeners(config: Config) -> dict[str, tuple[str, int]]:
+    """Return, by key, the host and port of each listener of a run on this machine."""
+    found = {
+        "replay.port": (config.replay.host, config.replay.port),
+        "reward.port": (config.reward.host, config.reward.port),
+        "reward.http_port": (config.reward.host, config.reward.http_port),
+        "rollout.port": (config.rollout.host, config.rollout.port),
+        "trainer.port": (config.trainer.host, config.trainer.port),
+        "weight_channel.port": (config.weight_channel.host or LOOPBACK, config.weight_channel.port),
+    }
+    if not config.replay.redis_url:
+        found["replay.redis_port"] = config.replay.redis_host, config.replay.redis_port
+    if config.has_episodes:
+        found["agents.port"] = config.agents.host, config.agents.port
+        found["agents.http_port"] = config.agents.host, config.agents.http_port
+    return found | {f"env.{name}.port": (LOOPBACK, env.port) for name, env in config.env.items() if env.is_started}
 
 
 def _chosen(config: Config) -> list[str]:
@@ -303,14 +309,13 @@ def _chosen(config: Config) -> list[str]:
 
 def busy_ports(config: Config) -> list[str]:
     """Return a line for each configured port that is in use."""
-    lines = []
-    for key, listener in _LISTENERS.items():
-        place = listener(config)
-        if place is not None and place[1] and key not in _chosen(config):
+    lines, chosen = [], _chosen(config)
+    for key, (host, port) in _listeners(config).items():
+        if port and key not in chosen:
             try:
-                bind(*place, key).close()
+                bind(host, port, key).close()
             except ServiceError as error:
-                lines.append(f"{error}{_holder(place[1])}")
+                lines.append(f"{error}{_holder(port)}")
     return lines
 
 
@@ -333,36 +338,28 @@ def settled_ports(config: Config) -> Iterator[tuple[Config, dict[str, socket.soc
             raise ConfigError(
                 f"{key} {port} with agents.runners {config.agents.runners}: each runner needs its own port; set {key} to 0"
             )
-    chosen, settled = _chosen(config), dict[str, dict[str, int]]()
+    chosen, settled, environments = _chosen(config), dict[str, dict[str, int]](), dict(config.env)
     reserved: dict[str, socket.socket] = {}
+    # a user's program doesn't know what it inherits
+    of_programs = {f"env.{name}.port" for name, env in config.env.items() if env.command is not None}
     with contextlib.ExitStack() as checked, contextlib.ExitStack() as held:
-        for key, listener in _LISTENERS.items():
-            place = listener(config)
-            if place is None or (not place[1] and key not in chosen):
+        for key, (host, port) in _listeners(config).items():
+            if not port and key not in chosen:
                 continue
-            host, port = place
             try:
-                if key in chosen:
+                if key in chosen and key not in of_programs:
                     sock = reserved[key] = held.enter_context(reserve(host, key))
                 else:
                     sock = checked.enter_context(bind(host, port, key))
             except ServiceError as error:
                 raise ServiceError(f"{error}{_holder(port)}") from error
             section, _, name = key.partition(".")
-            if key in _KNOWN:
-                settled.setdefault(section, {})[name] = int(sock.getsockname()[1])
-        environments = dict(config.env)
-        for name, env in config.env.items():
-            if env.is_started:
-                key = f"env.{name}.port"
-                try:
-                    if env.port == 0 and env.command is None:  # a user's program doesn't know what it inherits
-                        sock = reserved[key] = held.enter_context(reserve(LOOPBACK, key))
-                    else:
-                        sock = checked.enter_context(bind(LOOPBACK, env.port, key))
-                except ServiceError as error:
-                    raise ServiceError(f"{error}{_holder(env.port)}") from error
-                environments[name] = env.model_copy(update={"port": int(sock.getsockname()[1])})
+            bound = int(sock.getsockname()[1])
+            if section == "env":
+                name = name.removesuffix(".port")
+                environments[name] = config.env[name].model_copy(update={"port": bound})
+            elif key in _KNOWN:
+                settled.setdefault(section, {})[name] = bound
         sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
         checked.close()
         yield config.model_copy(update={**sections, "env": environments}), reserved

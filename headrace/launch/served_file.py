@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from headrace.config.data import EnvConfig
 from headrace.env import environment_file
 from headrace.launch import guard
 from headrace.launch.supervisor import child_environ
-from headrace.net.service import bind
+from headrace.net.service import pass_sockets, reserve, reserve_again
 
 _LOOK_S = 0.05
 _GRACE_S = 3.0
@@ -38,12 +39,12 @@ def environment_at(target: str) -> EnvConfig:
 
 
 class ServedFile:
-    """A process that serves `FILE.py:CLASS` at `address`. Its output goes to the file `log`."""
+    """A process that serves `FILE.py:CLASS` on the port that `reserved` reserves. Its output goes to the file `log`."""
 
-    def __init__(self, target: str, log: Path) -> None:
+    def __init__(self, target: str, log: Path, reserved: socket.socket) -> None:
         self.target, self.log = target, log
-        with bind(LOOPBACK, 0, "port") as free:
-            self._port = free.getsockname()[1]
+        self._reserved = reserved
+        self._port = int(reserved.getsockname()[1])
         self.address = with_port(LOOPBACK, self._port)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -56,10 +57,11 @@ class ServedFile:
                 "headrace.env.environment_file",
                 self.target,
                 str(self._port),
+                pass_fds=[self._reserved.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=child_environ(os.environ),
+                env={**child_environ(os.environ), **pass_sockets([self._reserved])},
                 start_new_session=True,
             )
         while not await _listens(self._port):
@@ -72,6 +74,7 @@ class ServedFile:
         if self._process is not None:
             await asyncio.to_thread(guard.end_groups, [self._process.pid], _GRACE_S)
             await self._process.wait()
+            reserve_again(self._reserved)
 
     async def renew(self) -> None:
         await self.stop()
@@ -86,8 +89,8 @@ class ServedFile:
 async def served_file(target: str) -> AsyncIterator[ServedFile]:
     """Serve `FILE.py:CLASS` while the context is open. Raises `ConfigError`."""
     environment_file.check(target)
-    with tempfile.TemporaryDirectory() as folder:
-        served = ServedFile(target, Path(folder) / "log")
+    with tempfile.TemporaryDirectory() as folder, reserve(LOOPBACK, "port") as reserved:
+        served = ServedFile(target, Path(folder) / "log", reserved)
         try:
             await served.start()
             yield served

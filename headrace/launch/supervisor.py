@@ -22,6 +22,7 @@ from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
 from headrace.launch import guard
+from headrace.launch.summary import NOT_STARTED
 from headrace.net.service import (
     ENDING,
     EXIT_BUFFER_UNAVAILABLE,
@@ -30,6 +31,7 @@ from headrace.net.service import (
     Ending,
     die_with_parent,
     pass_sockets,
+    reserve_again,
 )
 
 LOG_TAIL_LINES = 15
@@ -126,7 +128,7 @@ class Child:
     source: Path | None = None
     source_time: int = 0  # when the `source` of the current process was last changed
     was_ready: bool = False
-    state: str = "not started"
+    state: str = NOT_STARTED
     pid: int | None = None
     restarts: int = 0
     fruitless: int = 0
@@ -308,7 +310,7 @@ class Supervisor:
             bounding.cancel()
         await self._end_group(child.name, process.pid)
         for sock in child.reserved:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # a process that was killed may have left it on
+            reserve_again(sock)
         child.pid = None
         return code
 

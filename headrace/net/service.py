@@ -217,6 +217,11 @@ def reserve(host: str, key: str) -> socket.socket:
     return sock
 
 
+def reserve_again(sock: socket.socket) -> None:
+    """Call this after the end of a process that inherited a reservation: one that was killed may have left its port open to others."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
 @contextlib.contextmanager
 def _socket_for(host: str, port: int, key: str) -> Iterator[socket.socket]:
     """Yield a TCP socket. An error of the context closes it, and names the key."""

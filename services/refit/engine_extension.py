@@ -40,10 +40,10 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
 from headrace_services.refit.manifest import ADAPTER, Manifest
+from headrace_services.refit.membership import Backend
 from headrace_services.refit.proof import AdapterProof, WeightProof
 from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
 from headrace_services.refit.transport import (
-    Backend,
     Channel,
     ClosedChannels,
     GroupRank,

@@ -15,6 +15,7 @@ import numpy as np
 from headrace.base.errors import CodecError
 from headrace.records.trajectory import Int32
 from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.membership import Backend
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -46,7 +47,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     group_id: str
     previous_group: str
     previous_members: tuple[str, ...]
-    backend: Annotated[str, msgspec.Meta(pattern="^(gloo|nccl)$")]
+    backend: Backend
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
     secret: Annotated[bytes, msgspec.Meta(min_length=32)]

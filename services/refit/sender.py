@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -41,7 +41,6 @@ from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
 from headrace_services.refit.transport import (
-    Backend,
     Channel,
     ClosedChannels,
     GroupRank,
@@ -99,10 +98,10 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last three fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. The last four fields grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
-    members of the attempt need it.
+    members of the attempt need it, and `manifest` is of that.
     """
 
     version: int
@@ -177,8 +176,7 @@ class WeightSender:
 
         Raises:
         - `WrongTimeline` and `ReplayUnavailable` from the buffer; the latter also if the buffer's server lost the epoch (another refit
-          opens a
-          new one)
+          opens a new one)
         - `ServiceError` if the backend is not available here, or `probe_logprobs` are not finite
         - `Restartable` if a call of an earlier refit hangs in the backend
         - `ValueError` if `source` does not yield what its metadata describes
@@ -221,9 +219,10 @@ class WeightSender:
             with _server_lost(epoch.id):
                 ended = await self._replay.end_epoch(epoch.id, aborted=True)
             return msgspec.structs.replace(ended, members=(), verified=()), _AttemptOutcome.NO_MEMBERS
-        whole = refit.adapter is None or not self._have_model.issuperset(epoch.acknowledged)
-        refit.source = refit.whole if refit.adapter is None or whole else refit.adapter
-        refit.manifest = self._manifest(refit.source)
+        adapter = refit.adapter if self._have_model.issuperset(epoch.acknowledged) else None
+        source = refit.whole if adapter is None else adapter
+        if source is not refit.source:
+            refit.source, refit.manifest = source, self._manifest(source)
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
@@ -234,7 +233,7 @@ class WeightSender:
             outcome = await self._await_proofs(epoch, refit)
         with _server_lost(epoch.id):
             ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _AttemptOutcome.INTERRUPTED)
-        if whole:
+        if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
@@ -340,7 +339,7 @@ class WeightSender:
             self._close_channel()
             place = GroupRank(
                 group_id=group,
-                backend=cast(Backend, rendezvous.backend),
+                backend=rendezvous.backend,
                 host=rendezvous.host,
                 port=rendezvous.port,
                 rank=0,
@@ -373,7 +372,7 @@ class WeightSender:
             raise _lost_epoch(epoch_id)
         return epoch
 
-    def _device(self, backend: str) -> torch.device:
+    def _device(self, backend: membership.Backend) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
         assert self._gpu is not None  # `choose_backend` ensures it

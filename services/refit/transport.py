@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,10 @@ from headrace.net.service import bind
 from headrace_services.refit import nccl
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Bucket, Manifest
+from headrace_services.refit.membership import Backend
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
 _GO, _OVER = b"go", b"over"

@@ -3,7 +3,7 @@
 Before a snapshot the loop waits until the previous checkpoint is written. So there is one snapshot in memory at a time, and all work on the
 checkpoints' folder is done in order. A thread of each rank writes its part. Rank 0 then publishes the whole, commits it to the buffer, and
 adds the metrics of validations that ended meanwhile. In this order nothing is lost, whatever dies in between. A failure ends the run when
-the loop next looks.
+the loop next polls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CheckpointWriter:
         checkpoints = self._context.checkpoints
         self._then(lambda: asyncio.to_thread(checkpoints.add_metrics, version, self._timeline, metrics))
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
         if self._work is None:
             return
@@ -74,10 +74,10 @@ class CheckpointWriter:
             work.result()
 
     async def finish(self) -> None:
-        """Wait until all work is done; raises as `look` does."""
+        """Wait until all work is done; raises as `poll` does."""
         while self._work is not None:
             await asyncio.wait((self._work,), timeout=POLL_S)
-            await self.look()
+            await self.poll()
 
     async def close(self) -> None:
         """Called after an error that ends the run. Complete what this rank can complete alone: other ranks may be gone or busy."""

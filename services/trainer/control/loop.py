@@ -32,7 +32,7 @@ from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, LoopState, Plan
 from headrace_services.trainer.control.fleet import Fleet
 from headrace_services.trainer.control.rank import check_reservation, shard_batch
-from headrace_services.trainer.control.record import Record, collect_builds
+from headrace_services.trainer.control.recorder import Recorder, collect_builds
 from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
 from headrace_services.trainer.control.validation import Validations
 from headrace_services.trainer.learning.batch import BatchRejected
@@ -62,8 +62,8 @@ class Loop:
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
         lines = surviving(context.journal.read())
         self._fleet = Fleet(config, context, resumed.timeline)
-        self._record = Record(config, context, resumed.timeline, lines)
-        self._validations = Validations(config, context, resumed.timeline, self._record, self._writer, lines)
+        self._recorder = Recorder(config, context, resumed.timeline, lines)
+        self._validations = Validations(config, context, resumed.timeline, self._recorder, self._writer, lines)
         self._version = resumed.version  # of the weights
         # the newest checkpoint, published or being written
         self._saved = resumed.version if resumed.version > 0 else None
@@ -86,7 +86,7 @@ class Loop:
                 log.info("%d prompts that were not trained on are queued again", again)
             failed = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
-            self._record.begin(failed)
+            self._recorder.begin(failed)
             self._fleet.healthy_at = self._runner_at = self._clock()
             return await self._take_turns(feeding)
         except (Fenced, InvalidCall, ServiceError) as error:
@@ -111,11 +111,11 @@ class Loop:
         while True:
             if feeding.done():
                 feeding.result()  # its error ends the run
-            await self._writer.look()
+            await self._writer.poll()
             replicas = await self._call(self._replay.replicas)
             await self._validations.poll()
             run = await self._call(self._replay.state)
-            await self._record.note_failures(run.counts.get("failed", 0))
+            await self._recorder.note_failures(run.counts.get("failed", 0))
             decision = decisions.decide(self._plan, self._look(replicas, run))
             began = self._clock()
             match decision.action:
@@ -131,7 +131,7 @@ class Loop:
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
                 case Action.CONDEMN:
-                    raise ServiceError(decision.reason + await self._record.reasons_of_failures())
+                    raise ServiceError(decision.reason + await self._recorder.reasons_of_failures())
                 case Action.FINISH:
                     if isinstance(self._reply, End) and self._version < self._plan.last_version:
                         log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
@@ -161,7 +161,7 @@ class Loop:
             if decision.action is Action.TRAIN:  # `_train` ends the step when it takes its metrics
                 self._fleet.healthy_at = self._runner_at = self._clock()
             else:
-                self._record.spend(decision.action, self._clock() - began, run.counts)
+                self._recorder.spend(decision.action, self._clock() - began, run.counts)
 
     def _look(self, replicas: Sequence[Replica], run: RunState) -> LoopState:
         now, running = self._clock(), self._validations.running
@@ -194,7 +194,7 @@ class Loop:
         )
 
     def _must_save(self, now: float) -> bool:
-        return self._plan.must_save_now(now - self._record.began, self._record.step_s)
+        return self._plan.must_save_now(now - self._recorder.began, self._recorder.step_s)
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Loop:
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
         await self._fleet.compare(step, trained.errors)
-        metrics = await self._record.measure(reservation, groups, trained, began, len(self._fleet.alive))
+        metrics = await self._recorder.measure(reservation, groups, trained, began, len(self._fleet.alive))
         metrics |= self._writer.take_metrics()
         self._reward = metrics["reward"]
         self._version, self._reply = step + 1, None
@@ -245,8 +245,8 @@ class Loop:
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
         builds = collect_builds(groups, origins)
-        self._record.note_builds(step, builds)
-        await self._record.publish("train", step, metrics, builds)
+        self._recorder.note_builds(step, builds)
+        await self._recorder.publish("train", step, metrics, builds)
 
     async def _reject(self, reservation: Reservation, rejected: BatchRejected) -> None:
         """Give the batch back. The groups that can't be trained on are generated again, and the step is reserved again.

@@ -18,7 +18,7 @@ from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.record import Record
+from headrace_services.trainer.control.recorder import Recorder
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.telemetry.metrics import score_metrics
 
@@ -129,7 +129,7 @@ class Validations:
         config: Config,
         context: TrainerContext,
         timeline: str,
-        record: Record,
+        recorder: Recorder,
         writer: CheckpointWriter,
         lines: Sequence[Line],
     ) -> None:
@@ -139,7 +139,7 @@ class Validations:
         self._algorithm = config.algorithm
         self._context = context
         self._timeline = timeline
-        self._record = record
+        self._recorder = recorder
         self._writer = writer
         self._began = 0.0  # when the running one did
         validations = [line for line in lines if line.kind == "validation"]
@@ -182,7 +182,7 @@ class Validations:
         )  # fmt: skip
         failed: list[tuple[str, Group | Problem, str]] = [*validation.failed, *self._context.prompts.left_out]
         await self._context.telemetry.report_validation(version, validation.evaluated, failed)
-        await self._record.publish("validation", version, metrics)
+        await self._recorder.publish("validation", version, metrics)
         if self._reaches_target(metrics):
             self.target_reached = True
             metric, threshold = (

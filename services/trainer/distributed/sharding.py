@@ -114,20 +114,20 @@ def _mesh(device: str, within_host: bool) -> DeviceMesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """This rank's part of a model: part `index` of `count`, and whether this rank `writes` it (others may hold copies)."""
+class ModelShard:
+    """This rank's shard of a model: shard `index` of `count`, and whether this rank `writes` it (others may hold copies)."""
 
     index: int
     count: int
     writes: bool
 
 
-def find_place(tensor: Tensor) -> Place:
-    """Return this rank's place in the model that has `tensor` as a parameter."""
+def find_shard(tensor: Tensor) -> ModelShard:
+    """Return this rank's shard of the model that has `tensor` as a parameter."""
     if not isinstance(tensor, DTensor):
-        return Place(0, 1, is_first_rank())
+        return ModelShard(0, 1, is_first_rank())
     mesh = tensor.device_mesh
-    return Place(mesh.get_local_rank(-1), mesh.size(-1), mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
+    return ModelShard(mesh.get_local_rank(-1), mesh.size(-1), mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -150,9 +150,9 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     rows = tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
         return 0, rows
-    place = find_place(tensor)
-    chunk = -(-rows // place.count)
-    first = min(place.index * chunk, rows)
+    held = find_shard(tensor)
+    chunk = -(-rows // held.count)
+    first = min(held.index * chunk, rows)
     last = min(first + chunk, rows)
     assert last - first == len(tensor.to_local())
     return first, last

@@ -34,8 +34,8 @@ from headrace.base.files import fsync
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace_services.trainer.distributed.host_copies import host_copies
 from headrace_services.trainer.distributed.sharding import (
-    Place,
-    find_place,
+    ModelShard,
+    find_shard,
     full_tensor,
     local_part,
     local_rows,
@@ -153,9 +153,9 @@ class ModelOptimizer:
         }
 
     @property
-    def place(self) -> Place:
+    def shard(self) -> ModelShard:
         """What this rank holds of the model."""
-        return find_place(next(self._model.parameters()))
+        return find_shard(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
         """Return the rows `[first, last)` of each parameter that this rank holds, and the shape of the whole parameter."""
@@ -221,23 +221,23 @@ class TrainingState(msgspec.Struct, frozen=True):
 def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> Write:
     """Copy this rank's part of the training state to host memory. The result writes it to a folder; it raises `OSError` and
     `SafetensorError`."""
-    place = next(iter(optimizers.values())).place  # the same for all of them
+    shard = next(iter(optimizers.values())).shard  # the same for all of them
     held = {name: optimizer.moments() if moments else {} for name, optimizer in optimizers.items()}
     own = host_copies(
         ((f"{name}/{key}", tensor) for name, tensors in held.items() for key, tensor in tensors.items()),
-        keep=place.writes,
+        keep=shard.writes,
     )
     trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
-    state = TrainingState(place.count, dict(counters), trained)
+    state = TrainingState(shard.count, dict(counters), trained)
 
     def write(folder: Path) -> None:
-        if not place.writes:
+        if not shard.writes:
             return
         folder.mkdir(exist_ok=True)
-        path = folder / _file(place.index, place.count)
+        path = folder / _file(shard.index, shard.count)
         save_file(own, path)
         fsync(path)  # the rank that publishes can't flush another machine's writes
-        if place.index == 0:
+        if shard.index == 0:
             (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
 
     return write

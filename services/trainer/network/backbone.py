@@ -49,7 +49,7 @@ from headrace_services.trainer.distributed.host_copies import host_copies, saved
 from headrace_services.trainer.distributed.ranks import is_first_rank, several_ranks
 from headrace_services.trainer.distributed.sharding import (
     end_pass,
-    find_place,
+    find_shard,
     full_tensor,
     reduce_gradients,
     shard,
@@ -432,7 +432,7 @@ def _check_experts(model: Any) -> None:
     """Raise `ServiceError` if a rank would hold none of the experts that the files have one by one. transformers can't read an empty
     part."""
     for parameter in model.parameters():
-        ranks = find_place(parameter).count
+        ranks = find_shard(parameter).count
         if parameter.dim() == 3 and -(-len(parameter) // -(-len(parameter) // ranks)) < ranks:
             raise ServiceError(
                 f"{model.name_or_path!r}: its {len(parameter)} experts, sharded in equal numbers over {ranks} ranks, leave some ranks "

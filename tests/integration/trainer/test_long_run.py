@@ -10,7 +10,7 @@ import rich
 
 from benchmarks import long_run
 from benchmarks.cpu_times import PROCESSES
-from benchmarks.long_run import PROMPTS, QUARTERS, Look, configuration, disk_mb, measure, table
+from benchmarks.long_run import PROMPTS, QUARTERS, Quarter, configuration, disk_mb, measure, table
 from headrace.config import Config
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.network.policy_model import load_tokenizer
@@ -24,17 +24,17 @@ def test_each_quarter_says_what_every_process_and_file_takes(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", forked(tmp_path / "services")["PYTHONPATH"])
-    looks = measure(tmp_path, tiny_model, QUARTERS)
-    assert [look.steps for look in looks] == sorted({look.steps for look in looks})
-    assert len(looks) == QUARTERS
-    for look in looks:
-        assert look.step_s > 0
+    quarters = measure(tmp_path, tiny_model, QUARTERS)
+    assert [quarter.steps for quarter in quarters] == sorted({quarter.steps for quarter in quarters})
+    assert len(quarters) == QUARTERS
+    for quarter in quarters:
+        assert quarter.step_s > 0
         # without vLLM's engine, and `up`; what else this process has started is "other"
-        assert {*look.memory_mb} - {"other"} == {*look.cpu_ms} - {"other"} == {*PROCESSES} - {"engine", "up"}
-        assert min(look.memory_mb.values()) > 1
-        assert sum(look.cpu_ms.values()) > 0  # the trainer's own process only waits for the forked one
-        assert {"metrics.jsonl", "replay", "logs"} <= {*look.disk_mb}
-    rich.print(table(looks))
+        assert {*quarter.memory_mb} - {"other"} == {*quarter.cpu_ms} - {"other"} == {*PROCESSES} - {"engine", "up"}
+        assert min(quarter.memory_mb.values()) > 1
+        assert sum(quarter.cpu_ms.values()) > 0  # the trainer's own process only waits for the forked one
+        assert {"metrics.jsonl", "replay", "logs"} <= {*quarter.disk_mb}
+    rich.print(table(quarters))
     assert "MB of memory, trainer" in capsys.readouterr().out
 
 
@@ -59,11 +59,11 @@ def test_disk_is_of_all_files_in_a_folder(tmp_path: Path) -> None:
     assert disk_mb(tmp_path) == {"c": 0.5, "deep": 3.0}
 
 
-def test_what_was_there_at_some_looks_only_leaves_the_others_empty() -> None:
-    looks = [
-        Look(1, 0.5, {"trainer": 3.0}, {"trainer": 100.0}, {}),
-        Look(2, 0.25, {"trainer": 2.0}, {"trainer": 100.0}, {"logs": 1.0}),
+def test_what_was_there_after_some_quarters_only_leaves_the_others_empty() -> None:
+    quarters = [
+        Quarter(1, 0.5, {"trainer": 3.0}, {"trainer": 100.0}, {}),
+        Quarter(2, 0.25, {"trainer": 2.0}, {"trainer": 100.0}, {"logs": 1.0}),
     ]
-    columns = {column.header: list(column.cells) for column in table(looks).columns}
+    columns = {column.header: list(column.cells) for column in table(quarters).columns}
     assert columns["step 1"] == ["0.500", "3.0", "100.0", ""]
     assert columns["step 2"] == ["0.250", "2.0", "100.0", "1.0"]

@@ -322,6 +322,12 @@ def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) 
     assert runs.find(str(tmp_path / "adder")).reward.port == first.reward.port
 
 
+def test_the_busy_port_of_an_environment_is_found_as_the_others_are() -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        config = Config.model_validate({"env": {"mine": {"target": "my_env.py:Mine", "port": taken.getsockname()[1]}}})
+        assert [line for line in runs.busy_ports(config) if line.startswith("env.mine.port")]
+
+
 def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
     saved = tmp_path / "runs" / "adder" / "config.yaml"
     listen = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"

@@ -123,16 +123,16 @@ def case_of(folder: Path, kind: type[Checkpoints] = Checkpoints, **settings: Any
     return Case(disk, lead, checkpoints, buffer, CheckpointWriter(context, "t"))
 
 
-def looked(writer: CheckpointWriter) -> asyncio.Event:
-    """Set once `writer` has looked three times."""
-    look, looks, event = writer.look, iter(range(3)), asyncio.Event()
+def polled(writer: CheckpointWriter) -> asyncio.Event:
+    """Set once `writer` has been polled three times."""
+    poll, polls, event = writer.poll, iter(range(3)), asyncio.Event()
 
     async def counted() -> None:
-        await look()
-        if next(looks, None) is None:
+        await poll()
+        if next(polls, None) is None:
             event.set()
 
-    writer.look = counted  # type: ignore[method-assign]
+    writer.poll = counted  # type: ignore[method-assign]
     return event
 
 
@@ -146,7 +146,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_committe
     case = case_of(tmp_path)
     await case.save(2)
     await reached(case.disk)
-    await case.writer.look()  # the loop's turns go on
+    await case.writer.poll()  # the loop's turns go on
     assert (case.checkpoints.find_published(), case.buffer.commits, case.writer.take_metrics()) == ([], [], {})
     case.disk.may_write.set()
     await case.writer.finish()
@@ -166,9 +166,9 @@ async def test_a_second_checkpoint_waits_until_the_first_is_committed(tmp_path: 
         assert [version for version, *_ in case.buffer.commits] == [1]
         await case.save(2)
 
-    several_looks = looked(case.writer)
+    several_polls = polled(case.writer)
     saving = asyncio.create_task(second())
-    await several_looks.wait()
+    await several_polls.wait()
     assert not saving.done()
     case.disk.may_write.set()
     await saving
@@ -224,13 +224,13 @@ def folder_is_lost(case: Case) -> None:
     shutil.rmtree(case.checkpoints.locate_unfinished(2, "t"))
 
 
-async def looks(writer: CheckpointWriter) -> None:
+async def polls(writer: CheckpointWriter) -> None:
     while True:
-        await writer.look()
+        await writer.poll()
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("notice", [CheckpointWriter.finish, looks], ids=["waits", "looks"])
+@pytest.mark.parametrize("notice", [CheckpointWriter.finish, polls], ids=["waits", "polls"])
 @pytest.mark.parametrize("fail", [part_fails, publication_fails, folder_is_lost])
 async def test_a_write_that_fails_is_the_run_s_error_and_the_earlier_checkpoint_stays(
     tmp_path: Path, fail: Callable[[Case], None], notice: Callable[[CheckpointWriter], Awaitable[None]]
@@ -333,9 +333,9 @@ async def two_ranks(tmp_path: Path) -> tuple[Case, TwoRanks]:
 
 async def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(tmp_path: Path) -> None:
     case, lead = await two_ranks(tmp_path)
-    several_looks = looked(case.writer)
+    several_polls = polled(case.writer)
     finishing = asyncio.create_task(case.writer.finish())
-    await several_looks.wait()
+    await several_polls.wait()
     assert (finishing.done(), case.checkpoints.find_published()) == (False, [])
     lead.others = True
     await finishing
@@ -346,6 +346,6 @@ async def test_what_another_rank_can_t_write_is_the_run_s_error(tmp_path: Path) 
     case, lead = await two_ranks(tmp_path)
     lead.others = ServiceError("can't write a checkpoint")
     with pytest.raises(ServiceError, match="can't write a checkpoint"):
-        await case.writer.look()
+        await case.writer.poll()
     await case.writer.close()  # waits for nobody
     assert case.checkpoints.find_published() == []

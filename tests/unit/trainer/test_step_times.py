@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_services.trainer.control.decisions import Action, share_in_scoring
-from headrace_services.trainer.control.record import step_times
+from headrace_services.trainer.control.recorder import step_times
 from headrace_services.trainer.telemetry.throughput import StepTimes
 
 # Training is timed by itself, and after the others there is no next step.

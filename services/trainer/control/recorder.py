@@ -1,5 +1,5 @@
-"""What the loop writes down of its run: the metrics of each step, where its seconds went, the prompts that failed, and the builds of the
-environments that scored."""
+"""Records what the loop does: the metrics of each step, where its seconds went, the prompts that failed, and the builds of the environments
+that scored."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from headrace_services.trainer.telemetry.throughput import StepTimes
 log = logging.getLogger(__name__)
 
 
-class Record:
-    """The record of one trainer's run. `step_s` is how long the newest step took, `began` when the loop began."""
+class Recorder:
+    """Records one trainer's run. `step_s` is how long the newest step took, `began` when the loop began."""
 
     def __init__(self, config: Config, context: TrainerContext, timeline: str, lines: Sequence[Line]) -> None:
         """`lines` is what the journal has of the history that this trainer continues."""
