@@ -14,12 +14,12 @@ import pytest
 from headrace import Environment, Sample
 from headrace.env.server import serving
 from headrace.env.wire import sample_to_wire
-from headrace.net.service import bind
 from headrace.records.trajectory import Group, Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.run.samples import SampleFiles
 from headrace_services.replay.scorer import in_batches
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory
+from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
 
 GROUPS, N = 4, 2
@@ -88,11 +88,6 @@ async def counts(replay: ReplayClient, **wanted: int) -> None:
                 await replay.wait_ready(0.1)
     except TimeoutError:
         raise AssertionError(f"groups: {found}, not {wanted}") from None
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0, "port") as sock:
-        return int(sock.getsockname()[1])
 
 
 async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -> None:
