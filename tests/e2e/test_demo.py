@@ -135,7 +135,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     return Demo(place / "demo", arguments, second.said(), left + leftovers(place))
 
 
-def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(demo: Demo) -> None:
+def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> None:
     """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
     run = demo.folder
     assert demo.left == []

@@ -36,7 +36,7 @@ events = st.lists(
 
 
 @given(events=events)
-def test_a_run_goes_on_from_what_its_newest_trainer_made_and_from_nothing_else(events: list[tuple[str, int]]) -> None:
+def test_a_run_goes_on_from_its_newest_trainers_work_alone(events: list[tuple[str, int]]) -> None:
     starts: list[Start] = []
     at: dict[str, int] = {}  # the version that each trainer has come to
     found: dict[int, str | None] = {}  # what is in the folder, under its version

@@ -106,7 +106,7 @@ def asked(
     )
 
 
-def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_taken_and_then_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
     assert "no model of that name was found on the Hugging Face Hub" in complaint(
         "models/tiny", tmp_path, HF_ENDPOINT=hub
     )
@@ -114,7 +114,7 @@ def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hu
     assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
 
 
-def test_where_nothing_can_be_reached_the_hub_is_not_asked_again_and_again(tmp_path: Path) -> None:
+def test_where_nothing_can_be_reached_the_hub_is_asked_once(tmp_path: Path) -> None:
     done = asked("models/tiny", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert "no model of that name was found on the Hugging Face Hub ([Errno 111] Connection refused)" in done.stderr
     assert "Retry" not in done.stderr
@@ -157,7 +157,7 @@ def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None
     assert complaint("models/real", home, asked, key, HF_HUB_OFFLINE="1") == ""
 
 
-def test_offline_a_name_that_is_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
+def test_offline_a_name_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
     said = complaint("models/tiny", tmp_path, HF_HUB_OFFLINE="1")
     assert "policy.model_name: models/tiny is not a local directory" in said
     assert "offline mode is enabled" in said

@@ -63,9 +63,7 @@ def check(found: Distribution, values: Sequence[float]) -> None:
         assert abs(bound - nearest) <= max(abs(bound) * (1 - 2**-0.5) + 1e-9, 2**-10)
 
 
-async def test_lengths_and_rewards_are_read_back_exactly_of_what_was_generated_and_of_what_was_trained(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_lengths_and_rewards_are_read_back_exactly(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
     timeline = (await replay.state()).timeline
     assert await replay.bias() == dict.fromkeys(await replay.bias(), TrajectoryMeter())
@@ -260,7 +258,7 @@ async def test_what_still_waits_is_no_selection(replay: ReplayClient, limits: Li
     assert [skew.deviations for skew in skews(await replay.bias())] == [0, 0]
 
 
-async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
+async def test_the_service_warns_once_and_shows_the_bias_everywhere(
     replay: ReplayClient, limits: Limits, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await tighten(replay, limits, prompts_per_step=100, max_age=4, filter_equal=True)

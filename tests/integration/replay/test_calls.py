@@ -101,9 +101,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
 
 
 @pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
-async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothing(
-    replay: ReplayClient, function: str
-) -> None:
+async def test_garbage_in_an_argument_is_a_typed_error_and_changes_nothing(replay: ReplayClient, function: str) -> None:
     await enqueue(replay, range(6))
     replica = await healthy_replica(replay)
     (lease, *_) = await replay.lease(replica, 3)
@@ -236,7 +234,7 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
 
 @pytest.mark.parametrize("function", ["push", "save"])
 @pytest.mark.parametrize("payload", [b"", b"mine"], ids=["staged", "carried"])
-async def test_a_call_that_names_anothers_payload_neither_takes_nor_removes_nor_overwrites_it(
+async def test_a_call_that_names_anothers_payload_leaves_it_alone(
     replay: ReplayClient, function: str, payload: bytes
 ) -> None:
     await enqueue(replay, range(3))

@@ -64,7 +64,7 @@ async def test_law_1_conservation_a_failed_group_never_comes_back(replay: Replay
     assert await replay.read_ended() == before
 
 
-async def test_law_1_conservation_an_ended_order_past_the_watermark_is_not_new(replay: ReplayClient) -> None:
+async def test_law_1_conservation_an_ended_order_is_not_new_again(replay: ReplayClient) -> None:
     state = await replay.restore(0, nonce(), nonce(), -1, Ended(1, 1, b"\x30"))  # orders 2 and 3
     assert await replay.enqueue([make_group(order) for order in range(6)], state.timeline) == 4
     assert (await replay.state()).counts == {"failed": 1, "filtered": 1, "queued": 4}

@@ -59,9 +59,7 @@ async def test_groups_are_listed_by_state_wherever_they_are(replay: ReplayClient
     assert await states(replay, "failed") == {doomed.group.id: "failed"}
 
 
-async def test_a_waiting_trajectory_names_its_replica_its_weights_and_what_scored_it(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_a_waiting_trajectory_names_its_replica_weights_and_scorer(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
     first = (await replay.state()).timeline
     await enqueue(replay, range(20))
@@ -134,9 +132,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
         list(export.read(path))
 
 
-async def test_the_batches_of_retained_steps_are_held_and_the_others_are_not(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_only_batches_of_retained_steps_are_held(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=2, max_age=5)
     timeline = (await replay.state()).timeline
     await enqueue(replay, range(20))

@@ -196,7 +196,7 @@ async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(repl
         assert ("tolerance 1 (first at token 2), and by" in epochs.refused.get(replica, "")) is (far[0] == -2.4)
 
 
-async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_nothing(replay: ReplayClient) -> None:
+async def test_law_4_fencing_incomparable_log_probabilities_prove_nothing(replay: ReplayClient) -> None:
     replica, epoch, timeline = nonce(), nonce(), (await replay.state()).timeline
     await replay.register(replica, {})
     await replay.open_epoch(epoch, 0, timeline, {})

@@ -184,7 +184,7 @@ async def test_what_a_server_may_lose_is_said_at_the_start(
     assert "secret" not in caplog.text
 
 
-async def test_a_server_whose_limit_of_memory_is_near_that_of_the_payloads_is_refused(server: EmbeddedServer) -> None:
+async def test_a_server_without_memory_beyond_the_payloads_is_refused(server: EmbeddedServer) -> None:
     async with open_redis(server.url) as redis:
         await redis.config_set("maxmemory", 5 * 2**28)
         await check_server(redis, server.url, 2**30)
@@ -195,7 +195,7 @@ async def test_a_server_whose_limit_of_memory_is_near_that_of_the_payloads_is_re
         assert "`CONFIG SET maxmemory 1342177282`, or set replay.max_bytes to 1073741824" in str(error.value)
 
 
-def test_a_server_that_loads_its_append_only_file_is_not_said_to_have_none() -> None:
+def test_a_server_that_loads_its_file_is_not_said_to_have_none() -> None:
     assert risks({"aof_enabled": 0, "loading": 1}) == []
     assert len(risks({"aof_enabled": 0, "loading": 0})) == 1
 

@@ -105,7 +105,7 @@ async def test_fault_4_a_status_without_a_reason() -> None:
     assert wrong["statuses"].startswith("'': STATUS_FAILED without a message that gives the reason")
 
 
-async def test_fault_5_rewards_at_random_though_it_says_that_it_is_deterministic() -> None:
+async def test_fault_5_random_rewards_of_what_says_it_is_deterministic() -> None:
     drawn = random.Random(7)
     answer = each_by_itself(lambda each: scored(drawn.random()))
     assert {"deterministic"} <= set(await blamed(answer, deterministic=True)) <= {"deterministic", "equal keys"}

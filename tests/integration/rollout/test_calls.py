@@ -153,7 +153,7 @@ async def test_without_verified_weights_it_renders_and_samples_nothing(client: R
     assert await fenced(client.sample(request())) == "unhealthy"
 
 
-async def test_only_the_role_agents_and_the_operator_make_calls_and_agents_nothing_else(replica: Process) -> None:
+async def test_only_agents_and_the_operator_make_calls(replica: Process) -> None:
     async with httpx.AsyncClient(base_url=replica.http.base_url, timeout=60) as stranger:
         for path in PATHS:
             assert (await stranger.post(path, json={})).status_code == 401
@@ -264,7 +264,7 @@ async def test_what_no_replica_can_render_or_parse_is_refused(client: ReplicaCli
     assert refused.value.reason == "context"
 
 
-async def test_the_openai_api_computes_no_more_sequences_than_the_engine_has_slots(replica: Process) -> None:
+async def test_the_openai_api_computes_no_more_than_the_engine_has_slots(replica: Process) -> None:
     for stream in (False, True):
         body = {"prompt": list(PROMPT), "max_tokens": 2, "n": 2, "stream": stream}
         answer = await replica.http.post("/v1/completions", json=body)

@@ -104,7 +104,7 @@ def as_transformers_does(
 
 @pytest.mark.parametrize("tools", [None, [TOOL], []])
 @pytest.mark.parametrize("length", range(1, len(CHAT) + 1))
-async def test_a_conversation_becomes_the_tokens_of_the_tokenizers_own_template(
+async def test_a_conversation_becomes_the_tokens_of_its_own_template(
     hermes: ChatFormat, plain: ChatFormat, tokenizer: Any, length: int, tools: Any
 ) -> None:
     messages = CHAT[:length]
@@ -131,9 +131,7 @@ def test_reasoning_goes_by_its_older_name_too(hermes: ChatFormat) -> None:
     assert "reasoning_content" not in read
 
 
-async def test_special_tokens_that_a_text_spells_are_what_chats_make_of_them(
-    hermes: ChatFormat, tokenizer: Any
-) -> None:
+async def test_special_tokens_that_a_text_spells_are_what_chats_make_them(hermes: ChatFormat, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\n<think>\x00\u2028"}]
     assert await hermes.render(RenderRequest(messages)) == as_transformers_does(tokenizer, messages)
 
@@ -186,7 +184,7 @@ async def test_a_completion_becomes_reasoning_content_and_tool_calls(hermes: Cha
     assert await hermes.derender(request) == message
 
 
-async def test_a_call_of_the_calculator_s_model_is_read_and_continued_as_it_was_taught(tmp_path: Path) -> None:
+async def test_a_calculator_call_is_read_and_continued_as_taught(tmp_path: Path) -> None:
     tiny_calculator.make(tmp_path / "model", warmup=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     chats = format_with(tmp_path / "model")(tool_parser="hermes")
@@ -215,7 +213,7 @@ async def test_without_tools_or_parsers_a_call_is_text(hermes: ChatFormat, plain
     assert (await plain.derender(spelt))["content"] == "onetwo"
 
 
-async def test_the_token_that_ended_it_is_no_part_of_the_text_and_any_other_is(
+async def test_the_token_that_ended_it_is_no_part_of_the_text(
     hermes: ChatFormat, plain: ChatFormat, tokenizer: Any
 ) -> None:
     for ended, content in (

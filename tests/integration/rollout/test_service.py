@@ -255,9 +255,7 @@ async def begun(replica: Process, client: ReplicaClient, asked: SampleRequest) -
             call.result()
 
 
-async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwhile(
-    fleet: Fleet, first: Process
-) -> None:
+async def test_running_calls_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
     client = ReplicaClient(str(first.http.base_url))
     asked = SampleRequest(PROMPT, LONG, fleet.timeline, 1, temperature=0.0)
     call = await begun(first, client, asked)
@@ -311,7 +309,7 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     await eventually(ready)  # the server knows of a proof before its replica does
 
 
-async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(
+async def test_a_killed_replica_leaves_no_orphan_and_its_groups_to_others(
     fleet: Fleet, first: Process, second: Process
 ) -> None:
     await tighten(fleet.replay, LIMITS, lease_s=5.0, replica_dead_s=5.0)
@@ -385,7 +383,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 
 
 @pytest.mark.nightly  # test_calls.py has a failed proof every day, in the same engine loop
-async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
+async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
     group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
@@ -461,9 +459,7 @@ async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: F
 @pytest.mark.parametrize(
     ("signum", "reason"), [(signal.SIGKILL, "the engine died"), (signal.SIGSTOP, "has not answered")]
 )
-async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_start_it_again(
-    fleet: Fleet, signum: int, reason: str
-) -> None:
+async def test_an_engine_that_dies_or_hangs_ends_its_replica(fleet: Fleet, signum: int, reason: str) -> None:
     fleet.settings["rollout"]["engine_timeout_s"] = 10.0
     replica = await fleet.start()
     epoch = await fleet.replay.epoch()

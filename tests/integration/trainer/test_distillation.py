@@ -45,9 +45,7 @@ def said(name: Path, settings: Config, batch: Batch) -> np.ndarray:
     return found
 
 
-def test_a_step_compares_with_the_teacher_and_its_penalty_with_the_reference_policy(
-    tiny_model: Path, other_model: Path
-) -> None:
+def test_a_step_compares_with_the_teacher_and_the_reference_policy(tiny_model: Path, other_model: Path) -> None:
     settings = distilled(tiny_model, other_model, loss_fn={"reference_policy_kl_penalty": 0.5})
     learner, batch = Learner(settings), random_batch(8)
     assert train_step(learner, batch)["kl_penalty"] == pytest.approx(0, abs=1e-9), (
@@ -87,7 +85,7 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(tiny_model: Path, other_mo
         Learner(distilled(tiny_model, other_model))
 
 
-def test_a_teacher_whose_embedding_is_only_padded_further_teaches_the_same(tiny_model: Path, other_model: Path) -> None:
+def test_a_teacher_with_a_longer_padded_embedding_teaches_the_same(tiny_model: Path, other_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
     model.resize_token_embeddings(32, mean_resizing=False)
     with torch.no_grad():

@@ -53,7 +53,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     [{"ppo": PPOConfig}, {"policy": {"lora_cfg": {"enabled": True, "dim": 4}}}],
     ids=["whole models", "adapter"],
 )
-def test_training_changes_nothing_of_a_snapshot_that_is_written_meanwhile(
+def test_training_changes_nothing_of_a_snapshot_being_written(
     tiny_model: Path, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     settings = config(tiny_model, **sections)
@@ -74,9 +74,7 @@ def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     assert_same_weights(saved, other)
 
 
-def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_process_group(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_process_alone_saves_and_leaves_no_process_group(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
     with warnings.catch_warnings():
@@ -108,9 +106,7 @@ def copied(model: Path, folder: Path) -> Path:
     return Path(shutil.copytree(model, folder))
 
 
-def test_how_the_model_generates_is_saved_as_it_is_though_transformers_would_refuse(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_generation_settings_are_saved_though_transformers_refuses(tiny_model: Path, tmp_path: Path) -> None:
     """As many models that follow instructions have it."""
     model = copied(tiny_model, tmp_path / "model")
     odd = {"do_sample": False, "temperature": 0.6, "top_p": 0.95}
@@ -138,7 +134,7 @@ def test_what_transformers_will_not_save_is_found_at_the_start(
         learner.try_saving(tmp_path)
 
 
-def test_a_disk_without_room_for_weights_and_moments_is_found_at_the_start(
+def test_a_disk_too_small_for_weights_and_moments_is_found_at_start(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has 2 MiB of weights and 4 MiB of moments."""
@@ -200,7 +196,7 @@ def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tiny_model: Path, tmp
         assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
-def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
+def test_a_policy_too_large_for_one_file_is_written_to_several(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backbone, "SHARD_SIZE", "1MB")
@@ -251,7 +247,7 @@ def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
-def test_two_ranks_resume_from_the_checkpoint_before_one_that_a_single_rank_finds_damaged(
+def test_two_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(
     tiny_model: Path, tmp_path: Path, place: int
 ) -> None:
     """Each reads every second file, the largest first, and one bit has changed in the file at `place`."""

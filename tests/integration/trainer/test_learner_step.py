@@ -114,7 +114,7 @@ def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> Non
     np.testing.assert_allclose(found, plain_logprobs(tiny_model, whole, 1.0).numpy(), atol=2e-5)
 
 
-def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_model: Path) -> None:
+def test_only_counted_positions_pass_the_vocabulary_projection(tiny_model: Path) -> None:
     policy = PolicyModel(config(tiny_model))
     projected = []
     policy.model.get_output_embeddings().register_forward_hook(
@@ -184,7 +184,7 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "shared-packed", "all"])
-def test_the_entropy_is_the_mean_over_tokens_that_count_however_they_are_packed(tiny_model: Path, mode: str) -> None:
+def test_the_entropy_is_the_mean_over_counted_tokens_in_any_packing(tiny_model: Path, mode: str) -> None:
     """Of the distribution after temperature and top-k, against float64 by transformers alone; tokens weigh what they weigh in the loss."""
     given = random_batch(8, prompts=2)
     given.multipliers[1:3] = 0.5, 0.0
@@ -239,7 +239,7 @@ def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
+def test_routers_of_experts_are_trained_unless_they_are_frozen(
     architectures: dict[str, Path], tiny_model: Path, tmp_path: Path, frozen: bool
 ) -> None:
     policy = {"freeze_moe_router": frozen, "tokenizer": {"name": str(tiny_model)}}
@@ -315,7 +315,7 @@ def overflowing(count: int, place: int) -> Batch:
     return given
 
 
-def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny_model: Path) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_why(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 4})
     learner, untouched = Learner(settings), Learner(settings)
     with pytest.raises(ServiceError, match=r"not both finite, because of trajectory 'g'\[3\]; no step was taken"):
@@ -326,9 +326,7 @@ def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny
     assert_same_weights(weights(learner), weights(untouched))
 
 
-def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_weights_go_nowhere_after_a_later_step_that_is_not_finite(tiny_model: Path, tmp_path: Path) -> None:
     """They are of no version: neither a checkpoint nor the fleet may get them."""
     policy = {"train_global_batch_size": 2}
     learner = Learner(config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy=policy))

@@ -95,9 +95,7 @@ def alone(model: Path, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndar
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_packing_gives_each_trajectory_s_own_log_probabilities_and_gradients(
-    models: dict[str, Path], name: str, mode: str
-) -> None:
+def test_every_packing_gives_each_trajectory_its_own_gradients(models: dict[str, Path], name: str, mode: str) -> None:
     trajectories = groups()
     expected, gradients = alone(models[name], trajectories)
     found, own, _ = run(models[name], MODES[mode], trajectories, LogitsWarper())
@@ -271,9 +269,7 @@ def test_activation_checkpointing_runs_each_layer_again(
 
 
 @pytest.mark.slow
-def test_two_ranks_with_micro_batches_of_their_own_give_the_gradient_of_all(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_ranks_with_their_own_micro_batches_give_one_gradient(models: dict[str, Path], tmp_path: Path) -> None:
     """Under FSDP2, with a tied head, in every packing; one rank has more micro-batches, chunks and trees than the other."""
     log = tmp_path / "log"
     with fork_ranks(2, run_rank, models["qwen2"], tmp_path, log=log) as ranks:
@@ -348,9 +344,7 @@ def test_soft_caps_of_attention_are_computed(capped: Path) -> None:
         ("sliding_window", 100, 6),
     ],
 )
-def test_what_an_engine_may_compute_differently_is_named_with_the_first_token_that_it_changes(
-    capped: Path, key: str, other: Any, first: int
-) -> None:
+def test_the_first_token_that_an_engine_may_change_is_named(capped: Path, key: str, other: Any, first: int) -> None:
     policy = PolicyModel(settings(capped, {}))
     assert [one for one in policy.suspects if key in one and one.startswith(f"from token {first} on ")]
     changed = PolicyModel(settings(capped, {"hf_config_overrides": {key: other}}))

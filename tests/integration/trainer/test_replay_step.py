@@ -30,7 +30,7 @@ async def headrace(*args: object) -> Result:
     return await asyncio.to_thread(lambda: CliRunner().invoke(app, [*map(str, args)]))
 
 
-async def test_a_retained_step_is_recomputed_and_compared_with_what_was_logged(
+async def test_a_retained_step_is_recomputed_and_compared(
     trainer: Trainer,
     replay: ReplayClient,
     tiny_model: Path,

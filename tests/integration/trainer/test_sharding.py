@@ -121,9 +121,7 @@ def check_rounding(found: dict[str, Any]) -> None:
     assert found["same_after"]
 
 
-def test_what_rounding_changes_is_known_for_a_sharded_model_and_the_same_on_each_rank(
-    two_ranks: list[dict[str, Any]],
-) -> None:
+def test_rounding_of_a_sharded_model_is_the_same_on_each_rank(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         check_rounding(found["rounding"])
         assert found["rounding"] == two_ranks[0]["rounding"]
@@ -133,9 +131,7 @@ def test_what_a_pass_gathers_is_not_taken_for_the_weights(two_ranks: list[dict[s
     assert all(found["same_after_a_pass"] for found in two_ranks)
 
 
-def test_what_is_gathered_in_the_dtype_of_replicas_is_what_a_cast_afterwards_gives(
-    two_ranks: list[dict[str, Any]],
-) -> None:
+def test_gathering_in_the_replicas_dtype_equals_a_cast_afterwards(two_ranks: list[dict[str, Any]]) -> None:
     assert all(found["sent"] for found in two_ranks)
 
 
@@ -185,7 +181,7 @@ def test_the_planned_memory_is_what_is_taken(
     assert trainer["policy: activations"] == pytest.approx(found["activations"], rel=share)
 
 
-def test_one_rank_that_shards_alone_computes_experts_in_bfloat16_and_trains_on(
+def test_one_rank_that_shards_alone_trains_bfloat16_experts(
     models: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
     """As on a GPU: the gradients are autocast's, up to the rounding of bfloat16, and a checkpoint is continued to the bit."""

@@ -265,7 +265,7 @@ async def run(
     "model",
     ["untied", pytest.param("tied", marks=pytest.mark.nightly)],  # rollout/test_service.py has a tied one by day
 )
-async def test_log_probabilities_are_those_of_transformers_after_every_refit(run: Run, model: str) -> None:
+async def test_log_probabilities_are_transformers_after_every_refit(run: Run, model: str) -> None:
     replica = await run.join(model, "a")
     prompt = choose_token_ids(run.source.model.config.vocab_size, 400, seed=1).tolist()
     groups = set()
@@ -316,7 +316,7 @@ IN_BFLOAT16 = pytest.mark.parametrize("precision", ["bfloat16"])
 
 
 @IN_BFLOAT16
-async def test_one_stale_tensor_or_copy_is_refused_though_no_log_probability_shows_it(run: Run) -> None:
+async def test_one_stale_tensor_is_refused_though_no_probability_shows_it(run: Run) -> None:
     replica = await run.join("faulty", "a")
     assert (await run.refit(0)).verified == ("a",)
     for version, (fault, reason) in enumerate(FAULTS.items(), start=1):
@@ -337,9 +337,7 @@ async def test_one_stale_tensor_or_copy_is_refused_though_no_log_probability_sho
 
 
 @pytest.mark.parametrize("workers", [2])
-async def test_a_tensor_parallel_replica_takes_the_epoch_after_one_that_a_worker_or_the_transfer_failed(
-    run: Run,
-) -> None:
+async def test_a_tensor_parallel_replica_takes_the_epoch_after_a_failed_one(run: Run) -> None:
     replica = await run.join("parallel", "a")
     assert (await run.refit(0)).verified == ("a",)
     await replica.inject(
@@ -360,9 +358,7 @@ async def test_a_tensor_parallel_replica_takes_the_epoch_after_one_that_a_worker
 
 
 @IN_BFLOAT16
-async def test_a_replica_that_hangs_in_the_middle_is_left_out_and_generates_nothing_afterwards(
-    run: Run, limits: Limits
-) -> None:
+async def test_a_replica_that_hangs_midway_is_left_out(run: Run, limits: Limits) -> None:
     await tighten(run.replay, limits, replica_dead_s=3.0)
     victim = await run.join("faulty", "b")
     async with run.with_small_replica() as other:
@@ -384,9 +380,7 @@ async def test_with_no_live_replica_the_report_has_no_members(run: Run) -> None:
 
 
 @IN_BFLOAT16
-async def test_a_replica_killed_in_the_middle_costs_one_retry_and_a_late_one_gets_the_current_weights(
-    run: Run, limits: Limits
-) -> None:
+async def test_a_replica_killed_midway_costs_one_retry(run: Run, limits: Limits) -> None:
     await tighten(run.replay, limits, replica_dead_s=3.0)
     victim = await run.join("faulty", "b")  # no test comes after this one
     async with run.with_small_replica() as other:

@@ -172,9 +172,7 @@ def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -
         follower.result(PATIENCE_S)
 
 
-def test_buckets_in_the_hosts_memory_are_pinned_where_a_gpu_copies_them(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_are_pinned_where_a_gpu_copies_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none travels, or is filled again, while the GPU still copies: here the GPU is a stand-in."""
     tensors = weights()
     manifest = manifest_of(tensors, bucket_bytes=200)
@@ -300,7 +298,7 @@ def test_an_address_that_a_stranger_puts_into_the_store_is_not_used(fleet: Fleet
             view.get(key)
 
 
-def test_a_rank_whose_place_another_has_taken_is_found_before_a_tensor_moves(fleet: Fleet) -> None:
+def test_a_rank_whose_place_is_taken_is_found_before_a_tensor_moves(fleet: Fleet) -> None:
     """It has the secret, but the challenge went to the other."""
 
     class Displaced(Channel):
@@ -353,7 +351,7 @@ def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Flee
     assert len(given) == len(tensors)
 
 
-def test_a_host_that_is_not_this_machine_is_an_error_that_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_this_machine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_STORE_TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(ServiceError, match=r"weight_channel\.host: the trainer can't reach its own store"):
         RendezvousStore("no-such-host.invalid", 0)

@@ -48,7 +48,7 @@ def test_given_passwords_are_used(run: Path, tmp_path: Path) -> None:
     assert [old.split()[1] for old, new in zip(before, after, strict=True) if old != new] == ["adder-trainer"]
 
 
-def test_functions_are_loaded_by_the_administrator_unless_the_server_is_the_runs_own(run: Path, tmp_path: Path) -> None:
+def test_a_foreign_servers_functions_are_loaded_by_its_administrator(run: Path, tmp_path: Path) -> None:
     def who(*options: str) -> set[str]:
         lines = printed(run, "--credentials", tmp_path / "credentials", *options)
         return {line.split()[1] for line in lines if {"+function|load", "+@all"} & {*line.split()}}

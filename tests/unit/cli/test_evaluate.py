@@ -50,9 +50,7 @@ def made(config: Config, tmp_path: Path, **changes: Any) -> Config:
     return evaluation_config(config, NamedModel("adder@3", str(tmp_path)), {"validation": None}, **arguments)
 
 
-def test_the_run_that_evaluates_is_the_one_that_trained_but_learns_nothing_and_stays_on_this_machine(
-    config: Config, tmp_path: Path
-) -> None:
+def test_the_run_that_evaluates_is_the_one_that_trained_but_local(config: Config, tmp_path: Path) -> None:
     evaluation = made(config, tmp_path, temperature=0.5)
     assert evaluation.run_folder == tmp_path / "evals" / "adder-3-20260102-030405"
     assert (evaluation.policy.model_name, evaluation.max_num_steps, evaluation.ppo) == (str(tmp_path), 0, None)

@@ -65,9 +65,7 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
             runs.prepare(file, ["grpo.seed=7", override])
 
 
-def test_a_run_goes_on_with_the_data_set_that_a_variable_gives_as_a_single_mapping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_a_data_set_given_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DATA", "{train: {dataset_name: arithmetic, env_name: math, system_prompt: Be brief.}}")
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nenv: {{math: {{type: math}}}}\n")

@@ -92,7 +92,7 @@ print(os.open("/", os.O_RDONLY), file=open(f"/dev/fd/{sys.argv[1]}", "w"))
 """
 
 
-def test_a_closed_stream_is_opened_before_another_file_gets_its_number() -> None:
+def test_a_closed_stream_is_opened_before_its_number_is_taken() -> None:
     reader, writer = os.pipe()
     argv = [sys.executable, "-c", OPENED, str(writer)]
     subprocess.run(argv, preexec_fn=lambda: os.closerange(0, 3), pass_fds=[writer], timeout=60, check=True)

@@ -117,7 +117,7 @@ def umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-def test_an_export_has_the_whole_model_its_origin_and_the_modes_of_new_files(run: Path, tmp_path: Path) -> None:
+def test_an_export_has_the_model_its_origin_and_modes_of_new_files(run: Path, tmp_path: Path) -> None:
     policy = run / "checkpoints" / "step_4" / "policy"
     (policy / "linked.json").symlink_to(run / "config.yaml")
     (policy / "more").mkdir(mode=0o700)
@@ -161,7 +161,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_initial_model_that_the_configuration_completes_is_not_exported_alone(run: Path, tmp_path: Path) -> None:
+def test_an_initial_model_completed_by_config_is_not_exported_alone(run: Path, tmp_path: Path) -> None:
     model(tmp_path / "initial")
     saved = run / runs.SAVED
     runs.save(load(saved, ["policy.tokenizer.name=other"], environ={}))

@@ -69,7 +69,7 @@ def test_drop_refuses_episodes_and_the_others_take_them() -> None:
         config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": "drop"}})
 
 
-def test_a_function_that_cannot_be_imported_is_named_before_anything_starts() -> None:
+def test_a_function_that_cant_be_imported_is_named_before_any_start() -> None:
     right = {"type": "function", "function": "tests.support.odd_program:play"}
     environment_processes.check(config({"game": right}))
     with pytest.raises(ConfigError, match=r"env.game.function nowhere:play: nowhere can't be imported; install it"):

@@ -87,9 +87,7 @@ def test_keys_that_contradict_each_other_are_one_line_that_names_them(
     ],
     ids=lambda keys: "+".join(keys),
 )
-def test_published_recipes_and_ours_are_accepted_and_come_back_from_the_file(
-    tmp_path: Path, keys: dict[str, object]
-) -> None:
+def test_published_recipes_and_ours_are_accepted_and_come_back(tmp_path: Path, keys: dict[str, object]) -> None:
     config = load(given(tmp_path), overrides(keys), {})
     assert load(given(tmp_path, dump(config)), [], {}) == config
 

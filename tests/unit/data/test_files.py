@@ -86,7 +86,7 @@ def test_a_folder_of_data_files_or_of_a_saved_data_set(tmp_path: Path) -> None:
         read(tmp_path / "splits", split="dev", **KEYS)
 
 
-def test_dots_lead_into_nested_fields_unless_a_field_has_the_name_itself(tmp_path: Path) -> None:
+def test_dots_lead_into_nested_fields_unless_a_field_has_that_name(tmp_path: Path) -> None:
     rows = [{"a.b": "x", "a": {"b": "y"}, "c": [{"d": "1"}]}]
     path = write(tmp_path, "rows.jsonl", rows)
     ((question, info),) = asked(read(path, input_key="a.b", output_key="c.0.d"))
@@ -159,9 +159,7 @@ LINES = st.fixed_dictionaries({"input": TEXT, "output": TEXT, "level": VALUES}) 
 
 @given(rows=st.lists(LINES | VALUES, max_size=3), torn=st.binary(max_size=6), answered=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_file_holds_its_line_is_named_or_its_problem_can_be_carried(
-    tmp_path: Path, rows: list[Any], torn: bytes, answered: bool
-) -> None:
+def test_a_bad_line_of_any_file_is_named(tmp_path: Path, rows: list[Any], torn: bytes, answered: bool) -> None:
     path = tmp_path / "hostile.jsonl"
     path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + torn)
     problems, refused = [], ""

@@ -114,7 +114,7 @@ def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path, text: byt
         ModelTokens.load(config, tiny.make_tokenizer())
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_with_an_unknown_token_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer.encode("47+85")
     config = Config.model_validate({"policy": model(tmp_path, vocabulary=max(ids))})
@@ -126,7 +126,7 @@ def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path:
         GroupBuilder(config, tokenizer, ModelTokens.load(config, tokenizer)).encode(PROBLEM)
 
 
-def test_a_template_that_does_not_mark_where_the_answer_begins_is_known() -> None:
+def test_a_template_without_a_mark_of_the_answer_is_known() -> None:
     tokenizer = tiny.make_tokenizer()
     assert builder(tokenizer).generation_is_prompted
     tokenizer.chat_template = "{% for message in messages %}<user>{{ message.content }}{% endfor %}"

@@ -191,7 +191,7 @@ def test_a_prompt_file_that_cant_be_used_is_refused(place: Path, text: str | Non
         load_problems(data(train={"data_path": lines(place, "1?"), "prompt_file": "cot.txt"}))
 
 
-def test_a_prompt_file_may_name_other_fields_which_tell_problems_apart(place: Path) -> None:
+def test_a_prompt_file_may_name_other_fields(place: Path) -> None:
     (place / "with.txt").write_text("{passage}\n\n{}")
     path = place / "passages.jsonl"
     rows = [("What is it?", "It is red."), ("What is it?", "It is {blue}."), ("What is it?", "It is red.")]
@@ -215,7 +215,7 @@ def test_a_share_of_the_training_set_is_held_out_by_seed(place: Path) -> None:
     assert load_problems(data(train={**source, "seed": 2}))[1] != validation
 
 
-def test_duplicates_stay_where_they_are_wanted_but_never_in_both_parts(place: Path) -> None:
+def test_duplicates_stay_where_wanted_but_never_in_both_parts(place: Path) -> None:
     path = lines(place, "1", "2", "1")
     assert [q for q, _ in asked(load_problems(data(train={"data_path": path}))[0])] == ["1", "2"]
     kept, _ = load_problems(data(train={"data_path": path}, remove_duplicates=False))

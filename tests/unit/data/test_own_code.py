@@ -136,9 +136,7 @@ def test_multiple_choice_questions_list_their_options(tmp_path: Path) -> None:
         ("here", r"mine\.py has no function or class here"),
     ],
 )
-def test_what_goes_wrong_in_a_processor_names_the_row_and_the_line_of_code(
-    mine: Path, rows: Path, name: str, said: str
-) -> None:
+def test_a_processors_error_names_the_row_and_the_line_of_code(mine: Path, rows: Path, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read({"data_path": str(rows), "processor": f"{mine}:{name}"})
 
@@ -198,9 +196,7 @@ def test_a_check_before_the_run_finds_it_too(mine: Path, rows: Path) -> None:
         ({"dataset_name": "arithmetic", "task_config": {"processor ": 1}}, "task_config"),
     ],
 )
-def test_a_check_blames_the_key_that_is_at_fault_whatever_is_written_there(
-    rows: Path, source: dict[str, Any], key: str
-) -> None:
+def test_a_check_blames_the_key_at_fault_whatever_it_holds(rows: Path, source: dict[str, Any], key: str) -> None:
     given = {name: value.format(rows=rows) if isinstance(value, str) else value for name, value in source.items()}
     ((keys, _),) = look_at(DataConfig.model_validate({"train": {**given, "env_name": "e"}}))
     assert keys == ("data", "train", "0", key)

@@ -102,7 +102,7 @@ def test_a_system_prompt_does_not_hide_a_repeat() -> None:
         load_problems(data(train={**source, "system_prompt": "Be brief."}, validation=source))
 
 
-def test_sources_are_joined_with_their_own_environment_and_system_prompt() -> None:
+def test_sources_are_joined_with_their_environment_and_prompt() -> None:
     train, _ = load_problems(
         data(
             train=[
@@ -190,7 +190,7 @@ def test_a_bad_line_is_refused_with_file_and_line(tmp_path: Path, line: str, mes
         load_problems(jsonl(tmp_path, '{"input": "1+1", "output": "2"}', line))
 
 
-def test_an_evaluation_asks_what_the_run_asks_and_each_further_set_by_itself(tmp_path: Path) -> None:
+def test_an_evaluation_asks_the_runs_sets_and_each_further_one(tmp_path: Path) -> None:
     """A problem that several sets have counts in each of them."""
     path, other = tmp_path / "sums.jsonl", tmp_path / "others.jsonl"
     path.write_text("".join(json.dumps({"input": f"{i}+1", "output": str(i + 1)}) + "\n" for i in range(20)))

@@ -40,7 +40,7 @@ def cell(text: str, name: str) -> dict[str, Any]:
     return namespace
 
 
-def test_the_same_source_is_the_same_build_wherever_it_lies_and_an_edit_is_another(tmp_path: Path) -> None:
+def test_the_same_source_is_the_same_build_wherever_it_lies(tmp_path: Path) -> None:
     first = loaded(tmp_path / "one", FILE)
     assert len(first.build) == 12
     assert loaded(tmp_path / "two", FILE).build == first.build

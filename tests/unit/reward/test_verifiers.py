@@ -166,7 +166,7 @@ class Two:
         return map(task, range(2))
 
 
-def test_a_task_is_found_by_its_place_and_has_the_key_that_its_row_has() -> None:
+def test_a_task_is_found_by_its_place_and_has_its_rows_key() -> None:
     endless = Tasks(Endless())
     assert [endless.find({"index": index, "key": f"k{index}"}).key for index in (7, 0, 7)] == ["k7", "k0", "k7"]
     assert Tasks(Two()).find({"index": 1, "key": "k1"}).data.idx == 1
@@ -291,7 +291,7 @@ def test_a_python_that_cannot_play_is_refused_with_the_remedy(python: str, why: 
 # -- the way of its calls ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_call_goes_to_the_episode_of_its_trace_with_the_key_that_verifiers_never_has() -> None:
+async def test_a_call_goes_to_its_traces_episode_with_a_private_key() -> None:
     relay = Relay()
     with ScriptedPolicy() as policy:
         mine, other = policy.session(["one"]), policy.session(["two"])

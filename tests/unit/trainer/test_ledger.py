@@ -57,7 +57,7 @@ def test_a_ledger_that_is_damaged_is_refused(data: bytes) -> None:
         Ledger.decode(data)
 
 
-def test_steps_trained_while_a_checkpoint_is_written_belong_to_the_next() -> None:
+def test_steps_trained_during_a_write_belong_to_the_next_checkpoint() -> None:
     ledger = Ledger()
     ledger.record(0, ["a"], [0])
     first = ledger.cut()

@@ -89,7 +89,7 @@ def with_policy_tokens(trajectories: list[Trajectory]) -> list[int]:
 
 
 @given(trajectories=made(), packing=packings(), data=st.data())
-def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
+def test_every_trajectory_with_a_policy_token_is_planned_once(
     trajectories: list[Trajectory], packing: Packing, data: st.DataObject
 ) -> None:
     chosen = [i for i in range(len(trajectories)) if data.draw(st.booleans())]

@@ -46,7 +46,7 @@ def model(folder: Path, family: str, **special: Any) -> Config:
         ("deepseek_v3", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
     ],
 )
-def test_a_model_that_can_not_be_refitted_is_refused_by_its_configuration(
+def test_a_model_that_cant_be_refitted_is_refused(
     tmp_path: Path, family: str, special: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ServiceError) as refused:

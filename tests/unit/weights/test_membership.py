@@ -56,7 +56,7 @@ A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
         ([], {"one": A}, "the trainer names no GPU (it runs on a CPU, or NVML can't be reached there)"),
     ],
 )
-def test_nccl_carries_weights_between_whole_gpus_none_of_which_is_shared(
+def test_nccl_needs_whole_gpus_none_of_which_is_shared(
     trainer: list[str], replicas: dict[str, list[str]], problem: str | None
 ) -> None:
     assert membership.nccl_problem(trainer, replicas) == problem
@@ -88,7 +88,7 @@ RENDEZVOUS = Rendezvous(
 )
 
 
-def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_otherwise() -> None:
+def test_the_group_is_reused_until_the_membership_changes() -> None:
     assert RENDEZVOUS.derive_group(("a", "b")) == RENDEZVOUS.derive_group(("b", "a")) == "old"
     for members in (("b",), ("a",), ("a", "b", "c")):
         assert RENDEZVOUS.derive_group(members) == "new"
