@@ -14,7 +14,6 @@ from headrace.cli.status import show
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
-from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import (
     enqueue,
     eventually,
@@ -27,6 +26,7 @@ from tests.support.buffer import (
     rewind,
     tighten,
 )
+from tests.support.replay_service import config_of, serving
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)

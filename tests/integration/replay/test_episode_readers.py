@@ -15,9 +15,9 @@ from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.samples import sample_of
 from headrace_services.trainer.learning.batch import check_invariants
-from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import enqueue, generate, healthy_replica, make_group, make_trajectory, reserve, tighten
 from tests.support.episodes import call, episode
+from tests.support.replay_service import config_of, serving
 
 CALLS = [
     call(-1, [1, 2], [3, 4], messages=({"role": "user", "content": "47+85"},), answer={"content": "let me see"}),

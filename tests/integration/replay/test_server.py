@@ -25,7 +25,7 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
-from headrace_services.replay.main import _kill_if_hung, limits_of, running
+from headrace_services.replay.main import _kill_if_hung, limits_of
 from tests.support.buffer import (
     contents,
     enqueue,
@@ -39,6 +39,7 @@ from tests.support.buffer import (
     total,
 )
 from tests.support.ports import free_port
+from tests.support.replay_service import config_of, serving
 
 
 @pytest.fixture
@@ -49,30 +50,6 @@ async def server(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[Embe
         await library.load(redis)
     yield server
     await server.stop()
-
-
-def config_of(tmp_path: Path, **replay: object) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"id": "served", "dir": str(tmp_path)},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
-            "replay": {"redis_port": free_port(), "port": 0, "appendfsync": "always", **replay},
-            "reward": {"port": free_port()},
-        }
-    )
-
-
-@contextlib.asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, ReplayClient]]:
-    stop = asyncio.Event()
-    async with running(config, limits_of(config), stop) as (port, work):
-        task = asyncio.create_task(work())
-        replay = await ReplayClient.connect(config.redis_url, config.run.id)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http:
-            yield http, replay
-        await replay.aclose()
-        stop.set()
-        await task
 
 
 async def test_law_1_conservation_across_sigkill_of_the_server(

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,60 +20,18 @@ import pytest_asyncio
 
 from headrace.net.replica_client import ReplicaClient, ReplicaFenced, Sampled, SampleRequest
 from headrace.net.service import EXIT_INTERNAL_ERROR
-from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import open_redis
 from tests.support.buffer import tighten
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import LONG, PROMPT, Fleet, Policy, Process, eventually
+from tests.support.rollout_fleet import IN_FLIGHT, LIMITS, LONG, PROMPT, Fleet, Process, eventually, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
-
-IN_FLIGHT = {
-    "async_grpo": {
-        "enabled": True,
-        "max_trajectory_age_steps": 50,
-        "in_flight_weight_updates": True,
-        "recompute_kv_cache_after_weight_updates": True,
-    }
-}
-LIMITS = Limits(  # times so long that no replica counts as dead because the machine stood still
-    prompts_per_step=2,
-    generations_per_prompt=2,
-    max_age=50,
-    staleness_policy="ordered",
-    max_attempts=3,
-    max_scoring_attempts=3,
-    lease_s=120.0,
-    group_deadline_s=600.0,
-    scoring_deadline_s=600.0,
-    replica_dead_s=120.0,
-    max_bytes=2**30,
-)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(redis_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    folder = tmp_path_factory.mktemp("rollout")
-    run_id = f"test-{secrets.token_hex(6)}"
-    settings = {
-        "run": {"id": run_id, "dir": str(folder)},
-        "replay": {"redis_url": redis_url},
-        "rollout": {"heartbeat_s": 0.5, "max_concurrent_groups": 4, "save_partial_tokens": 64},
-        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
-        "policy": {
-            "model_name": str(tiny_model),
-            "precision": "float32",
-            "max_total_sequence_length": 2048,
-            "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
-        },
-        "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
-    }
-    replay = ReplayClient(open_redis(redis_url), run_id)
-    await replay.open_run(LIMITS)
-    await replay.rewind(0, "timeline-0")
-    fleet = Fleet(folder, settings, replay, Policy(tiny_model))
-    yield fleet
-    await fleet.aclose()
+    settings = {"rollout": {"max_concurrent_groups": 4, "save_partial_tokens": 64}}
+    async with running_fleet(tmp_path_factory.mktemp("rollout"), redis_url, tiny_model, settings) as fleet:
+        yield fleet
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

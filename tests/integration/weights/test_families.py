@@ -19,7 +19,7 @@ from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.network.policy_model import check_refit
 from tests.integration.trainer.learner_cases import config
-from tests.integration.weights.test_refit import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
+from tests.support.engines import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
 from tests.support.family_engine import try_family
 from tests.support.forks import ROOT, fork
 from tests.support.learner_source import LearnerSource
