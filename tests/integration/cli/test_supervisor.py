@@ -101,9 +101,7 @@ except Exception:
 
 async def test_an_exception_that_comes_back_at_once_ends_the_service(supervisor: Supervisor, tmp_path: Path) -> None:
     service = child(tmp_path, SERVICE.format(work="keep_newest(None, '*', len(lives.read_text()))"))
-    with pytest.raises(
-        ServiceFailed, match=r"twice in a row.* with AttributeError at headrace\.base\.files:\d+: 'NoneType'"
-    ):
+    with pytest.raises(ServiceFailed, match=r"twice.*AttributeError.*headrace\.base\.files:\d+.*'NoneType'"):
         await supervisor.supervise(service)
     assert (tmp_path / "lives").read_text() == "xx"
     assert service.take_ending() is None

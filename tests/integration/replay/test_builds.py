@@ -135,17 +135,13 @@ async def test_law_4_fencing_the_refusal_of_another_build_names_both(
     replay: ReplayClient, another: Another, limits: Limits
 ) -> None:
     timeline = (await replay.state()).timeline
-    with pytest.raises(
-        WrongBuild, match=rf"opened by build {BUILD}, and this call is of build {another.build}; restart"
-    ):
+    with pytest.raises(WrongBuild, match=rf"{BUILD}.*{another.build}.*restart"):
         await another.call("state")
 
     await opened_by(another, replay, limits)
     assert await another.call("wanted") == b"of another build"
     before = await everything(replay)
-    with pytest.raises(
-        WrongBuild, match=rf"opened by build {another.build}, and this call is of build {BUILD}; restart"
-    ):
+    with pytest.raises(WrongBuild, match=rf"{another.build}.*{BUILD}.*restart"):
         await replay.enqueue([make_group(0)], timeline)
     with pytest.raises(WrongBuild):
         await replay.state()

@@ -96,5 +96,5 @@ async def test_the_newest_dead_letters_stay_readable(replay: ReplayClient, limit
 async def test_an_order_that_no_bitmap_holds_is_refused(replay: ReplayClient) -> None:
     with pytest.raises(InvalidCall, match=r"order 4294967296 .* at most 2\^32"):
         await enqueue(replay, [2**32])
-    with pytest.raises(WrongStep, match="order 4294967295; the next one is 0"):
+    with pytest.raises(WrongStep, match=r"4294967295.*0$"):
         await enqueue(replay, [2**32 - 1])

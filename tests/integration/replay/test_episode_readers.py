@@ -91,7 +91,7 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
     assert ranges == [(0, 2, "r0"), (2, 3, "other")]
     (line, _) = [line async for line in export.lines(replay, ["ready"])]
     assert export.from_line(line).trajectory.encode() == stored.encode()
-    with pytest.raises(CodecError, match="call 1: its parent 5 is not before it"):
+    with pytest.raises(CodecError, match=r"call 1.*parent 5"):
         export.from_line(line.replace('"parent": 0', '"parent": 5', 1))
 
 

@@ -134,7 +134,7 @@ async def test_by_components_a_malformed_record_is_refused(replay: ReplayClient,
         "build": "",
     }
     for record in (b"\xc1", b"", b"\x01", b"\x80"):
-        with pytest.raises(InvalidCall, match="groups are filtered by its components"):
+        with pytest.raises(InvalidCall, match="filtered by"):
             await replay._connection.call("score", record, scores=[score])
     await replay.score(job, Score("SCORED", 1.0, {"a": 1.0, "b": 0.0}))
 
@@ -183,7 +183,7 @@ async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: Rep
     await generate(replay, replica, [[1, 1], [0, 0], [1, 1], [0, 1]])
     assert isinstance(await replay.reserve(0, timeline), Waiting)  # exactly the limit
     await generate(replay, replica, [[1, 1]])
-    with pytest.raises(SamplingStarved, match="5 groups were scored for one batch, more than 4, and 4 of them were"):
+    with pytest.raises(SamplingStarved, match=r"5 groups.*more than 4.*4 of them"):
         await replay.reserve(0, timeline)
     # what is ready after all is handed out, and the count begins anew
     await generate(replay, replica, [[0, 1]])

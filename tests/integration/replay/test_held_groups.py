@@ -128,7 +128,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
     assert back[0].score.metadata == metadata
 
     path.write_text(lines[0] + "\n" + lines[1].replace('"logprobs": [', '"logprobs": [0.5, ') + "\n")
-    with pytest.raises(CodecError, match=r"out\.jsonl:2: .*logprobs has 5 entries for 4 tokens"):
+    with pytest.raises(CodecError, match=r"out\.jsonl:2.*logprobs.*5.*4"):
         list(export.read(path))
 
 

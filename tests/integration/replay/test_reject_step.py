@@ -90,7 +90,7 @@ async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay
     third = await reserve(replay, 0)
     before = await contents(replay)
     for late, named, name in ((batch, made[1], "first"), (second, made[2], "another")):
-        with pytest.raises(WrongStep, match=f"step 0 does not hold attempt 1 of group {named}"):
+        with pytest.raises(WrongStep, match=rf"step 0.*attempt 1.*{named}"):
             await reject(replay, late, named, name=name)
     with pytest.raises(WrongStep, match="rejection of step 1"):
         await replay.reject_step(1, timeline, nonce(), {made[0]: 1}, "")

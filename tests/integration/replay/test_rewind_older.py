@@ -106,7 +106,7 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     state = await replay.restore(1, nonce(), nonce(), 3)
     assert state.refill
     assert (await replay.state()).refill
-    with pytest.raises(WrongStep, match="2 prompts of the refill are missing"):
+    with pytest.raises(WrongStep, match=r"2 prompts.*missing"):
         await replay.end_refill(state.timeline)
     assert await refill(replay, range(2, 4)) == 2
     await replay.end_refill(state.timeline)

@@ -136,7 +136,7 @@ async def test_a_busy_port_is_named(server: EmbeddedServer, tmp_path: Path) -> N
 
 async def test_a_server_that_can_not_start_gives_its_words(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), appendfsync="sometimes")
-    with pytest.raises(ServiceError, match=r"did not start: .*server\.log"):
+    with pytest.raises(ServiceError, match=r"server\.log"):
         await server.start()
 
 
@@ -165,9 +165,7 @@ async def test_a_server_without_memory_beyond_the_payloads_is_refused(server: Em
     async with open_redis(server.url) as redis:
         await redis.config_set("maxmemory", 5 * 2**28)
         await check_server(redis, server.url, 2**30)
-        with pytest.raises(
-            ServiceError, match=r"maxmemory 1342177280 is less than 1\.25 x replay.max_bytes 1073741825"
-        ) as error:
+        with pytest.raises(ServiceError, match=r"maxmemory 1342177280 .*1\.25 x replay\.max_bytes 1073741825") as error:
             await check_server(redis, server.url, 2**30 + 1)
         assert "`CONFIG SET maxmemory 1342177282`, or set replay.max_bytes to 1073741824" in str(error.value)
 
@@ -182,7 +180,7 @@ async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redi
     await replica.start()
     async with open_redis(replica.url) as redis:
         await redis.replicaof("127.0.0.1", server.port)
-        with pytest.raises(ServiceError, match=f"is a replica of 127.0.0.1:{server.port}; give the primary"):
+        with pytest.raises(ServiceError, match=rf"127.0.0.1:{server.port}; .*primary"):
             await check_server(redis, replica.url, 1)
     await replica.stop()
 
@@ -201,7 +199,7 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
     old = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{old.sockets[0].getsockname()[1]}/0?protocol=2"
     async with open_redis(url, retries=0) as redis:
-        with pytest.raises(ServiceError, match=r"Redis 6\.2\.14 has no functions; run Redis 7\.0 or later"):
+        with pytest.raises(ServiceError, match=r"6\.2\.14.*7\.0"):
             await check_server(redis, url, 1)
     with pytest.raises(HeadraceError, match="too old"):
         await ReplayClient.connect(url, "x", timeout_s=0.2)
@@ -210,14 +208,14 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
 
 async def test_an_unreachable_server_ends_the_service(tmp_path: Path) -> None:
     config = config_of(tmp_path, redis_url="redis://127.0.0.1:1/0")
-    with pytest.raises(ReplayUnavailable, match=r"can't be reached.*replay\.redis_url"):
+    with pytest.raises(ReplayUnavailable, match=r"reached.*replay\.redis_url"):
         async with serving(config):
             pass
 
 
 def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = Config.model_validate({"replay": {"max_bytes": 1024**2}})
-    with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576 can't hold two batches"):
+    with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576"):
         limits_of(config)
 
 

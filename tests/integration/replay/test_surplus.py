@@ -246,5 +246,5 @@ async def test_validation_groups_have_their_n_and_no_more(replay: ReplayClient) 
 
 
 async def test_too_many_redundant_trajectories_are_refused(replay: ReplayClient, limits: Limits) -> None:
-    with pytest.raises(InvalidCall, match=r"redundant is 1025.*replay\.redundant_generations"):
+    with pytest.raises(InvalidCall, match=r"1025.*replay\.redundant_generations"):
         await tighten(replay, limits, redundant=1025)

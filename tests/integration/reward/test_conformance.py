@@ -305,7 +305,7 @@ async def test_what_need_not_be_there_is_noted_alone() -> None:
 
 
 async def test_an_address_where_nobody_answers_is_one_clear_error() -> None:
-    with pytest.raises(ServiceError, match=r"no environment answers \(no answer within 0.2 s\); is it running"):
+    with pytest.raises(ServiceError, match=r"answers.*0\.2 s"):
         await found("127.0.0.1:1", timeout_s=0.2)
 
 

@@ -250,7 +250,7 @@ async def test_the_key_comes_from_a_file_which_may_be_replaced(tmp_path: Path) -
             (without,) = await hub.score([sample("c")])
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer first", "Bearer second"]
     assert without.status == "FAILED"
-    with pytest.raises(ConfigError, match=r"judges\.api_key_file .*can't be read"):
+    with pytest.raises(ConfigError, match=r"judges\.api_key_file.*read"):
         LLMJudge("polite", EnvConfig.model_validate(env), VerdictStore(None))
 
 
@@ -284,7 +284,7 @@ def test_nothing_leaves_loopback_without_tls_and_a_key(judge: dict[str, str], fi
     if fine:
         check(config, "reward")
         return
-    with pytest.raises(ConfigError, match=r"env\.polite\.judges\.0\.base_url .*judge\.example.*api_key_file"):
+    with pytest.raises(ConfigError, match=r"env\.polite\.judges\.0\.base_url .*judge\.example"):
         check(config, "reward")
     check(Config.model_validate({"env": env, "security": {"insecure": True}}), "reward")
 

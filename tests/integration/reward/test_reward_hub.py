@@ -167,7 +167,7 @@ async def test_an_environment_not_running_has_not_started_and_is_named() -> None
 
 async def test_a_hub_without_headrace_up_says_who_has_to_start_a_program() -> None:
     mine = {"command": ["./judge", "-v"]}
-    with pytest.raises(ConfigError, match=r"env\.mine\.command \./judge -v: only .*env\.mine\.command=null"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command \./judge -v:.*env\.mine\.command=null"):
         async with start_hub({"mine": mine}):
             pass
     async with start_hub({"mine": {**mine, "port": 1}}) as hub:  # started by hand, where the configuration says
@@ -320,13 +320,13 @@ async def test_health_reflection_and_the_list_of_environments() -> None:
 async def test_a_busy_port_is_one_clear_error() -> None:
     with bind("127.0.0.1", 0, "port") as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(ServiceError, match=rf"reward\.port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"reward\.port:.*127\.0\.0\.1:{port}"):
             async with start_hub({}, port=port):
                 pass
-        with pytest.raises(ServiceError, match=rf"reward\.http_port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"reward\.http_port:.*127\.0\.0\.1:{port}"):
             async with start_hub({}, http_port=port):
                 pass
-        with pytest.raises(ServiceError, match=rf"port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"port:.*127\.0\.0\.1:{port}"):
             async with serving(Environment(), port=port):
                 pass
     assert not workers_of()
@@ -334,7 +334,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
 
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
     pool = WorkerPool({"math": EnvConfig.model_construct(type="none such")}, 2)
-    with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
+    with pytest.raises(ServiceError, match=r"worker.*status 1"):
         await pool.start()
     assert not workers_of()
 

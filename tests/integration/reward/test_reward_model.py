@@ -141,11 +141,9 @@ async def test_law_7_failure_is_not_zero_a_lost_process_gives_no_reward(director
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it has 3 labels, but a reward is one number; give a model with one label"):
+    with pytest.raises(ValueError, match="3 labels"):
         on_device(make_reward_model(tmp_path / "three", labels=3))
-    with pytest.raises(
-        ServiceError, match=r"process of a reward model can't start: env\.helpful\.model_name .*nowhere"
-    ):
+    with pytest.raises(ServiceError, match=r"env\.helpful\.model_name.*nowhere"):
         async with start_hub(env_of(tmp_path / "nowhere")):
             pass
 
@@ -154,5 +152,5 @@ async def test_without_torch_the_error_names_the_extra(tmp_path: Path, monkeypat
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = ModelProcess(ModelSpecification("helpful", {"type": "reward_model", "model_name": "x"}))
-    with pytest.raises(ServiceError, match=r"No module named torch; pip install 'headrace\[reward-model\]'"):
+    with pytest.raises(ServiceError, match=r"torch.*headrace\[reward-model\]"):
         await process.start()

@@ -225,7 +225,7 @@ async def test_the_token_that_ended_it_is_no_part_of_the_text(
     ):
         assert (await hermes.derender(ended))["content"] == content
     assert (await plain.derender(completion(tokenizer, "<|im_end|>")))["content"] == ""
-    with pytest.raises(RenderRefused, match="'absent' is not in the completion"):
+    with pytest.raises(RenderRefused, match="'absent'"):
         await hermes.derender(completion(tokenizer, "fine", stop_reason="absent"))
 
 
@@ -303,11 +303,9 @@ async def test_malformed_requests_are_refused_or_answered(hermes: ChatFormat, se
 
 def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> None:
     check_parser_names(config_of(model, tool_parser="hermes", reasoning_parser="qwen3"))
-    with pytest.raises(ServiceError, match=r"vllm_cfg.tool_parser: vLLM has no parser 'hermse'; did you mean hermes\?"):
+    with pytest.raises(ServiceError, match=r"tool_parser.*'hermse'.*hermes\?"):
         check_parser_names(config_of(model, tool_parser="hermse"))
-    with pytest.raises(
-        ServiceError, match=r"vllm_cfg.reasoning_parser: vLLM has no parser 'qwen33'; did you mean qwen3"
-    ):
+    with pytest.raises(ServiceError, match=r"reasoning_parser.*'qwen33'.*qwen3"):
         check_parser_names(config_of(model, reasoning_parser="qwen33"))
 
 
@@ -315,10 +313,10 @@ def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> 
 def test_a_parser_that_reads_nothing_is_refused_at_the_start(
     format_of: Callable[..., ChatFormat], parsers: dict[str, str]
 ) -> None:
-    with pytest.raises(ServiceError, match=r"can't read a completion of this model .*; choose another"):
+    with pytest.raises(ServiceError, match=r"read a completion.*choose another"):
         format_of(**parsers)
 
 
 def test_parsers_that_do_not_go_together_are_refused(format_of: Callable[..., ChatFormat]) -> None:
-    with pytest.raises(ServiceError, match=r"tool_parser hf, reasoning_parser qwen3: .* cannot be combined"):
+    with pytest.raises(ServiceError, match=r"tool_parser hf, reasoning_parser qwen3.*combined"):
         format_of(tool_parser="hf", reasoning_parser="qwen3")

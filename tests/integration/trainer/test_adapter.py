@@ -146,9 +146,9 @@ def test_dropout_is_the_same_in_a_layer_that_is_computed_again(tiny_model: Path)
 def test_what_is_no_adapter_is_refused(tiny_model: Path, trained: tuple[Learner, Path]) -> None:
     with pytest.raises(ValidationError, match=r"lora_cfg\.dim"):
         adapted(tiny_model, dim=0)
-    with pytest.raises(ServiceError, match="'lm_head' is not a linear layer of the policy; it has down_proj"):
+    with pytest.raises(ServiceError, match=r"'lm_head'.*down_proj"):
         Learner(adapted(tiny_model, target_modules=["lm_head"]))
-    with pytest.raises(ServiceError, match=r"this adapter is not the one that policy\.lora_cfg describes"):
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg"):
         Learner(adapted(tiny_model, dim=3), trained[1])
 
 

@@ -70,7 +70,5 @@ def test_compiled_layers_compute_the_same_and_compile_once(model: Path, mode: st
 
 def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-g++")
-    with pytest.raises(
-        ServiceError, match=r"policy\.torch_compile true: torch needs the compiler 'no-such-g\+\+', which"
-    ):
+    with pytest.raises(ServiceError, match=r"policy\.torch_compile true.*no-such-g\+\+"):
         PolicyModel(settings(model, {"torch_compile": True}))

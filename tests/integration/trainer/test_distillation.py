@@ -79,9 +79,7 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(tiny_model: Path, other_mo
     model = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
     model.resize_token_embeddings(19)
     model.save_pretrained(other_model)
-    with pytest.raises(
-        ServiceError, match=r"teacher_model_name '.*other' has a vocabulary of 19, and the policy '.*' one of 20"
-    ):
+    with pytest.raises(ServiceError, match=r"teacher_model_name '.*other'.*19.*policy.*20"):
         Learner(distilled(tiny_model, other_model))
 
 
@@ -102,7 +100,7 @@ def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model
     swapped.save_pretrained(other_model)
     with pytest.raises(
         ServiceError,
-        match=r"tokenizers of grpo.*teacher_model_name '.*other' and of the policy, '.*', differ: '1' is 7",
+        match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7",
     ):
         Learner(distilled(tiny_model, other_model))
 

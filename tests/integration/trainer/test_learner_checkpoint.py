@@ -128,9 +128,7 @@ def test_what_transformers_will_not_save_is_found_at_the_start(
     learner.try_saving(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "value"]
     monkeypatch.setattr(learner.policy.model.config, "temperature", 0.5, raising=False)
-    with pytest.raises(
-        ServiceError, match=r"no checkpoint could be saved: .*policy\.model_name .*Generation parameters"
-    ):
+    with pytest.raises(ServiceError, match=r"saved.*policy\.model_name.*Generation parameters"):
         learner.try_saving(tmp_path)
 
 
@@ -140,9 +138,7 @@ def test_a_disk_too_small_for_weights_and_moments_is_found_at_start(
     """The model has 2 MiB of weights and 4 MiB of moments."""
     learner = Learner(config(tiny_model))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    with pytest.raises(
-        ServiceError, match=r"can't write a checkpoint .*weights take 2 MiB and its moments 4, and 5 MiB are free"
-    ):
+    with pytest.raises(ServiceError, match=r"checkpoint.*2 MiB.*4.*5 MiB"):
         learner.try_saving(tmp_path)
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     Learner(settings).try_saving(tmp_path)
@@ -167,12 +163,12 @@ def test_a_model_that_cant_be_loaded_is_an_error_with_its_name(
     model = copied(tiny_model, tmp_path / "model")
     file = model / name
     file.write_bytes(content(file.read_bytes()))
-    with pytest.raises(ServiceError, match=rf"policy\.model_name '{model}': can't load a .*; give a directory"):
+    with pytest.raises(ServiceError, match=rf"policy\.model_name '{model}'.*directory"):
         Learner(config(model))
 
 
 def test_a_model_that_was_moved_away_is_told_as_that(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"gone': can't load a tokenizer \(the directory does not exist\)"):
+    with pytest.raises(ServiceError, match=r"gone'.*tokenizer.*exist"):
         Learner(config(tmp_path / "gone"))
 
 
@@ -231,17 +227,17 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner.snapshot()(tmp_path)
     (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
+    with pytest.raises(ServiceError, match=r"training state.*remove"):
         Learner(config(tiny_model), tmp_path)
     (tmp_path / "training" / "state.json").unlink()
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
+    with pytest.raises(ServiceError, match=r"training state.*remove"):
         Learner(config(tiny_model), tmp_path)
 
 
 def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
     Learner(config(tiny_model)).snapshot()(tmp_path)
     (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(ServiceError, match="an older build pickled its training state"):
+    with pytest.raises(ServiceError, match=r"older build.*pickled"):
         Learner(config(tiny_model), tmp_path)
 
 

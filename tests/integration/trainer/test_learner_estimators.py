@@ -61,7 +61,7 @@ def test_rewards_are_scaled_then_shaped_and_cut_offs_leave_the_loss(tiny_model: 
 
 def test_gdpo_trains_on_components_and_names_who_gives_none(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, grpo={**GROUPS, "adv_estimator": {"name": "gdpo"}}))
-    with pytest.raises(ServiceError, match="environment 'math' scored with reward components none, and gdpo"):
+    with pytest.raises(ServiceError, match=r"'math'.*none.*gdpo"):
         train_step(learner, two_groups())
     components = [{"format": float(i % 2), "correct": float(i // 2 % 2)} for i in range(8)]
     given = two_groups(components=components)

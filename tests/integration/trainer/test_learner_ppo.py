@@ -62,9 +62,7 @@ def test_a_value_model_of_a_smaller_vocabulary_is_refused(tiny_model: Path, tmp_
     model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32)
     model.resize_token_embeddings(19)
     model.save_pretrained(tmp_path / "value")
-    with pytest.raises(
-        ServiceError, match=r"value.model_name '.*' has a vocabulary of 19, and the policy '.*' one of 20"
-    ):
+    with pytest.raises(ServiceError, match=r"value\.model_name.*19.*policy.*20"):
         Learner(ppo(tiny_model, value={"model_name": str(tmp_path / "value")}))
 
 
@@ -277,7 +275,7 @@ def test_a_batch_is_trained_once(tiny_model: Path) -> None:
     """Its columns are those of its step: a second one would train on rewards that were shaped twice."""
     learner, given = Learner(config(tiny_model)), random_batch(4)
     train_step(learner, given)
-    with pytest.raises(ValueError, match="has been through a trainer step already"):
+    with pytest.raises(ValueError, match="through a trainer step"):
         train_step(learner, given)
     assert learner.version == 1
 
@@ -309,7 +307,7 @@ def test_a_value_model_is_loaded_and_may_start_another_run(tiny_model: Path, tmp
         torch.testing.assert_close(found, started.root.head(hidden)[0, :-1, 0], atol=2e-5, rtol=1e-5)
     assert found.any()
     (tmp_path / "value" / HEAD).unlink()
-    with pytest.raises(ServiceError, match="can't load the head of a value model"):
+    with pytest.raises(ServiceError, match="head of a value model"):
         Learner(settings, tmp_path)
 
 

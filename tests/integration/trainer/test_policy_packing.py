@@ -154,7 +154,7 @@ def test_packed_rows_keep_a_sliding_window(models: dict[str, Path], mode: str) -
 
 def test_a_model_that_does_not_pass_the_trees_on_is_an_error(models: dict[str, Path]) -> None:
     policy = PolicyModel(settings(models["qwen2"], MODES["packed"]))
-    with pytest.raises(ServiceError, match=r"can't be computed tree by tree; set policy\.share_prompts and"):
+    with pytest.raises(ServiceError, match=r"policy\.share_prompts"):
         policy.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
 
@@ -356,9 +356,7 @@ def test_the_first_token_that_an_engine_may_change_is_named(capped: Path, key: s
 
 
 def test_several_sequences_in_a_row_are_refused_with_soft_caps(capped: Path) -> None:
-    with pytest.raises(
-        ServiceError, match=r"policy\.sequence_packing\.enabled true: .* caps the logits of its attention"
-    ):
+    with pytest.raises(ServiceError, match=r"policy\.sequence_packing\.enabled true.*caps"):
         PolicyModel(settings(capped, MODES["packed"]))
 
 

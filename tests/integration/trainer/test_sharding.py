@@ -223,12 +223,12 @@ def test_copies_on_two_hosts_take_the_steps_of_one_rank(
 def test_weights_that_no_file_holds_are_named(models: dict[str, Path], tmp_path: Path) -> None:
     made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32)
     made.name_or_path = str(tmp_path)
-    with pytest.raises(ServiceError, match=r"has no model\.safetensors .* train it with one rank"):
+    with pytest.raises(ServiceError, match=r"model\.safetensors.*one rank"):
         fill(made, torch.device("cpu"))
     deeper = Qwen2Config(**{**SMALL, "num_hidden_layers": 13}, tie_word_embeddings=True)
     made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32, config=deeper)
     made.name_or_path = str(models["deep"])
-    with pytest.raises(ServiceError, match=r"has 12 weights that its files lack.*model\.layers\.12"):
+    with pytest.raises(ServiceError, match=r"12 weights.*model\.layers\.12"):
         fill(made, torch.device("cpu"))
 
 

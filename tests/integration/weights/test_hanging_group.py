@@ -82,7 +82,7 @@ def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.
     closed.add(channel)
     closed.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
-    with pytest.raises(Restartable, match=r"group g of nccl has an abandoned call .* only a new process"):
+    with pytest.raises(Restartable, match=r"group g.*abandoned call"):
         closed.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
@@ -119,7 +119,7 @@ def test_a_group_that_was_not_aborted_ends_the_process(group: Group, caplog: pyt
     assert "group g of nccl could not be aborted" in caplog.text
     store = RendezvousStore("127.0.0.1", 0)
     closed.add(Channel(place(store), store.connect()))  # another does not make it forgotten
-    with pytest.raises(Restartable, match=r"group g of nccl could not be aborted \(NCCL timeout.* only a new process"):
+    with pytest.raises(Restartable, match=r"group g.*aborted.*NCCL timeout"):
         closed.check()
 
 

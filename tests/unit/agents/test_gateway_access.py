@@ -192,7 +192,7 @@ def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixtur
 async def test_the_policy_is_a_model() -> None:
     async with open_episode() as opened, opened.client() as client:
         assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(openai.NotFoundError, match='model "gpt/4" does not exist; the policy is "policy"') as error:
+        with pytest.raises(openai.NotFoundError, match=r'"gpt/4".*"policy"') as error:
             await client.models.retrieve("gpt/4")
         assert error.value.code == "model_not_found"
         opened.gateway.close(opened.key)

@@ -92,7 +92,7 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
         "rollout-1  GPU 2 (H100, 80 GiB)",
         "rollout-2  none",
     ]
-    with pytest.raises(ServiceError, match=r"needs 1 GPUs \(trainer.num_processes 1\), and this machine has 0"):
+    with pytest.raises(ServiceError, match=r"1 GPUs.*trainer\.num_processes 1.*has 0"):
         device_plan.plan_devices(config(trainer={"device": "cuda"}), gpus(0), CUDA)
 
 
@@ -104,7 +104,7 @@ def test_a_replica_gets_whole_gpus_and_the_trainer_may_get_a_slice() -> None:
 
     assert planned(instance, whole).replicas == ((whole,),)
     for devices in ((whole, instance), (instance,)):
-        with pytest.raises(ServiceError, match=r"^GPU 0:1 \(H100 MIG .* is an instance .* whole GPUs\. .*-i 0 -mig 0"):
+        with pytest.raises(ServiceError, match=r"^GPU 0:1 \(H100 MIG .*instance.*-i 0 -mig 0"):
             planned(*devices)
 
 

@@ -41,7 +41,7 @@ def test_a_name_that_a_library_would_not_find_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"])
 def test_a_cache_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"{name}={tmp_path}/file/cache can't be written .*; unset {name}"):
+    with pytest.raises(ConfigError, match=rf"{name}={tmp_path}/file/cache.*unset {name}"):
         shell.check({name: f"{tmp_path}/file/cache"})
     shell.check({name: f"{tmp_path}/cache"})
 

@@ -193,7 +193,7 @@ def test_long_chains_are_refused_unless_nearer_values_come_first() -> None:
     chain = {"x0": 7} | {f"x{n}": f"${{x{n - 1}}}" for n in range(1, 40)}
     assert resolve(chain, chain) == dict.fromkeys(chain, 7)
     turned = dict(reversed(chain.items()))
-    with pytest.raises(ConfigError, match=r"x39: '\$\{x38\}' can't be resolved: it leads through more than 20 others"):
+    with pytest.raises(ConfigError, match=r"x39: '\$\{x38\}'.*20 others"):
         resolve(turned, turned)
 
 

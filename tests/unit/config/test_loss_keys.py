@@ -131,8 +131,6 @@ def test_a_ratio_forced_to_1_needs_one_optimizer_step_a_batch(tmp_path: Path, te
 
 def test_a_skipped_reference_policy_leaves_no_penalty(tmp_path: Path) -> None:
     path = given(tmp_path, "grpo: {skip_reference_policy_logprobs_calculation: true}")
-    with pytest.raises(
-        ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01, which needs a reference policy"
-    ):
+    with pytest.raises(ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01.*reference policy"):
         load(path, [], {})
     load(path, ["loss_fn.reference_policy_kl_penalty=0"], {})

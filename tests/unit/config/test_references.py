@@ -120,7 +120,7 @@ def test_paths_models_numbers_and_names_are_stored_as_they_are(tmp_path: Path, m
 def test_without_the_variable_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "saved.yaml").write_text(dump(loaded(tmp_path, project("${oc.env:HR_SECRET}"))))
     monkeypatch.delenv("HR_SECRET")
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.project: .*Environment variable 'HR_SECRET' not found"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.project: .*'HR_SECRET'"):
         load(tmp_path / "saved.yaml")
 
 

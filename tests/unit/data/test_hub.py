@@ -102,7 +102,7 @@ def test_the_preferred_response_is_expected(place: Path, preference: int, answer
 
 def test_a_row_of_another_shape_is_named(place: Path) -> None:
     publish(place, "rajpurkar/squad", [{"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}}])
-    with pytest.raises(ConfigError, match=r"row 0 of rajpurkar/squad: it needs context, question and answers\.text"):
+    with pytest.raises(ConfigError, match=r"row 0 of rajpurkar/squad.*answers\.text"):
         load_problems(data(train={"dataset_name": "squad"}))
 
 
@@ -140,7 +140,7 @@ def test_what_cant_be_read_is_refused_by_name(place: Path, source: dict[str, Any
 
 def test_an_answer_without_its_mark_is_refused(place: Path) -> None:
     publish(place, "openai/gsm8k", [{"question": "1+1?", "answer": "2"}], subset="main")
-    with pytest.raises(ConfigError, match=r"data.train.0.: row 0 of openai/gsm8k: the answer '2' has no '####'"):
+    with pytest.raises(ConfigError, match=r"data\.train.0.: row 0 .*'2'.*'####'"):
         load_problems(data(train={"dataset_name": "gsm8k"}))
 
 

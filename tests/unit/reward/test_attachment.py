@@ -54,5 +54,5 @@ def test_a_token_file_that_lacks_the_environment_is_named(tmp_path: Path) -> Non
     file.chmod(0o600)
     options = dial_options("hub:1", "mine", token=None, token_file=str(file), tls_ca=None, insecure=False)()
     assert options.token is not None
-    with pytest.raises(ConfigError, match="has no line for 'environment mine'"):
+    with pytest.raises(ConfigError, match="'environment mine'"):
         options.token()

@@ -90,7 +90,7 @@ def test_the_ends_of_the_range_are_in_it() -> None:
 
 
 def test_a_range_that_holds_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Mine\.reward_min is 1 and its reward_max 0: no reward is between them"):
+    with pytest.raises(ConfigError, match=r"reward_min is 1.*reward_max 0"):
         BatchScorer(environment(lambda _: 1.0, reward_min=1, reward_max=0))
 
 

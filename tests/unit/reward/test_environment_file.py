@@ -109,7 +109,7 @@ def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str)
 
 @pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
 def test_what_names_no_python_file_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{target} is not a Python file; give FILE.py, or FILE.py:CLASS"):
+    with pytest.raises(ConfigError, match=rf"^{target} .*FILE.py:CLASS"):
         environment_file.load(environment_file.complete_target(target))
 
 
@@ -142,7 +142,7 @@ def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said:
 
 def test_a_program_that_is_not_there_is_refused_first() -> None:
     config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
-    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge' is not a program"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge'"):
         environment_processes.check(config)
 
 

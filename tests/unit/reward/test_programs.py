@@ -228,7 +228,7 @@ async def test_a_program_that_shuts_down_gives_up_what_is_left() -> None:
 
 
 def test_no_room_for_any_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mine.episodes is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"mine\.episodes is 0"):
         Programs(program(lambda _: 1.0, episodes=0))
 
 
@@ -239,7 +239,7 @@ def test_an_environment_without_a_program_says_that_it_runs_none(serve_environme
         def score(self, sample: headrace.Sample) -> float:
             return 1.0
 
-    with pytest.raises(Exception, match="Exact does not run episodes; define `async def episode"):
+    with pytest.raises(Exception, match=r"Exact.*`async def episode"):
         serve_environment(Exact()).episode([])
 
 

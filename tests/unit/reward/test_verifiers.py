@@ -109,11 +109,9 @@ def test_the_end_of_the_traceback_goes_along() -> None:
 def test_one_agent_is_the_policy() -> None:
     mine, other = Made(client=None), Made(client="https://…")
     assert find_policy({"judge": other, "solver": mine}) == "solver"
-    with pytest.raises(
-        UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with its own reward"
-    ):
+    with pytest.raises(UnsupportedEnvironment, match=r"solver and judge.*reward"):
         find_policy({"solver": mine, "judge": mine})
-    with pytest.raises(UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so none is the policy"):
+    with pytest.raises(UnsupportedEnvironment, match=r"\(judge\).*none is the policy"):
         find_policy({"judge": other})
 
 
@@ -193,7 +191,7 @@ def test_a_task_set_that_raises_says_so() -> None:
             yield task(0)
             raise OSError("the hub is away")
 
-    with pytest.raises(UnsupportedEnvironment, match="its task set can't be loaded: OSError: the hub is away"):
+    with pytest.raises(UnsupportedEnvironment, match=r"task set.*OSError: the hub is away"):
         Tasks(Broken())
 
 

@@ -62,7 +62,7 @@ def test_the_engine_makes_room_for_an_adapter_that_comes_alone() -> None:
     assert arguments(refit="adapter", dim=512)["max_lora_rank"] == 512
     assert "enable_lora" not in arguments()
     assert "enable_lora" not in arguments(refit="adapter", enabled=False)
-    with pytest.raises(ValidationError, match=r"dim 513 with refit adapter: .*; set refit to merged"):
+    with pytest.raises(ValidationError, match=r"dim 513 .*merged"):
         arguments(refit="adapter", dim=513)
 
 
@@ -109,7 +109,7 @@ def test_a_large_gpu_computes_more_sequences_at_once() -> None:
 
 
 def test_a_batch_has_a_token_of_each_sequence_and_of_the_probe() -> None:
-    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 64 is not more than max_num_seqs 64: .* raise"):
+    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 64 .*max_num_seqs 64"):
         config(max_num_seqs=64, max_num_batched_tokens=64)
 
 

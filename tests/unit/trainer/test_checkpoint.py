@@ -114,7 +114,7 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
     checkpoints: Checkpoints, publish: Publish, content: str
 ) -> None:
     (publish(1) / "state.json").write_text(content)
-    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to continue"):
+    with pytest.raises(ServiceError, match=r"state\.json.*remove .*step_1 "):
         checkpoints.state(1)
 
 
@@ -282,7 +282,7 @@ def test_retention_sets_an_unreadable_older_checkpoint_aside(
 def test_retention_ends_the_run_if_the_newest_cant_be_read(checkpoints: Checkpoints, publish: Publish) -> None:
     publish(2)
     emptied(checkpoints.path(2) / "state.json")
-    with pytest.raises(ServiceError, match=r"step_2/state\.json can't be read"):
+    with pytest.raises(ServiceError, match=r"step_2/state\.json"):
         checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
     assert checkpoints.find_published() == [2]
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_of_another_build_is_not_damaged(checkpoints: Checkpoints, 
 def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointingConfig())
-    with pytest.raises(ServiceError, match=r"can't write a checkpoint .*checkpointing\.checkpoint_dir"):
+    with pytest.raises(ServiceError, match=r"write a checkpoint.*checkpointing\.checkpoint_dir"):
         checkpoints.start("t1", 0)
 
 
@@ -383,9 +383,7 @@ def test_a_trainer_that_wakes_after_its_successor_harms_nothing(
         lambda: old.begin(8, "old"),
         lambda: old.add_metrics(4, "old", {"val:accuracy": 1.0}),
     ):
-        with pytest.raises(
-            ServiceError, match=r"timeline old is not the newest of the chain \(timeline new continued from"
-        ):
+        with pytest.raises(ServiceError, match=r"old.*newest of the chain.*new"):
             late()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     new.publish(of("new", 6), {})
@@ -484,7 +482,7 @@ def test_metrics_of_a_trainer_that_wakes_late_change_nothing(tmp_path: Path, goe
         new.add_metrics(4, "new", {"val:accuracy": 0.75})
 
     old.meanwhile = take_over
-    with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
+    with pytest.raises(ServiceError, match=r"old.*newest of the chain"):
         old.add_metrics(4, "old", {"val:accuracy": 0.125})
     third = Checkpoints(tmp_path, CheckpointingConfig())
     assert third.find_published() == [2, 4]
@@ -620,7 +618,7 @@ def test_a_start_from_what_is_gone_or_abandoned_is_refused(tmp_path: Path) -> No
         other.publish(of("other", version + 4), {})
     assert other.find_published() == [8]
     for version in (2, 4, 6):
-        with pytest.raises(Restartable, match=rf"step_{version}, which this trainer should continue from, is gone"):
+        with pytest.raises(Restartable, match=rf"step_{version},.*gone"):
             one.start(f"late-{version}", version)
     assert other.find_published() == [8]
     other.require_newest("other")

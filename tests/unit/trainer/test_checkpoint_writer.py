@@ -237,7 +237,7 @@ async def test_a_write_that_fails_ends_the_run_and_keeps_the_earlier_one(
     await reached(case.disk)
     fail(case)
     case.disk.may_write.set()
-    with pytest.raises(ServiceError, match=r"can't write a checkpoint to .*the earlier ones are untouched"):
+    with pytest.raises(ServiceError, match=r"write a checkpoint.*untouched"):
         await notice(case.writer)
     assert case.checkpoints.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]
@@ -257,7 +257,7 @@ async def test_a_buffer_that_lost_the_steps_is_said_to_have(tmp_path: Path) -> N
     case.buffer.refuses = True
     case.disk.may_write.set()
     await case.save(1)
-    with pytest.raises(Restartable, match="the buffer's server lost a step that was trained"):
+    with pytest.raises(Restartable, match="lost a step"):
         await case.writer.finish()
     assert case.checkpoints.find_published() == [1]
 
@@ -273,7 +273,7 @@ async def test_law_4_a_trainer_with_a_successor_publishes_nothing(tmp_path: Path
     if written:
         case.checkpoints.locate_unfinished(2, "t").mkdir()
     case.disk.may_write.set()
-    with pytest.raises(ServiceError, match=r"timeline t is not the newest of the chain .*another trainer has taken"):
+    with pytest.raises(ServiceError, match=r"t is not the newest.*another trainer"):
         await case.writer.finish()
     assert successor.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]

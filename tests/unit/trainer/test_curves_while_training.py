@@ -88,7 +88,7 @@ async def test_a_page_that_can_not_be_written_is_an_error_that_names_it(run: Run
     run.page.mkdir()
     run.step()
     await run.drawn()
-    with pytest.raises(ServiceError, match=rf"can't write the curves to {run.page} .*; free space there"):
+    with pytest.raises(ServiceError, match=rf"{run.page}"):
         run.step()
 
 

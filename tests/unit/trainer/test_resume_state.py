@@ -77,7 +77,5 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
     check_prompts(CHECKPOINT, folder, "now")  # of a build that took no digest
     taken = CHECKPOINT.model_copy(update={"prompts": "then"})
     check_prompts(taken, folder, "then")
-    with pytest.raises(
-        ServiceError, match=r"Restore it; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
-    ):
+    with pytest.raises(ServiceError, match=r"Restore.*policy\.model_name=runs/r/checkpoints/step_4/policy"):
         check_prompts(taken, folder, "now")

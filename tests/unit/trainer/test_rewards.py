@@ -156,9 +156,7 @@ def test_components_that_gdpo_cant_weigh_name_their_environment(
 def test_a_group_with_odd_components_is_rejected_and_the_run_goes_on() -> None:
     usual = {"a": 1.0, "b": 0.0}
     reject_odd_ones([(usual, "math", "g0"), (usual, "math", "g1"), ({"x": 0.0, "y": 1.0}, "code", "g2")])
-    with pytest.raises(
-        BatchRejected, match="'g1' has reward components a, where environment 'math' usually gives a, b"
-    ) as caught:
+    with pytest.raises(BatchRejected, match=r"'g1'.*components a,.*'math'.*a, b") as caught:
         reject_odd_ones(
             [(usual, "math", "g0"), (usual, "math", "g0"), ({"a": 1.0}, "math", "g1"), (usual, "math", "g1")]
         )

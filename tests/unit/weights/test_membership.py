@@ -67,9 +67,7 @@ def test_the_backend_follows_the_devices_unless_it_is_configured() -> None:
     assert membership.choose_backend("auto", "they share GPU-a") == "gloo"
     assert membership.choose_backend("gloo", None) == "gloo"
     assert membership.choose_backend("nccl", None) == "nccl"
-    with pytest.raises(
-        ServiceError, match=r"weight_channel\.backend: nccl, but they share GPU-a; set it to auto or gloo"
-    ):
+    with pytest.raises(ServiceError, match=r"weight_channel\.backend: nccl.*GPU-a"):
         membership.choose_backend("nccl", "they share GPU-a")
 
 
