@@ -20,6 +20,7 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
+from tests.support.buffer import LIMITS
 from tests.support.fork_server import TESTS, folder_of_sockets
 from tests.support.ports import free_port
 
@@ -138,20 +139,8 @@ def run_id() -> str:
 
 @pytest.fixture
 def limits() -> Limits:
-    """A small run: 2 prompts a step, 2 trajectories a group, age 1. Override for another."""
-    return Limits(
-        prompts_per_step=2,
-        generations_per_prompt=2,
-        max_age=1,
-        staleness_policy="ordered",
-        max_attempts=3,
-        max_scoring_attempts=3,
-        lease_s=30.0,
-        group_deadline_s=60.0,
-        scoring_deadline_s=30.0,
-        replica_dead_s=30.0,
-        max_bytes=2**30,
-    )
+    """Of a small run (`tests.support.buffer`). Override for another."""
+    return LIMITS
 
 
 @pytest.fixture

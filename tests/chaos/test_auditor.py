@@ -177,7 +177,7 @@ def test_no_checkpoint_at_all() -> None:
     assert "steps_are_whole" in objections(checkpoints=())
 
 
-def test_a_trainer_that_wakes_up_late_may_write_down_a_step_of_its_own_timeline_and_no_other() -> None:
+def test_a_late_trainer_may_write_a_step_of_its_own_timeline() -> None:
     e = good()
     assert objections(lines=(*e.lines, Line("train", 2, FIRST, 120.0, 1.0))) == set()
     assert "steps_are_whole" in objections(lines=(*e.lines, Line("train", 2, SECOND, 120.0, 1.0)))
@@ -292,7 +292,7 @@ def test_an_attempt_that_was_charged_for_the_fault_of_another() -> None:
     assert objections(observed=(charged, *others), struck_alone=Counter({group_id(0): 1})) == set()
 
 
-def test_an_attempt_at_scoring_that_was_charged_though_the_environment_was_well() -> None:
+def test_scoring_that_was_charged_though_the_environment_was_well() -> None:
     seen = (with_trajectory(good().observed[0], tries=2), *good().observed[1:])
     assert objections(observed=seen) == {"nobody_is_charged_for_others"}
     assert objections(observed=seen, misconduct=frozenset({"kill", "overloaded"})) == {"nobody_is_charged_for_others"}
@@ -300,7 +300,7 @@ def test_an_attempt_at_scoring_that_was_charged_though_the_environment_was_well(
     assert objections(observed=seen, moods=("flaky", *good().moods[1:])) == set()
 
 
-def test_a_prompt_of_equal_answers_that_was_trained_under_dynamic_sampling() -> None:
+def test_equal_answers_that_were_trained_under_dynamic_sampling() -> None:
     moods = ("flat", *good().moods[1:])
     assert objections(moods=moods) == {"failures_are_not_zero"}
 
@@ -327,7 +327,7 @@ def test_a_service_that_crashed(code: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("code", [70, 1, -6])
-def test_a_service_that_was_struck_and_left_as_none_that_can_be_started_again(code: int) -> None:
+def test_a_struck_service_that_none_can_start_again(code: int) -> None:
     exits = (Exit("rollout-1", code, True, "Traceback …"), *good().exits)
     assert objections(exits=exits) == {"services_end_for_a_reason"}
 
@@ -411,7 +411,7 @@ def test_episodes_whose_tokens_follow_from_their_paths() -> None:
         {"parent": 0},
     ],
 )
-def test_a_token_that_was_sampled_in_another_context_or_from_other_weights(wrong: dict[str, Any]) -> None:
+def test_a_token_sampled_in_another_context_or_from_other_weights(wrong: dict[str, Any]) -> None:
     assert "tokens_are_those_that_were_sampled" in objections(**played(**wrong))
 
 
@@ -504,7 +504,7 @@ def test_a_supervisor_that_keeps_a_restart_or_its_table_to_itself(wrong: dict[st
     assert objections(**{**UNDER_UP, **wrong}) == {"the_supervisor_tells_how_it_ended"}
 
 
-def test_a_replay_service_may_give_up_a_server_that_was_killed_three_times_within_a_minute() -> None:
+def test_a_server_killed_three_times_within_a_minute_may_be_given_up() -> None:
     gave_up = {**UNDER_UP, "restarted": (*UNDER_UP["restarted"], Restarted("replay", 70))}
     assert objections(**gave_up, server_killed=(1.0, 200.0, 207.0, 245.0)) == set()
     assert objections(**gave_up, server_killed=(1.0, 200.0, 270.0)) == {"the_supervisor_tells_how_it_ended"}
@@ -614,7 +614,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.closed
 
 
-def test_a_trajectory_that_was_passed_on_is_of_the_weights_its_spans_name() -> None:
+def test_a_trajectory_passed_on_is_of_the_weights_its_spans_name() -> None:
     """Two replicas wrote it under the same weights, and a refit came later."""
     ranges = [{"version": 7, "replica": "a"}, {"version": 7, "replica": "b"}, {"version": 8, "replica": "b"}]
     assert written_by(ranges) == (7, 8)

@@ -41,9 +41,7 @@ def make_plan(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_in_a_whole_run_every_process_is_hit_in_every_phase_and_the_server_forgets_certain_writes(
-    seed: int, topology: Topology
-) -> None:
+def test_a_whole_run_hits_every_process_in_every_phase(seed: int, topology: Topology) -> None:
     plan = make_plan(seed, whole(topology), topology)
     usual = {(target, phase) for target in targets_of(topology) for phase in PHASES}
     assert {(fault.target, fault.phase) for fault in plan} == usual | {("server", phase) for _, phase in TORN}
@@ -56,7 +54,7 @@ def test_in_a_whole_run_every_process_is_hit_in_every_phase_and_the_server_forge
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_five_faults_hit_every_phase_and_five_processes_the_environment_among_them(seed: int) -> None:
+def test_five_faults_hit_every_phase_and_five_processes(seed: int) -> None:
     for topology in TOPOLOGIES:
         plan = make_plan(seed, 5, topology)
         assert len({fault.target for fault in plan}) == 5
@@ -65,7 +63,7 @@ def test_five_faults_hit_every_phase_and_five_processes_the_environment_among_th
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_three_faults_hit_three_phases_and_three_processes_the_environment_among_them(seed: int) -> None:
+def test_three_faults_hit_three_phases_and_three_processes(seed: int) -> None:
     for topology in TOPOLOGIES:
         plan = make_plan(seed, 3, topology)
         assert len({fault.target for fault in plan}) == len({fault.phase for fault in plan}) == 3
@@ -73,12 +71,12 @@ def test_three_faults_hit_three_phases_and_three_processes_the_environment_among
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_trainer_that_wakes_up_beside_its_successor_was_frozen_while_it_wrote_a_checkpoint(seed: int) -> None:
+def test_the_trainer_that_wakes_up_was_frozen_while_it_wrote(seed: int) -> None:
     rivals = [fault.phase for fault in make_plan(seed, whole("embedded"), "embedded") if fault.kind == "rival"]
     assert not rivals or rivals[0] == "checkpoint"
 
 
-def test_only_long_runs_have_a_prompt_that_kills_and_a_server_that_forgets() -> None:
+def test_only_long_runs_have_a_deadly_prompt_and_a_forgetful_server() -> None:
     assert make_shape(1, LONG, "embedded").deadly
     assert not make_shape(1, LONG - 1, "embedded").deadly
     assert not {(fault.kind, fault.phase) for fault in make_plan(1, LONG - 1, "embedded")} & TORN
@@ -91,7 +89,7 @@ def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
     assert {(fault.target, fault.kind) for fault in plan} == everything | {("server", kind) for kind, _ in TORN}
 
 
-def test_in_a_run_of_episodes_runners_are_struck_in_every_phase_and_replicas_have_no_engine() -> None:
+def test_in_a_run_of_episodes_runners_are_struck_in_every_phase() -> None:
     plan = make_plan(1, whole("embedded", episodes=True), "embedded", episodes=True)
     assert {fault.phase for fault in plan if fault.target == "agents"} == set(PHASES)
     long = make_plan(1, 140, "embedded", episodes=True)
@@ -100,14 +98,14 @@ def test_in_a_run_of_episodes_runners_are_struck_in_every_phase_and_replicas_hav
     assert "agents" not in {fault.target for fault in make_plan(1, 140, "embedded")}
 
 
-def test_some_runs_are_of_episodes_and_none_that_up_starts_or_that_drops_groups() -> None:
+def test_some_runs_are_of_episodes_and_none_of_those_under_up() -> None:
     ways = {(topology_of(seed), has_episodes(seed)) for seed in range(30)}
     assert ways == {("embedded", False), ("embedded", True), ("external", False), ("external", True), ("up", False)}
     assert "drop" not in {make_shape(seed, 10, "embedded", episodes=True).policy for seed in range(30)}
     assert {make_shape(seed, 10, "embedded", episodes=True).graded for seed in range(30)} == {True, False}
 
 
-def test_under_up_services_share_a_machine_whose_network_disk_and_clock_are_not_theirs_alone() -> None:
+def test_under_up_nothing_strikes_the_network_the_disk_or_the_clock() -> None:
     plan = make_plan(1, 140, "up")
     services = {fault.kind for fault in plan if fault.target not in ("environment", "up", "server")}
     assert services == {"kill", "stop", "damaged", "thief"}

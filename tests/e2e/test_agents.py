@@ -56,9 +56,7 @@ def config(tmp_path: Path, tiny_model: Path) -> Path:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_a_program_played_in_two_turns_is_trained_though_its_runner_is_killed(
-    config: Path, tmp_path: Path
-) -> None:
+def test_two_turns_are_trained_though_their_runner_is_killed(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "repair"
     up = Up(config, output=tmp_path / "up.log", cwd=tmp_path)
     try:

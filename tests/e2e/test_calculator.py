@@ -13,11 +13,7 @@ import pytest
 
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.telemetry.metric_names import unknown
-from tests.support.ports import free_ports
-from tests.support.up import Up
-
-ROOT = Path(__file__).parents[2]
-PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
+from tests.support.up import ROOT, Up, own_run
 
 
 @pytest.mark.nightly  # a warm-up and thirty steps; the program, the model's tokens and the parser of its calls have tests of a second
@@ -26,9 +22,8 @@ PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
 def test_the_policy_learns_to_call_its_tool(tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "calculator"
     subprocess.run([sys.executable, "-m", "headrace.cli", "model", "tiny-calculator", str(model)], check=True)
-    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
-    own = [f"run.dir={tmp_path}", f"run.id={run.name}", f"policy.model_name={model}"]
-    up = Up(ROOT / "examples" / "calculator.yaml", *own, *ports, output=tmp_path / "up.log", cwd=ROOT)
+    own = own_run(tmp_path, run.name, model)
+    up = Up(ROOT / "examples" / "calculator.yaml", *own, output=tmp_path / "up.log", cwd=ROOT)
     try:
         assert up.process.wait(timeout=3000) == 0, up.said()
     finally:

@@ -28,28 +28,11 @@ from tests.support.command import headrace, headrace_process
 from tests.support.light_services import forked
 from tests.support.ports import free_ports
 from tests.support.processes import descendants, eventually, gone
-from tests.support.up import Up
+from tests.support.up import DEMO, ROOT, Up, demo_arguments
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
 SUM = [{"role": "user", "content": "47+21"}]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def overrides(folder: Path, model: Path, *more: str) -> list[str]:
-    redis, replay, reward, reward_http = free_ports(4)
-    return [
-        f"run.dir={folder}",
-        "run.id=demo",
-        f"policy.model_name={model}",
-        f"replay.redis_port={redis}",
-        f"replay.port={replay}",
-        f"reward.port={reward}",
-        f"reward.http_port={reward_http}",
-        "grpo.max_val_samples=200",
-        *more,
-    ]
 
 
 def own_reward(folder: Path) -> list[str]:
@@ -120,7 +103,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     place = tmp_path_factory.mktemp("runs")
     # a third of the demo's steps, at three times its rate
     shortened = ("policy.optimizer.kwargs.lr=3e-4", "grpo.val_period=0", "checkpointing.save_period=2")
-    arguments = overrides(place, warm_model, *shortened)
+    arguments = demo_arguments(place, warm_model, *shortened)
     arguments += own_reward(place)
     first = Up(DEMO, *arguments, output=place / "first.out", cwd=place)
     try:
@@ -135,7 +118,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     return Demo(place / "demo", arguments, second.said(), left + leftovers(place))
 
 
-def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(demo: Demo) -> None:
+def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> None:
     """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
     run = demo.folder
     assert demo.left == []

@@ -12,11 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.support.command import headrace
-from tests.support.ports import free_ports
-from tests.support.up import Up
+from tests.support.up import ROOT, Up, own_run
 
-ROOT = Path(__file__).parents[2]
-PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
 STEPS = 12
 
 
@@ -28,15 +25,9 @@ def test_an_adapter_learns(refit: str, tmp_path: Path, warm_model: Path) -> None
     from peft import PeftModel
 
     run = tmp_path / "lora"
-    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
-    own = [
-        f"run.dir={tmp_path}",
-        f"run.id={run.name}",
-        f"policy.model_name={warm_model}",
-        f"policy.lora_cfg.refit={refit}",
-    ]
+    own = [*own_run(tmp_path, run.name, warm_model), f"policy.lora_cfg.refit={refit}"]
     short = [f"grpo.max_num_steps={STEPS}", "grpo.val_period=0", "grpo.max_val_samples=100"]
-    up = Up(ROOT / "examples" / "lora_arithmetic.yaml", *own, *short, *ports, output=tmp_path / "up.log", cwd=ROOT)
+    up = Up(ROOT / "examples" / "lora_arithmetic.yaml", *own, *short, output=tmp_path / "up.log", cwd=ROOT)
     try:
         assert up.process.wait(timeout=1500) == 0, up.said()
     finally:

@@ -14,10 +14,8 @@ import pytest
 
 from headrace.run.checkpoints import find_published
 from headrace_services.trainer.telemetry.metric_names import unknown
-from tests.support.ports import free_ports
-from tests.support.up import Up
+from tests.support.up import ROOT, Up, own_run
 
-ROOT = Path(__file__).parents[2]
 SMALL = (
     "num_prompts_per_step=4",
     "num_generations_per_prompt=4",
@@ -27,15 +25,13 @@ SMALL = (
 )
 
 
-PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
 STEPS = 20
 
 
 def up(tmp_path: Path, model: Path, *settings: str, within_s: float) -> list[dict[str, Any]]:
     """Run the example to its end; returns its metrics, line by line."""
-    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
-    own = [f"run.dir={tmp_path}", "run.id=game", f"policy.model_name={model}"]
-    run = Up(ROOT / "examples" / "repair_game.yaml", *own, *ports, *settings, output=tmp_path / "up.log", cwd=ROOT)
+    own = own_run(tmp_path, "game", model)
+    run = Up(ROOT / "examples" / "repair_game.yaml", *own, *settings, output=tmp_path / "up.log", cwd=ROOT)
     try:
         assert run.process.wait(timeout=within_s) == 0, run.said()
     finally:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_demo import DEMO, ROOT, overrides
-from tests.support.up import Up
+from tests.support.up import DEMO, ROOT, Up, demo_arguments
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -23,7 +22,9 @@ SECRETS = {
 
 def test_no_secret_of_the_environment_is_in_what_a_run_leaves_behind(tmp_path: Path, warm_model: Path) -> None:
     arguments = [
-        *overrides(tmp_path, warm_model, "grpo.max_num_steps=2", "grpo.val_period=0", "checkpointing.save_period=1"),
+        *demo_arguments(
+            tmp_path, warm_model, "grpo.max_num_steps=2", "grpo.val_period=0", "checkpointing.save_period=1"
+        ),
         *("logger.tensorboard_enabled=true", "logger.mlflow_enabled=true", "logger.wandb.project=${oc.env:HR_TOKEN}"),
     ]
     run = Up(DEMO, *arguments, output=tmp_path / "said", environ=os.environ | SECRETS, cwd=ROOT)

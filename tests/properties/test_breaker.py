@@ -111,9 +111,7 @@ async def test_law_7_a_trajectory_that_fails_among_others_is_its_own_fault(world
 
 
 @pytest.mark.parametrize("status", FAILURES)
-async def test_law_1_an_environment_that_breaks_while_few_are_in_flight_fails_no_group(
-    world: World, status: Status
-) -> None:
+async def test_law_1_an_environment_that_breaks_with_few_in_flight_is_free(world: World, status: Status) -> None:
     """The last two trajectories of two groups: a small share of the last results, but all that there is."""
     await generate(world, ["math"] * 2)
     jobs = await take(world)
@@ -131,9 +129,7 @@ async def test_law_1_an_environment_that_breaks_while_few_are_in_flight_fails_no
 
 
 @pytest.mark.parametrize("status", FAILURES)
-async def test_law_1_what_an_environment_began_before_it_broke_and_scores_after_blames_no_other(
-    world: World, status: Status
-) -> None:
+async def test_law_1_what_began_before_the_break_blames_no_other(world: World, status: Status) -> None:
     await generate(world, ["math"] * 4)
     for _ in range(2):
         await wait(world, 5_000)
@@ -150,7 +146,7 @@ async def test_law_1_what_an_environment_began_before_it_broke_and_scores_after_
     assert world.model.count("train") == {"ready": 4}
 
 
-async def test_an_environment_that_breaks_later_gives_back_the_attempts_that_it_cost(world: World) -> None:
+async def test_an_environment_that_breaks_later_gives_attempts_back(world: World) -> None:
     await generate(world, ["math"] * 4)
     await say(world, await take(world), "SCORED")
     for step in range(2):
@@ -166,7 +162,7 @@ async def test_an_environment_that_breaks_later_gives_back_the_attempts_that_it_
     assert "failed" not in world.model.count("train")
 
 
-async def test_law_5_order_leasing_stops_at_the_first_group_of_a_broken_environment(world: World) -> None:
+async def test_law_5_order_leasing_stops_at_a_broken_environments_group(world: World) -> None:
     await breaks(world, ["math", "math"])
     assert await generate(world, ["math", "code"]) == []  # the second waits behind the first
     await wait(world, 10_000)
@@ -175,7 +171,7 @@ async def test_law_5_order_leasing_stops_at_the_first_group_of_a_broken_environm
     assert [lease.group.order for lease in await world.call("lease", "replica", 8)] == [2, 3]
 
 
-async def test_law_6_of_a_broken_environment_one_group_is_leased_when_nothing_else_is_there(world: World) -> None:
+async def test_law_6_one_group_of_a_broken_environment_is_leased_alone(world: World) -> None:
     groups = await generate(world, ["math", "math", "math"], most=1)
     await say(world, await take(world), "INVALID")
     for _ in range(3):  # the only group: it fails, after which the environment is judged
@@ -210,7 +206,7 @@ async def test_the_end_of_the_run_waits_for_a_broken_environment(world: World) -
     assert isinstance(await world.call("reserve", 0, world.model.timeline), End)
 
 
-async def test_three_calls_of_which_nothing_is_begun_open_the_breaker_and_a_beginning_closes_it(world: World) -> None:
+async def test_three_calls_not_begun_open_the_breaker_and_one_closes_it(world: World) -> None:
     await generate(world, ["math"] * 4)
     for _ in range(3):
         assert not await broken(world)
@@ -223,7 +219,7 @@ async def test_three_calls_of_which_nothing_is_begun_open_the_breaker_and_a_begi
     assert len(await take(world)) == 7
 
 
-async def test_suspects_go_alone_and_only_one_that_is_alone_at_a_further_death_is_charged(world: World) -> None:
+async def test_suspects_go_alone_and_one_alone_at_a_death_is_charged(world: World) -> None:
     await generate(world, ["math"] * 4)
     jobs = await take(world, 4)
     rest = await take(world)
@@ -241,7 +237,7 @@ async def test_suspects_go_alone_and_only_one_that_is_alone_at_a_further_death_i
     assert [job.scoring_attempt for job in await take(world)] == [2]
 
 
-async def test_what_was_scored_is_no_suspect_when_another_build_is_to_score_it_again(world: World) -> None:
+async def test_what_was_scored_is_no_suspect_for_another_build(world: World) -> None:
     await generate(world, ["math"])
     await say(world, await take(world), "INTERRUPTED")
     for build in ("old", "new"):
@@ -297,7 +293,7 @@ class TestSomePromptsAlone:
         assert world.model.count("train") == {"ready": 1, "failed": 2, "queued": 3}
 
     @pytest.mark.parametrize("status", FAILURES)
-    async def test_law_1_a_new_group_that_fails_too_is_followed_when_the_probes_have_doubled(
+    async def test_law_1_a_new_group_that_fails_is_followed_by_doubled_probes(
         self, world: World, status: Status
     ) -> None:
         await self.left_with_bad_ones(world, status)
@@ -317,7 +313,7 @@ class TestSomePromptsAlone:
             probes *= 2
         assert world.model.count("train") == {"scoring": 4, "queued": 2}
 
-    async def test_law_1_an_environment_that_is_repaired_fails_none_of_those_that_it_failed(self, world: World) -> None:
+    async def test_law_1_a_repaired_environment_fails_none_that_it_failed(self, world: World) -> None:
         """A probe that had failed is scored: the failures until then say nothing of the others, and what fails again is given back."""
         await self.left_with_bad_ones(world, "FAILED")
         await self.fail_probes(world, 1, "FAILED")
@@ -343,9 +339,7 @@ class TestEarlierFailures:
     def setting(self) -> Setting:
         return Setting(prompts=2, n=2, age=1, scoring_attempts=3)
 
-    async def test_law_1_a_trajectory_that_failed_before_is_not_lost_to_an_environment_that_begins_to_refuse(
-        self, world: World
-    ) -> None:
+    async def test_law_1_an_earlier_failure_is_not_lost_to_later_refusals(self, world: World) -> None:
         await generate(world, ["math"] * 4)
         flaky, *others = await take(world)
         await world.call("score_many", [(flaky, Score("FAILED", message="not now"))])
@@ -357,7 +351,7 @@ class TestEarlierFailures:
         await say(world, await take(world), "SCORED")
         assert world.model.count("train") == {"ready": 4}
 
-    async def test_law_7_a_trajectory_that_is_refused_again_while_others_are_scored_fails(self, world: World) -> None:
+    async def test_law_7_what_is_refused_again_while_others_score_fails(self, world: World) -> None:
         await generate(world, ["math"] * 3)
         wrong, *others = await take(world)
         await world.call("score_many", [(wrong, Score("FAILED", message="not now"))])
@@ -377,7 +371,7 @@ class TestDeadlines:
     def setting(self) -> Setting:
         return Setting(prompts=2, n=2, age=1, attempts=1, scoring_attempts=1)
 
-    async def test_law_6_what_comes_of_age_while_its_environment_is_broken_is_not_charged(self, world: World) -> None:
+    async def test_law_6_what_ages_while_its_environment_is_broken_is_free(self, world: World) -> None:
         await world.call("enqueue", [make_group(0)], world.model.timeline, False)
         (lease,) = await world.call("lease", "replica", 1)
         await breaks(world, ["math"] * 3)

@@ -31,12 +31,12 @@ async def verified_replica(world: World) -> None:
     await world.call("verify", "replica", "epoch", [0.0])
 
 
-async def test_law_1_a_repeated_enqueue_keeps_the_record_that_the_first_delivery_brought(world: World) -> None:
+async def test_law_1_a_repeated_enqueue_keeps_the_first_record(world: World) -> None:
     """The reply was lost, and the connection sends the same commands again: the group is known, and its record is in use."""
     await world.call("enqueue", [make_group(0)], world.model.timeline, False, echo=True)
 
 
-async def test_law_4_a_late_rewind_or_restore_never_begins_again_what_has_ended(world: World) -> None:
+async def test_law_4_a_late_rewind_or_restore_revives_nothing_ended(world: World) -> None:
     """Taken for a new one, it would make the run forget what was trained, or all that it holds, since."""
     await world.call("enqueue", [make_group(0)], world.model.timeline, False)
     await world.call("rewind", 0, "first")
@@ -50,7 +50,7 @@ async def test_law_4_a_late_rewind_or_restore_never_begins_again_what_has_ended(
     assert (world.model.timeline, world.model.incarnation) == ("fourth", "two")
 
 
-async def test_law_4_a_late_save_leaves_what_an_earlier_delivery_of_it_saved(world: World) -> None:
+async def test_law_4_a_late_save_leaves_what_an_earlier_one_saved(world: World) -> None:
     """The group was passed on meanwhile: the late call is refused, and the prefix that the next replica goes on from stays."""
     timeline = world.model.timeline
     await world.call("enqueue", [make_group(0)], timeline, False)
@@ -78,7 +78,7 @@ async def test_law_4_a_lease_that_arrives_again_late_grants_nothing(world: World
     assert other.token != lease.token
 
 
-async def test_law_4_a_taking_to_score_that_arrives_again_late_takes_nothing(world: World) -> None:
+async def test_law_4_a_late_repeat_of_a_taking_to_score_takes_nothing(world: World) -> None:
     """It comes after the trajectories went back, and then after they were taken again."""
     await world.call("enqueue", [make_group(0)], world.model.timeline, False)
     await verified_replica(world)
@@ -94,7 +94,7 @@ async def test_law_4_a_taking_to_score_that_arrives_again_late_takes_nothing(wor
     assert await world.deliver_again(2) is None
 
 
-async def test_law_4_a_validation_that_is_dropped_late_takes_no_later_one_with_it(world: World) -> None:
+async def test_law_4_a_late_drop_of_a_validation_takes_no_later_one(world: World) -> None:
     timeline = world.model.timeline
     first, second = (make_group(order, lane="validation") for order in range(2))
     await world.call("enqueue", [first], timeline, False, 3)
@@ -135,7 +135,7 @@ async def test_law_4_a_quarantine_that_was_refused_stays_refused(world: World) -
     }
 
 
-async def test_law_4_a_start_of_the_replay_service_that_arrives_late_brings_no_limits_back(world: World) -> None:
+async def test_law_4_a_late_start_of_the_replay_service_keeps_new_limits(world: World) -> None:
     world.wire.sent = []
     await world.limit(Setting(attempts=1).limits())
     (late,) = (commands for commands in world.wire.sent if function_name("open_run") in commands[0])
@@ -145,7 +145,7 @@ async def test_law_4_a_start_of_the_replay_service_that_arrives_late_brings_no_l
     assert await world.client.redis.hget(f"hr:{{{world.client.run_id}}}", "max_attempts") == b"3"
 
 
-async def test_law_6_a_group_that_is_passed_on_is_leased_no_longer_than_its_deadline_says(world: World) -> None:
+async def test_law_6_a_group_passed_on_is_leased_within_its_deadline(world: World) -> None:
     await world.call("enqueue", [make_group(0)], world.model.timeline, False)
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
@@ -157,9 +157,7 @@ async def test_law_6_a_group_that_is_passed_on_is_leased_no_longer_than_its_dead
     assert (lease.expires_in_s, again.expires_in_s) == (10.0, 7.0)
 
 
-async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_brings_of_it(
-    clocked_url: str, run_id: str
-) -> None:
+async def test_law_3_a_batch_that_ends_a_group_answers_the_rest_of_it(clocked_url: str, run_id: str) -> None:
     """The group is filtered, and forgotten, by the first; the failure of its surplus comes in the same call."""
     world = World(clocked_url, run_id)
     await world.open(Setting(n=1, redundant=1, filter=True).limits())
@@ -175,9 +173,7 @@ async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_bring
     await world.client.aclose()
 
 
-async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_ends_its_group(
-    clocked_url: str, run_id: str
-) -> None:
+async def test_law_4_a_repeated_score_is_known_though_its_group_ends(clocked_url: str, run_id: str) -> None:
     """The group is filtered, and forgotten, by the last score; what was scored before the batch stays known."""
     world = World(clocked_url, run_id)
     await world.open(Setting(n=2, filter=True).limits())
@@ -192,9 +188,7 @@ async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_end
     await world.client.aclose()
 
 
-async def test_law_6_what_a_dead_replica_held_is_suspected_though_its_leases_are_over_too(
-    clocked_url: str, run_id: str
-) -> None:
+async def test_law_6_what_a_dead_replica_held_is_suspected_past_its_lease(clocked_url: str, run_id: str) -> None:
     """Nobody called the buffer meanwhile, so that both are due at once."""
     world = World(clocked_url, run_id)
     await world.open(Setting(dead_s=8.0).limits())
@@ -207,9 +201,7 @@ async def test_law_6_what_a_dead_replica_held_is_suspected_though_its_leases_are
     await world.client.aclose()
 
 
-def test_law_3_a_step_that_gave_its_payloads_up_is_not_handed_out_or_rejected_when_the_next_was_rejected(
-    clocked_url: str,
-) -> None:
+def test_law_3_a_step_without_payloads_is_not_handed_out_or_rejected(clocked_url: str) -> None:
     """It was trained, and is the newest again. Its trainer has it; nobody may be given groups without trajectories."""
 
     class Trainer(Everyone):

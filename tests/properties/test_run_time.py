@@ -42,9 +42,7 @@ async def go_on(world: World, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("by", [TEN_MINUTES_MS, -TEN_MINUTES_MS])
-async def test_law_6_a_clock_that_jumps_by_ten_minutes_ends_no_lease_and_holds_nothing_up(
-    world: World, by: int
-) -> None:
+async def test_law_6_a_clock_that_jumps_ends_no_lease_and_holds_nothing_up(world: World, by: int) -> None:
     lease = await leased(world)
     await world.jump(by)
     await go_on(world, lease)

@@ -13,6 +13,21 @@ import numpy as np
 from headrace.records.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
 
+# a small run: 2 prompts a step, 2 trajectories a group, age 1
+LIMITS = Limits(
+    prompts_per_step=2,
+    generations_per_prompt=2,
+    max_age=1,
+    staleness_policy="ordered",
+    max_attempts=3,
+    max_scoring_attempts=3,
+    lease_s=30.0,
+    group_deadline_s=60.0,
+    scoring_deadline_s=30.0,
+    replica_dead_s=30.0,
+    max_bytes=2**30,
+)
+
 
 def nonce() -> str:
     return secrets.token_hex(8)

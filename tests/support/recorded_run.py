@@ -9,8 +9,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from headrace.records.trajectory import Score
-from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.replay import EnvironmentLimits, ReplayClient
 from headrace.replay.connection import BufferConnection, function_name
+from tests.support.buffer import LIMITS as SMALL
 from tests.support.buffer import (
     enqueue,
     generate,
@@ -54,18 +55,13 @@ return redis.sha1hex(table.concat(parts, '\\0'))
 # Nothing falls due while the calls are tried: a call that finds a deadline passed acts on it, refused or not.
 AGES_S = 1e7
 
-LIMITS = Limits(
-    prompts_per_step=2,
-    generations_per_prompt=2,
+LIMITS = dataclasses.replace(
+    SMALL,
     max_age=2,
-    staleness_policy="ordered",
-    max_attempts=3,
-    max_scoring_attempts=3,
     lease_s=AGES_S,
     group_deadline_s=AGES_S,
     scoring_deadline_s=AGES_S,
     replica_dead_s=AGES_S,
-    max_bytes=2**30,
     redundant=1,
     retain_steps=2,
     environments={"game": EnvironmentLimits(episodes=True)},

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import secrets
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ import numpy as np
 import yaml
 
 from headrace.config import Config
+from headrace.config.inherit import merge
 from headrace.records.trajectory import Group, Sampling, Score, Trajectory
 from headrace.replay import ReplayClient, Replica, Reservation
+from headrace.replay.connection import open_redis
 from headrace_services.refit.sender import RefitReport, WeightSender
+from tests.support.buffer import LIMITS as SMALL
 from tests.support.forks import command, fork
 from tests.support.source_model import SourceModel, Weights
 
@@ -23,6 +29,18 @@ PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a 
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
 # Tokens of a completion that is still being written when it is interrupted, and that a whole refit finds there.
 LONG = 1900
+CONTEXT = 2048
+IN_FLIGHT = {
+    "async_grpo": {
+        "enabled": True,
+        "max_trajectory_age_steps": 50,
+        "in_flight_weight_updates": True,
+        "recompute_kv_cache_after_weight_updates": True,
+    }
+}
+LIMITS = dataclasses.replace(  # times so long that no replica counts as dead because the machine stood still
+    SMALL, max_age=50, lease_s=120.0, group_deadline_s=600.0, scoring_deadline_s=600.0, replica_dead_s=120.0
+)
 
 
 async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIENCE_S) -> Any:
@@ -190,3 +208,28 @@ class Fleet:
             await process.stop()
         await self.sender.aclose()
         await self.replay.aclose()
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(folder: Path, redis_url: str, model: Path, more: dict[str, Any]) -> AsyncIterator[Fleet]:
+    """A fleet without replicas, in a run of its own; `more` is merged into its configuration."""
+    run_id = f"test-{secrets.token_hex(6)}"
+    settings = {
+        "run": {"id": run_id, "dir": str(folder)},
+        "replay": {"redis_url": redis_url},
+        "rollout": {"heartbeat_s": 0.5},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "max_total_sequence_length": CONTEXT,
+            "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+        },
+        "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
+    }
+    replay = ReplayClient(open_redis(redis_url), run_id)
+    await replay.open_run(LIMITS)
+    await replay.rewind(0, "timeline-0")
+    fleet = Fleet(folder, merge(settings, more), replay, Policy(model))
+    yield fleet
+    await fleet.aclose()

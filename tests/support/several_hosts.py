@@ -20,9 +20,10 @@ from pathlib import Path
 import yaml
 
 from headrace.net.service import die_with_parent
-from headrace.replay import BufferRetry, Limits, ReplayClient
+from headrace.replay import BufferRetry, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
+from tests.support.buffer import LIMITS
 from tests.support.network import Network
 from tests.support.small_replica import SmallReplica, running, score_all
 
@@ -30,19 +31,6 @@ PORT, RUN, NAME = 6379, "hosts", "node"
 PATIENCE_S = 480.0
 HOSTS = {"buffer": 2, "trainer": 3, "replica": 4}
 SOURCE = {"dataset_name": "arithmetic", "task_config": {"digits": 1}, "env_name": "sums"}
-LIMITS = Limits(
-    prompts_per_step=2,
-    generations_per_prompt=2,
-    max_age=1,
-    staleness_policy="ordered",
-    max_attempts=3,
-    max_scoring_attempts=3,
-    lease_s=30.0,
-    group_deadline_s=60.0,
-    scoring_deadline_s=30.0,
-    replica_dead_s=30.0,
-    max_bytes=2**30,
-)
 
 
 def settings(folder: Path, model: Path, url: str) -> dict[str, object]:

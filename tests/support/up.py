@@ -8,7 +8,22 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.ports import free_ports
 from tests.support.processes import descendants, eventually, gone
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
+PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
+
+
+def own_run(folder: Path, run_id: str, model: Path) -> list[str]:
+    """What keeps a run apart from others on this machine."""
+    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+    return [f"run.dir={folder}", f"run.id={run_id}", f"policy.model_name={model}", *ports]
+
+
+def demo_arguments(folder: Path, model: Path, *more: str) -> list[str]:
+    return [*own_run(folder, "demo", model), "grpo.max_val_samples=200", *more]
 
 
 class Up:

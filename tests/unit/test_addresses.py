@@ -35,16 +35,12 @@ def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:
 def test_a_name_that_leads_back_to_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "own_address", lambda host: {"redis.internal": "10.0.0.7"}.get(host, "127.0.1.1"))
     assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
-    with pytest.raises(
-        ServiceError, match=r"^weight_channel\.host is null, and gpu-1 .* 127\.0\.1\.1 .*\(/etc/hosts\).*; set it to"
-    ):
+    with pytest.raises(ServiceError, match=r"^weight_channel\.host is null.*gpu-1 .*127\.0\.1\.1"):
         host_towards("rediss://gpu-1:6379/0")
 
 
 def test_a_name_that_is_nowhere_is_an_error_that_names_the_key() -> None:
-    with pytest.raises(
-        ServiceError, match=r"weight_channel\.host is null, and there is no route to the buffer's server no\.invalid"
-    ):
+    with pytest.raises(ServiceError, match=r"weight_channel\.host is null.*no\.invalid"):
         host_towards("redis://no.invalid:6379/0")
 
 

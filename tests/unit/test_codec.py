@@ -171,7 +171,7 @@ def test_arrays_of_any_layout_are_written_little_endian() -> None:
 
 def test_an_array_of_another_type_is_refused_on_the_way_out() -> None:
     """What it would be read as is other numbers."""
-    with pytest.raises(CodecError, match="an array of int64; give int32, float32 or uint8"):
+    with pytest.raises(CodecError, match=r"int64.*int32, float32"):
         msgspec.structs.replace(TRAJECTORY, loss_mask=np.ones(4, np.int64)).encode()
 
 
@@ -250,9 +250,9 @@ def test_a_wrong_type_never_becomes_a_record_that_breaks_later(record: Record, n
 
 
 def test_another_schema_is_refused_with_both_numbers() -> None:
-    with pytest.raises(CodecError, match="schema 2; this build reads schema 1"):
+    with pytest.raises(CodecError, match=r"schema 2.*schema 1"):
         Trajectory.decode(changed(TRAJECTORY, lambda fields: fields.update(schema=2)))
-    with pytest.raises(CodecError, match="schema 1; this build reads schema 2"):
+    with pytest.raises(CodecError, match=r"schema 1.*schema 2"):
         EpisodeTrajectory.decode(changed(EPISODE, lambda fields: fields.update(schema=1)))
 
 
@@ -265,7 +265,7 @@ def test_a_trajectory_of_either_schema_is_read() -> None:
 def test_a_trajectory_of_no_known_schema_is_refused(schema: Any) -> None:
     with pytest.raises(CodecError, match=r"schema|Literal|int"):
         decode_trajectory(changed(EPISODE, lambda fields: fields.update(schema=schema)))
-    with pytest.raises(CodecError, match="schema 3; this build reads schemas 1 and 2"):
+    with pytest.raises(CodecError, match=r"schema 3.*schemas 1 and 2"):
         decode_trajectory(changed(EPISODE, lambda fields: fields.update(schema=3)))
 
 
@@ -345,7 +345,7 @@ def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
         msgspec.structs.replace(GROUP, extra_env_info={"answer": object()}).encode()
 
 
-def test_a_score_with_much_metadata_keeps_its_reward_and_says_what_was_left_out() -> None:
+def test_a_score_with_much_metadata_says_what_was_left_out() -> None:
     large = Score("SCORED", 1.0, components={"a": 0.5}, metadata={"log": "x" * 2 * SCORE_BYTES}, environment="math")
     with pytest.raises(CodecError, match=f"at most {SCORE_BYTES}"):
         large.encode()

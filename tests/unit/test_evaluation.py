@@ -12,13 +12,13 @@ from headrace.run.evaluation import data_set_of, pass_at_k, report, validation_i
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_pass_at_k_is_the_share_of_draws_without_replacement_in_which_one_passes(n: int) -> None:
+def test_pass_at_k_is_the_share_of_draws_in_which_one_passes(n: int) -> None:
     for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
         assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_pass_at_k_stays_exact_for_many_completions_and_refuses_more_than_there_are() -> None:
+def test_pass_at_k_stays_exact_for_many_completions() -> None:
     assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="pass@3 of 2 completions"):
         pass_at_k(2, 1, 3)
@@ -67,7 +67,7 @@ def test_a_completion_passes_from_the_threshold_on() -> None:
     assert report(records, [])["sums"].pass_at == {1: 0.0, 2: 0.0}
 
 
-def test_law_7_a_prompt_that_failed_is_counted_by_its_reason_and_enters_no_mean() -> None:
+def test_law_7_a_failed_prompt_is_counted_and_enters_no_mean() -> None:
     found = report(lines("sums", (1.0,)), [*failed("sums", "late", "broken", "late"), *failed("words", "broken")])
     assert found["sums"].pass_at == {1: 1.0}
     assert (found["sums"].failed, found["sums"].failures) == (3, {"late": 2, "broken": 1})

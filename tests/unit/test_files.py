@@ -12,7 +12,7 @@ import pytest
 from headrace.base.files import atomic_write, folder_for_sockets, is_gone
 
 
-def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(tmp_path: Path) -> None:
+def test_a_writer_that_dies_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "curves.html"
     path.write_text("old")
 

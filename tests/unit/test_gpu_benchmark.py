@@ -94,7 +94,7 @@ def test_what_was_expected_and_not_measured_says_why() -> None:
     assert "No figure here" in markdown({"device": "cpu", "size": "tiny"}, [report])
 
 
-def test_every_part_has_a_limit_and_expected_figures_and_all_fit_into_their_time() -> None:
+def test_every_part_has_limits_and_figures_and_all_fit_their_time() -> None:
     assert PARTS.keys() == PLANS.keys() == expected.figures().keys()
     assert sum(plan.limit_s for plan in PLANS.values()) <= 45 * 60
 
@@ -139,7 +139,7 @@ def test_the_peer_of_nccl_has_a_device_of_its_own_if_there_is_one(
     assert together.peer_device == together.place.device
 
 
-def test_ways_of_packing_are_measured_against_float32_and_one_that_fails_is_a_row(
+def test_packing_is_measured_against_float32_and_a_failure_is_a_row(
     models: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "STEPS", 1)

@@ -53,7 +53,7 @@ def test_each_alarm_is_said() -> None:
     assert "equal rewards" in equal
 
 
-def test_the_time_of_a_step_is_the_median_of_those_that_follow_no_start() -> None:
+def test_the_time_of_a_step_is_a_median_without_starts() -> None:
     start = {TOTAL: 90.0, "efficiency/init/total_s": 60.0}
     assert seconds_per_step([]) is None
     assert seconds_per_step([{"reward": 1.0}]) is None

@@ -66,9 +66,7 @@ def test_a_run_that_goes_on_was_started_once(config: Config) -> None:
 
 @pytest.mark.parametrize("lock", [RUN_LOCK, f"checkpoints/{LOCK}"])
 @pytest.mark.parametrize("noted", [True, False])
-def test_a_run_is_running_while_its_lock_is_held_and_was_killed_otherwise(
-    config: Config, lock: str, noted: bool
-) -> None:
+def test_a_run_runs_while_its_lock_is_held_and_was_killed_otherwise(config: Config, lock: str, noted: bool) -> None:
     if noted:
         with recorded(config.run_folder, Stopped):
             running = (config.run_folder / RECORD).read_bytes()
@@ -103,7 +101,7 @@ def test_steps_and_best_are_of_the_surviving_history(config: Config) -> None:
     assert (past.last_step, past.seconds) == (1, 4.0)
 
 
-def test_of_equal_values_the_newest_is_the_best_and_what_is_no_number_never() -> None:
+def test_of_equal_values_the_newest_is_best_and_no_number_never() -> None:
     lines = [
         Line("train", step, "a", 0.0, {"loss": value}) for step, value in enumerate((0.5, 0.25, 0.25, float("nan")))
     ]

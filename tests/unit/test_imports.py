@@ -73,9 +73,7 @@ def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
 
 
 @pytest.mark.parametrize("code", [SERVED, "import headrace.env.attachment", "import headrace.testing"])
-def test_serving_attaching_or_testing_an_environment_loads_no_service_supervisor_client_or_configuration(
-    code: str,
-) -> None:
+def test_an_environment_loads_no_service_client_or_configuration(code: str) -> None:
     loaded = modules_after(code)
     assert "headrace.env.server" in loaded
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)

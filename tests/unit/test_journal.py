@@ -55,7 +55,7 @@ def test_a_line_names_builds_where_there_are_any(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["nonsense", json.dumps({"kind": "train"}), "[]"])
 def test_a_line_that_is_not_metrics_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text + "\n")
-    with pytest.raises(ServiceError, match=r"metrics.jsonl:1: not a line of metrics"):
+    with pytest.raises(ServiceError, match=r"metrics\.jsonl:1:"):
         Journal(tmp_path / "metrics.jsonl").read()
 
 

@@ -21,7 +21,7 @@ CHECK = "import sys; from headrace.base import model_name; getattr(model_name, s
 
 
 def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"policy\.model_name: .* has no config\.json"):
+    with pytest.raises(ServiceError, match=r"policy\.model_name: .*config\.json"):
         check_model_name(KEY, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model_name(KEY, str(tmp_path))
@@ -35,7 +35,7 @@ def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the checkout may hold a directory `models`
-    with pytest.raises(ServiceError, match=r"policy\.model_name: the directory .* does not exist") as caught:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: .*exist") as caught:
         check_model_name(KEY, name)
     assert name in str(caught.value)
 
@@ -106,7 +106,7 @@ def asked(
     )
 
 
-def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_taken_and_then_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
     assert "no model of that name was found on the Hugging Face Hub" in complaint(
         "models/tiny", tmp_path, HF_ENDPOINT=hub
     )
@@ -114,7 +114,7 @@ def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hu
     assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
 
 
-def test_where_nothing_can_be_reached_the_hub_is_not_asked_again_and_again(tmp_path: Path) -> None:
+def test_where_nothing_can_be_reached_the_hub_is_asked_once(tmp_path: Path) -> None:
     done = asked("models/tiny", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert "no model of that name was found on the Hugging Face Hub ([Errno 111] Connection refused)" in done.stderr
     assert "Retry" not in done.stderr
@@ -137,13 +137,9 @@ def test_a_busy_hub_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest
 def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None:
     key = "policy.tokenizer.name"
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        ServiceError, match=r"policy\.tokenizer\.name: .* has no tokenizer_config\.json or tokenizer\.json"
-    ):
+    with pytest.raises(ServiceError, match=r"policy\.tokenizer\.name: .*tokenizer_config\.json"):
         check_tokenizer_name(key, str(tmp_path))
-    with pytest.raises(
-        ServiceError, match=r"the directory ./misspelt does not exist; give the directory of a Hugging Face tokenizer"
-    ):
+    with pytest.raises(ServiceError, match=r"\./misspelt .*tokenizer"):
         check_tokenizer_name(key, "./misspelt")
     (tmp_path / "tokenizer.json").write_text("{}")
     check_tokenizer_name(key, str(tmp_path))
@@ -157,7 +153,7 @@ def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None
     assert complaint("models/real", home, asked, key, HF_HUB_OFFLINE="1") == ""
 
 
-def test_offline_a_name_that_is_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
+def test_offline_a_name_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
     said = complaint("models/tiny", tmp_path, HF_HUB_OFFLINE="1")
     assert "policy.model_name: models/tiny is not a local directory" in said
     assert "offline mode is enabled" in said

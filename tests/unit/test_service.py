@@ -40,7 +40,7 @@ def test_what_was_imported_is_not_looked_through_by_later_collections() -> None:
         gc.unfreeze()
 
 
-def test_garbage_is_not_collected_while_much_is_imported_and_is_again_afterwards() -> None:
+def test_garbage_is_not_collected_during_imports_and_is_afterwards() -> None:
     with importing():
         with importing():
             assert not gc.isenabled()
@@ -51,7 +51,7 @@ def test_garbage_is_not_collected_while_much_is_imported_and_is_again_afterwards
     assert gc.isenabled()
 
 
-async def test_an_answer_in_two_parts_does_not_wait_for_its_reader_to_acknowledge_the_first() -> None:
+async def test_an_answer_in_two_parts_waits_for_no_acknowledgement() -> None:
     accepted = asyncio.get_running_loop().create_future()
     with bind("127.0.0.1", 0, "port") as sock:
         server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=sock)

@@ -30,7 +30,7 @@ def meters(
 
 @pytest.mark.parametrize("quantity", ["length", "reward"])
 @pytest.mark.parametrize("moment", ["expired", "filtered", "failed", "surplus"])
-def test_the_difference_is_told_in_deviations_of_all_that_came_to_an_end(quantity: str, moment: Moment) -> None:
+def test_the_difference_is_in_deviations_of_all_that_ended(quantity: str, moment: Moment) -> None:
     (skew,) = skews(meters([4.0] * 200, [0.0] * 200, quantity, moment))
     assert (skew.quantity, skew.deviations, skew.trained, skew.ended) == (quantity, 1, 4, 2)
     assert beyond([skew], 1.0) == []
@@ -41,7 +41,7 @@ def test_the_difference_is_told_in_deviations_of_all_that_came_to_an_end(quantit
 
 
 @pytest.mark.parametrize("quantity", ["length", "reward"])
-def test_where_nothing_is_dropped_there_is_no_skew_however_rewards_rise(quantity: str) -> None:
+def test_where_nothing_is_dropped_there_is_no_skew(quantity: str) -> None:
     (skew,) = skews(meters([0.0, 1.0] * 200, [], quantity, waiting=[5.0] * 200))
     assert skew.deviations == 0
 

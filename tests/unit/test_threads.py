@@ -36,7 +36,7 @@ def test_ranks_and_replicas_share_what_they_get_and_each_has_a_thread() -> None:
     assert planned(16, policy=slices, rollout={"replicas": 2}) == Threads(12, 1)
 
 
-def test_what_a_gpu_computes_needs_no_cores_and_leaves_them_to_the_other() -> None:
+def test_what_a_gpu_computes_leaves_the_cores_to_the_other() -> None:
     assert planned(8, trains=False) == Threads(None, 8)
     assert planned(8, generates=False) == Threads(8, 1)
     assert planned(8, trains=False, generates=False) == Threads(None, 1)

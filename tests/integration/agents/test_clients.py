@@ -236,9 +236,7 @@ async def test_what_a_client_was_given_is_what_is_trained(program: Program, stre
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_client_that_asks_again_by_itself_gets_the_answer_that_is_trained(
-    program: Program, fault: Fault
-) -> None:
+async def test_a_client_that_retries_gets_the_answer_that_is_trained(program: Program, fault: Fault) -> None:
     used, ending, opened = await played(program, [None, fault, None, None, fault], stream=False)
     check(used, ending, opened)
     assert opened.episode.session.joined >= (0 if fault in ("500", "503") else 2)

@@ -85,9 +85,7 @@ async def ready(hub: Hub) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_parallel_calls_refits_validations_graders_and_full_memory_do_not_wait_for_each_other(
-    stage: Stage, limits: Limits
-) -> None:
+async def test_calls_refits_validations_and_graders_do_not_wait_in_a_circle(stage: Stage, limits: Limits) -> None:
     env = {"talk": {"attached": True, "episodes": True, "grader": "judge"}, "judge": {"attached": True}}
     stage.config = type(stage.config).model_validate({**stage.config.model_dump(exclude_unset=True), "env": env})
     async with (

@@ -20,7 +20,7 @@ FUNCTION = "tests.support.graded_program:play"
 GROUPS = 3
 
 
-async def test_a_grader_scores_by_artifacts_and_conversation_after_all_other_processes_have_gone(stage: Stage) -> None:
+async def test_a_grader_scores_episodes_after_all_other_processes_have_gone(stage: Stage) -> None:
     env: dict[str, Any] = {"talk": {"type": "function", "function": FUNCTION, "public": ["hint"], "grader": "seen"}}
     stage.config = Config.model_validate(
         {**stage.config.model_dump(exclude_unset=True), "env": {**env, "seen": {"attached": True}}}

@@ -160,9 +160,7 @@ async def run(stage: Stage) -> Run:
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-async def test_no_token_of_a_replica_that_missed_a_rewind_reaches_a_program_or_the_buffer(
-    run: Run, noticed: bool
-) -> None:
+async def test_no_token_of_a_replica_that_missed_a_rewind_is_used(run: Run, noticed: bool) -> None:
     """`noticed`: whether the runner hears of the rewind before the old replica answers the calls that it had."""
     new, old, replay = run.new, run.old, run.stage.replay
     hears: asyncio.Event = replay.hears  # type: ignore[attr-defined]

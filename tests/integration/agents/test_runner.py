@@ -279,7 +279,7 @@ async def test_weights_that_the_buffer_has_forgotten_cost_nothing(
         await stage.until(ready=1)
 
 
-async def test_an_episode_whose_beginnings_the_buffer_has_forgotten_is_lost_alone(stage: Stage, limits: Limits) -> None:
+async def test_an_episode_with_forgotten_beginnings_is_lost_alone(stage: Stage, limits: Limits) -> None:
     """Its server lost writes: it takes nothing more under this lease, which another follows."""
     incarnation = (await stage.replay.state()).incarnation
     failed: list[Episode] = []
@@ -596,7 +596,7 @@ async def test_an_error_of_one_episode_ends_no_other(stage: Stage) -> None:
     ],
     ids=["a large number", "half a surrogate pair", "large components", "large components of a failure"],
 )
-async def test_a_score_that_cant_be_kept_fails_its_episode_and_ends_no_runner(stage: Stage, odd: Score) -> None:
+async def test_a_score_that_cant_be_kept_fails_its_episode_alone(stage: Stage, odd: Score) -> None:
     async def says(episode: Episode) -> EpisodeOutcome:
         if episode.index == 0 and episode.attempt == 0:
             await episode.chat(episode.messages)
@@ -630,7 +630,7 @@ async def test_what_a_failure_says_and_cant_be_kept_ends_no_runner(
     assert runner.status.outcomes == {"failed": 1, "scored": N}
 
 
-async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:
+async def test_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:
     idle, playing = Played(two_turns), Played(two_turns)
     async with stage.runner(idle, slots=N - 1, advertised_url="http://behind") as (front, _, _):
         url = str(front._info["gateway"])

@@ -90,9 +90,7 @@ async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str,
                 await process.wait()
 
 
-async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_former(
-    config: Config, hub: str, tmp_path: Path
-) -> None:
+async def test_a_changed_file_is_attached_anew_unless_it_is_broken(config: Config, hub: str, tmp_path: Path) -> None:
     file = tmp_path / "my_env.py"
     source = "import headrace\nclass Exact(headrace.Environment):\n    def score(self, sample):\n        return {}\n"
     request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(Sample("x", environment="exact"))])
@@ -132,9 +130,7 @@ async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_
             await process.communicate()
 
 
-async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_remedy(
-    config: Config, hub: str, tmp_path: Path
-) -> None:
+async def test_a_name_that_the_local_run_does_not_declare_is_refused(config: Config, hub: str, tmp_path: Path) -> None:
     file = tmp_path / "my_env.py"
     file.write_text(EXAMPLE.read_text())
     async with scorer(config, hub):

@@ -33,7 +33,7 @@ def hub(config: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_a_hub_that_is_down_hides_no_other_and_is_named_with_the_reason(tmp_path: Path, limits: Limits) -> None:
+def test_a_hub_that_is_down_is_named_and_hides_no_other(tmp_path: Path, limits: Limits) -> None:
     ports = free_port(), free_port()
     one, other = (f"127.0.0.1:{port}" for port in ports)
     with kept_run(tmp_path, "two", limits, nothing) as (folder, _):

@@ -71,7 +71,7 @@ def test_names_that_would_not_do_are_refused(
     assert os.listdir(tmp_path) == ["there"]
 
 
-def test_the_tests_that_the_page_shows_pass_for_the_reward_that_it_shows(tmp_path: Path) -> None:
+def test_the_tests_on_the_page_pass_for_the_reward_on_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     for section, file in (("Your first environment", "my_env.py"), ("Testing an environment", "test_my_env.py")):
         text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]

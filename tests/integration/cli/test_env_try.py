@@ -80,9 +80,7 @@ def test_only_a_line_feed_ends_a_problem(tmp_path: Path) -> None:
     assert _first(prompts, 2).split("\n") == ['{"input": "1\u2028+\x0b1"}', "", '{"input": "2"}', ""]
 
 
-def test_a_runs_checkpoint_is_tried_as_the_run_samples_in_training_and_gets_no_new_token(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_checkpoint_is_tried_as_the_run_samples_in_training(tmp_path: Path, tiny_model: Path) -> None:
     file, prompts, config = tmp_path / "mine.py", tmp_path / "prompts.jsonl", tmp_path / "run.yaml"
     file.write_text(REWARD)
     prompts.write_text('{"input": "1+1", "output": "2"}\n')
@@ -111,7 +109,7 @@ def test_a_runs_checkpoint_is_tried_as_the_run_samples_in_training_and_gets_no_n
 @pytest.mark.nightly  # `headrace eval`, in tests/e2e, goes the same road by day; the tests above have what is made of its results
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_completions_are_shown_with_their_rewards_on_a_terminal_and_as_a_page(tmp_path: Path, tiny_model: Path) -> None:
+def test_completions_and_rewards_are_shown_in_a_terminal_and_a_page(tmp_path: Path, tiny_model: Path) -> None:
     file, prompts, page = tmp_path / "mine.py", tmp_path / "prompts.jsonl", tmp_path / "page.html"
     file.write_text(REWARD)
     problems = [{"input": f"{i}+1", "output": str(i + 1)} for i in range(4)]

@@ -108,7 +108,7 @@ async def result_of(kind: str, port: int, credentials: Credentials) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "decides"), [("Scores", "env.mine.timeout_s"), ("Plays", "replay.group_deadline_s")])
-async def test_an_environment_that_holds_the_interpreter_is_restarted_when_no_call_of_it_can_be_awaited(
+async def test_an_environment_that_holds_the_interpreter_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, decides: str
 ) -> None:
     """Its silence is real; how long it lasts is told, not waited for."""

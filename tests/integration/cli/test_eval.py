@@ -51,7 +51,7 @@ def start(run: Path, *arguments: object, **services: str) -> subprocess.Popen[by
 
 
 @pytest.mark.nightly  # tests/e2e evaluates a checkpoint on the real services every day, unit tests say what NAME@0 is
-def test_an_initial_model_is_evaluated_on_several_sets_and_nothing_is_left(run: Path) -> None:
+def test_an_initial_model_is_evaluated_and_nothing_is_left(run: Path) -> None:
     sums, results = run.parent / "sums.jsonl", run.parent / "results.json"
     sums.write_text("".join(json.dumps({"input": f"{i}+1", "output": str(i + 1)}) + "\n" for i in range(5)))
     arguments = (f"{run}@0", "validation", sums, "--samples", 2, "--temperature", 1, "--json", results)

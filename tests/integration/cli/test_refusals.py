@@ -133,7 +133,7 @@ def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
     assert "value.model_name: the directory " in refused("config", "check", config, *raw[::2], "ppo={}")
 
 
-def test_a_model_whose_weights_no_engine_can_be_given_is_refused_before_anything_is_loaded(
+def test_a_model_that_no_engine_can_load_is_refused_before_loading(
     config: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "phi"
@@ -223,7 +223,7 @@ def test_a_busy_port_is_named_before_anything_starts(config: Path, busy_port: in
 
 
 @pytest.mark.parametrize("key", ["replay.host", "replay.redis_host", "reward.host", "rollout.host", "trainer.host"])
-def test_what_would_listen_beyond_loopback_unprotected_is_named_before_anything_starts(config: Path, key: str) -> None:
+def test_unprotected_listeners_are_named_before_anything_starts(config: Path, key: str) -> None:
     said = refused("up", config, f"{key}=0.0.0.0")
     assert said.startswith(f"error: {key} 0.0.0.0: ")
     assert "security.insecure: true" in said

@@ -115,7 +115,7 @@ def test_the_checkpoints_are_where_the_configuration_says(
 def test_a_trainer_that_slept_through_the_rewind_publishes_nothing(folder: Path, checkpoints: Checkpoints) -> None:
     checkpoints.begin(12, "t")
     assert rewind(folder, "adder", 4).returncode == 0
-    with pytest.raises(ServiceError, match=r"is not the newest of the chain \(timeline rewind-"):
+    with pytest.raises(ServiceError, match=r"newest.*\(timeline rewind-"):
         checkpoints.publish(CheckpointState(version=12, timeline="t", cursor=0, run_id="adder"), {})
     assert checkpoints.find_published() == [2, 4]
 

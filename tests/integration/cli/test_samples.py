@@ -60,7 +60,7 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         assert "leave out --step" in refused("samples", folder, "--failed", "--step", 1)
 
 
-def test_the_text_of_groups_in_the_buffer_of_failed_and_of_trained_ones(tmp_path: Path, limits: Limits) -> None:
+def test_the_text_of_queued_failed_and_trained_groups_is_shown(tmp_path: Path, limits: Limits) -> None:
     logs = tmp_path / "seen" / "logs"
 
     async def fill(replay: ReplayClient) -> None:

@@ -143,7 +143,7 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert f"`run.id=test` continues this run from checkpoint {version} ({newest})" in again.said()
 
 
-def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(
+def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     up: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # in a shell with a proxy that leads nowhere, and with a secret
@@ -235,9 +235,7 @@ def has_started(run: Up, name: str) -> bool:
     return any(f"\n{name}: {state}" in run.said() for state in ("waiting for weights", "ready"))
 
 
-def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
-    up: Start, folder: Path, real: bool
-) -> None:
+def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start, folder: Path, real: bool) -> None:
     light = {"rollout": "refusable_rollout", "trainer": "talking_trainer"}
     run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
@@ -276,9 +274,7 @@ class Judge(headrace.Environment):
 
 
 @pytest.mark.nightly  # a minute of a core; each of these is tested every day without a run
-def test_environments_are_started_attached_waited_for_started_again_and_repaired_while_the_run_goes_on(
-    up: Start, folder: Path, tmp_path: Path
-) -> None:
+def test_environments_are_started_attached_and_repaired_in_the_run(up: Start, folder: Path, tmp_path: Path) -> None:
     """Four of them: `file` is served by `up` and has a misspelt field, `program` is a program that `up` starts, `away` is one that
     somebody else starts, later, and `mine` is a script that is given an address and nothing else; it is killed once, and another takes
     its place."""
@@ -366,9 +362,7 @@ def listed(folder: Path, name: str) -> dict[str, Any]:
     return environment
 
 
-def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_loaded(
-    up: Start, tmp_path: Path
-) -> None:
+def test_an_environment_that_cant_start_ends_the_run_before_loading(up: Start, tmp_path: Path) -> None:
     file = tmp_path / "my_env.py"
     file.write_text(JUDGE)
     light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}

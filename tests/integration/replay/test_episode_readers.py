@@ -15,9 +15,9 @@ from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.samples import sample_of
 from headrace_services.trainer.learning.batch import check_invariants
-from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import enqueue, generate, healthy_replica, make_group, make_trajectory, reserve, tighten
 from tests.support.episodes import call, episode
+from tests.support.replay_service import config_of, serving
 
 CALLS = [
     call(-1, [1, 2], [3, 4], messages=({"role": "user", "content": "47+85"},), answer={"content": "let me see"}),
@@ -91,7 +91,7 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
     assert ranges == [(0, 2, "r0"), (2, 3, "other")]
     (line, _) = [line async for line in export.lines(replay, ["ready"])]
     assert export.from_line(line).trajectory.encode() == stored.encode()
-    with pytest.raises(CodecError, match="call 1: its parent 5 is not before it"):
+    with pytest.raises(CodecError, match=r"call 1.*parent 5"):
         export.from_line(line.replace('"parent": 0', '"parent": 5', 1))
 
 

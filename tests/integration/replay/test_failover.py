@@ -100,7 +100,7 @@ async def endpoint(pair: tuple[RedisServer, RedisServer]) -> AsyncIterator[Endpo
     server.close()
 
 
-async def test_law_1_clients_go_on_where_their_address_leads_after_a_failover(
+async def test_law_1_clients_follow_their_address_after_a_failover(
     pair: tuple[RedisServer, RedisServer], endpoint: Endpoint, run_id: str, limits: Limits
 ) -> None:
     """kill -9 of the primary, the replica promoted, the address moved: calls under way wait for it, nothing is lost."""

@@ -40,9 +40,7 @@ async def generate(replay: ReplayClient, replica: str, rewards: Sequence[Sequenc
     return list(wanted)
 
 
-async def test_law_1_conservation_a_group_of_equal_rewards_ends_as_filtered_and_another_takes_its_place(
-    replay: ReplayClient,
-) -> None:
+async def test_law_1_conservation_equal_rewards_are_filtered_and_replaced(replay: ReplayClient) -> None:
     await enqueue(replay, range(6))
     replica = await healthy_replica(replay)
     await generate(replay, replica, [[1, 1], [0, 1], [0, 0], [0, 0]])
@@ -96,9 +94,7 @@ async def score_components(
     return [counts.get("ready", 0), counts.get("filtered", 0)]
 
 
-async def test_by_components_a_group_is_filtered_only_if_each_is_the_same_for_all(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_by_components_a_group_is_filtered_only_if_all_are_equal(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_components=True, reward_min=0.0, reward_max=1.0))
     await enqueue(replay, range(4))
     equal = [{"a": 1.0, "b": 0.25}, {"b": 0.25, "a": 7.5}]  # after clamping
@@ -123,9 +119,7 @@ async def test_by_components_a_group_without_any_goes_on_to_the_trainer(replay: 
     assert await score_components(replay, await healthy_replica(replay), [[{}, {}]]) == [1, 0]
 
 
-async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothing(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_by_components_a_malformed_record_is_refused(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_components=True))
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
@@ -140,7 +134,7 @@ async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothin
         "build": "",
     }
     for record in (b"\xc1", b"", b"\x01", b"\x80"):
-        with pytest.raises(InvalidCall, match="groups are filtered by its components"):
+        with pytest.raises(InvalidCall, match="filtered by"):
             await replay._connection.call("score", record, scores=[score])
     await replay.score(job, Score("SCORED", 1.0, {"a": 1.0, "b": 0.0}))
 
@@ -189,7 +183,7 @@ async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: Rep
     await generate(replay, replica, [[1, 1], [0, 0], [1, 1], [0, 1]])
     assert isinstance(await replay.reserve(0, timeline), Waiting)  # exactly the limit
     await generate(replay, replica, [[1, 1]])
-    with pytest.raises(SamplingStarved, match="5 groups were scored for one batch, more than 4, and 4 of them were"):
+    with pytest.raises(SamplingStarved, match=r"5 groups.*more than 4.*4 of them"):
         await replay.reserve(0, timeline)
     # what is ready after all is handed out, and the count begins anew
     await generate(replay, replica, [[0, 1]])
@@ -199,9 +193,7 @@ async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: Rep
     assert isinstance(await replay.reserve(1, timeline), Waiting)
 
 
-async def test_groups_that_are_ready_and_wait_for_their_turn_do_not_count_against_the_limit(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_ready_groups_in_line_do_not_count_against_the_limit(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, max_scored_per_step=2, max_age=3))
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)

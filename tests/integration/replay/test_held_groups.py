@@ -59,9 +59,7 @@ async def test_groups_are_listed_by_state_wherever_they_are(replay: ReplayClient
     assert await states(replay, "failed") == {doomed.group.id: "failed"}
 
 
-async def test_a_waiting_trajectory_names_its_replica_its_weights_and_what_scored_it(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_a_waiting_trajectory_names_its_replica_weights_and_scorer(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
     first = (await replay.state()).timeline
     await enqueue(replay, range(20))
@@ -130,13 +128,11 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
     assert back[0].score.metadata == metadata
 
     path.write_text(lines[0] + "\n" + lines[1].replace('"logprobs": [', '"logprobs": [0.5, ') + "\n")
-    with pytest.raises(CodecError, match=r"out\.jsonl:2: .*logprobs has 5 entries for 4 tokens"):
+    with pytest.raises(CodecError, match=r"out\.jsonl:2.*logprobs.*5.*4"):
         list(export.read(path))
 
 
-async def test_the_batches_of_retained_steps_are_held_and_the_others_are_not(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_only_batches_of_retained_steps_are_held(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=2, max_age=5)
     timeline = (await replay.state()).timeline
     await enqueue(replay, range(20))

@@ -84,7 +84,7 @@ async def finish_all(replay: ReplayClient, leases: Sequence[Lease]) -> None:
 # -- kinds
 
 
-async def test_law_5_the_order_of_batches_does_not_depend_on_which_kind_is_faster(replay: ReplayClient) -> None:
+async def test_law_5_the_order_of_batches_ignores_which_kind_is_faster(replay: ReplayClient) -> None:
     await enqueue(replay, "eggege")
     replica = await healthy_replica(replay)
     fast = await replay.lease(replica, 8)
@@ -181,7 +181,7 @@ class Interleaving:
             await refit(self.replay, step + 1, [self.replica])
 
 
-async def test_law_5_the_order_of_batches_is_that_of_the_prompts_in_any_interleaving_of_both_kinds(
+async def test_law_5_the_order_of_batches_is_that_of_the_prompts(
     redis_url: str, run_id: str, limits: Limits, session_seed: int
 ) -> None:
     async with open_redis(redis_url) as redis:
@@ -194,7 +194,7 @@ async def test_law_5_the_order_of_batches_is_that_of_the_prompts_in_any_interlea
             assert run.batches == expected, f"seed {seed}, kinds {run.kinds}"
 
 
-async def test_law_5_what_was_passed_over_waits_in_its_order_again_after_a_rewind(replay: ReplayClient) -> None:
+async def test_law_5_what_was_passed_over_waits_in_order_after_a_rewind(replay: ReplayClient) -> None:
     await enqueue(replay, "egeg")
     replica = await healthy_replica(replay)
     assert orders(await replay.lease(replica, 8)) == [1, 3]
@@ -220,9 +220,7 @@ async def test_law_6_what_was_passed_over_has_its_memory(replay: ReplayClient, l
     assert orders(await replay.lease(replica, 8)) == [1, 2, 3]
 
 
-async def test_law_2_what_was_passed_over_is_leased_when_its_place_is_admitted(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_2_what_was_passed_over_is_leased_once_admitted(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, "gge")
     replica, runner = await healthy_replica(replay), await new_runner(replay)
     leases = await replay.lease(replica, 8)
@@ -272,7 +270,7 @@ async def test_law_6_validation_and_training_have_slots_of_their_own(replay: Rep
     assert (await given(1, 3))[0] == ["v1"]
 
 
-async def test_law_2_a_lease_of_episodes_is_of_the_oldest_weights_that_may_answer(replay: ReplayClient) -> None:
+async def test_law_2_a_lease_of_episodes_takes_the_oldest_allowed_weights(replay: ReplayClient) -> None:
     await enqueue(replay, "e")
     runner = await new_runner(replay)
     assert await replay.lease_episodes(runner, LONG) == []  # nobody can answer
@@ -302,7 +300,7 @@ async def test_law_6_the_run_says_that_episodes_wait_for_a_runner(replay: Replay
 
 
 async def test_drop_refuses_episodes(replay: ReplayClient, limits: Limits) -> None:
-    with pytest.raises(InvalidCall, match="environment game has episodes, and staleness_policy is drop"):
+    with pytest.raises(InvalidCall, match=r"game.*episodes.*staleness_policy.*drop"):
         await replay.open_run(dataclasses.replace(limits, staleness_policy="drop"))
 
 
@@ -447,9 +445,7 @@ async def test_law_6_an_episode_that_fails_is_charged_alone(replay: ReplayClient
     assert await payloads(replay) == []
 
 
-async def test_law_6_an_episode_that_ends_its_process_each_time_fails_its_group(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_an_episode_that_always_ends_its_process_is_failed(replay: ReplayClient, limits: Limits) -> None:
     """Others that were in that process are interrupted too, which costs them nothing."""
     await enqueue(replay, "e")
     await healthy_replica(replay)
@@ -476,9 +472,7 @@ async def test_law_6_an_episode_that_ends_its_process_each_time_fails_its_group(
     )
 
 
-async def test_law_6_the_group_does_without_an_episode_if_others_were_started(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_the_group_does_without_an_episode_if_others_began(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, redundant=1, max_attempts=1))
     await enqueue(replay, "e")
     await healthy_replica(replay)
@@ -534,7 +528,7 @@ async def test_law_3_a_score_of_no_build_goes_with_any(replay: ReplayClient, bui
     assert "rebuilt" not in group
 
 
-async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_the_others(replay: ReplayClient) -> None:
+async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_others(replay: ReplayClient) -> None:
     await enqueue(replay, "e")
     await healthy_replica(replay)
     (lease,) = await leased(replay)
@@ -550,7 +544,7 @@ async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_the_others(r
     assert kept.reward == 7.0
 
 
-async def test_law_3_a_group_whose_episodes_two_builds_score_is_generated_again(replay: ReplayClient) -> None:
+async def test_law_3_a_group_scored_by_two_builds_is_generated_again(replay: ReplayClient) -> None:
     await enqueue(replay, "e")
     await healthy_replica(replay)
     for again in range(9):
@@ -593,7 +587,7 @@ async def test_surplus_episodes_are_told_by_the_heartbeat(replay: ReplayClient, 
 # -- runners that die
 
 
-async def test_law_6_the_death_of_a_runner_is_charged_to_a_group_that_was_alone_with_it(replay: ReplayClient) -> None:
+async def test_law_6_a_runners_death_is_charged_to_a_group_alone_with_it(replay: ReplayClient) -> None:
     await enqueue(replay, "ee")
     await healthy_replica(replay)
     failures = {0: 0, 1: 0}

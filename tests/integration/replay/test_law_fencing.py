@@ -196,7 +196,7 @@ async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(repl
         assert ("tolerance 1 (first at token 2), and by" in epochs.refused.get(replica, "")) is (far[0] == -2.4)
 
 
-async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_nothing(replay: ReplayClient) -> None:
+async def test_law_4_fencing_incomparable_log_probabilities_prove_nothing(replay: ReplayClient) -> None:
     replica, epoch, timeline = nonce(), nonce(), (await replay.state()).timeline
     await replay.register(replica, {})
     await replay.open_epoch(epoch, 0, timeline, {})
@@ -211,7 +211,7 @@ async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_no
     assert await replay.begin_epoch(epoch, {}, [0.0], 9.0) == await replay.epoch()  # again: it stays as it is
     before = await contents(replay)
     for bad in ([math.nan, -2.0], [-1.0, -math.inf], [-1.0], [*PROBE, -3.0], [], ["x", -2.0], [None, -2.0], "\0\xff"):
-        with pytest.raises(InvalidCall, match=r"logprobs|log-probabilities for a probe of 2"):
+        with pytest.raises(InvalidCall, match=r"logprobs|log-probabilities.*2"):
             await replay.verify(replica, epoch, bad)  # type: ignore[arg-type]
     assert await contents(replay) == before
     assert (await replay.verify(replica, epoch, PROBE)).verified

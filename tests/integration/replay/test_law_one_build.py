@@ -48,9 +48,7 @@ async def builds_of_batch(replay: ReplayClient, step: int = 0) -> list[str]:
     return [score.build for _, score in await replay.read([one.key for one in batch.trajectories])]
 
 
-async def test_law_3_one_build_a_group_that_two_builds_have_scored_is_scored_anew_by_the_later(
-    replay: ReplayClient,
-) -> None:
+async def test_law_3_one_build_two_builds_scores_are_redone_by_the_later(replay: ReplayClient) -> None:
     await pushed(replay)
     jobs = await take(replay, 3)
     assert await say(replay, jobs, "old", "old", "old") == [True] * 3
@@ -63,7 +61,7 @@ async def test_law_3_one_build_a_group_that_two_builds_have_scored_is_scored_ane
     assert await builds_of_batch(replay) == ["new"] * N
 
 
-async def test_law_3_one_build_what_comes_late_from_the_former_build_changes_nothing(replay: ReplayClient) -> None:
+async def test_law_3_one_build_late_scores_of_the_former_change_nothing(replay: ReplayClient) -> None:
     await pushed(replay)
     late = await take(replay, 1)
     assert await say(replay, await take(replay, 2), "new", "new") == [True, True]
@@ -92,9 +90,7 @@ async def test_law_3_one_build_an_edit_that_is_taken_back_counts_as_another(repl
     assert await builds_of_batch(replay) == ["a"] * N
 
 
-async def test_law_3_one_build_a_scorer_or_a_trainer_that_starts_again_makes_no_difference(
-    replay: ReplayClient,
-) -> None:
+async def test_law_3_one_build_a_restart_makes_no_difference(replay: ReplayClient) -> None:
     await pushed(replay)
     held = await take(replay)
     assert await say(replay, held[:2], "old", "old") == [True, True]
@@ -106,9 +102,7 @@ async def test_law_3_one_build_a_scorer_or_a_trainer_that_starts_again_makes_no_
     assert await builds_of_batch(replay) == ["new"] * N
 
 
-async def test_law_3_one_build_a_complete_group_keeps_its_scores_and_others_may_have_another(
-    replay: ReplayClient,
-) -> None:
+async def test_law_3_one_build_a_complete_group_keeps_its_scores(replay: ReplayClient) -> None:
     await pushed(replay, (0, 1))
     jobs = await take(replay, 2 * N)
     assert await say(replay, [job for job in jobs if job.group.order == 0], *["old"] * N) == [True] * N
@@ -117,9 +111,7 @@ async def test_law_3_one_build_a_complete_group_keeps_its_scores_and_others_may_
     assert await builds_of_batch(replay, 1) == ["new"] * N
 
 
-async def test_law_6_builds_that_take_turns_for_ever_open_the_breaker_which_says_so_and_one_build_closes_it(
-    replay: ReplayClient,
-) -> None:
+async def test_law_6_builds_that_alternate_open_the_breaker_until_one_stays(replay: ReplayClient) -> None:
     await pushed(replay)
     number = 0
 

@@ -63,9 +63,7 @@ async def test_law_5_order_a_step_that_survives_a_rewind_is_unchanged(replay: Re
     assert [score.reward for _, score in pairs] == [t.reward for t in before[1].trajectories]
 
 
-async def test_law_5_order_survivors_keep_their_step_and_holes_are_filled_by_ticket(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_5_order_survivors_keep_their_step_and_holes_are_filled(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
     await enqueue(replay, range(12))
     replica = await healthy_replica(replay)
@@ -122,9 +120,7 @@ async def test_law_5_order_when_prompts_end_later_survivors_fill_the_holes(
     assert await replay.reserve(2, state.timeline) == End(unused=0)
 
 
-async def test_law_5_order_survivors_give_up_their_step_when_nothing_else_can_fill_a_hole(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_5_order_survivors_yield_when_nothing_can_fill_a_hole(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
     await enqueue(replay, range(6))
     replica = await healthy_replica(replay)

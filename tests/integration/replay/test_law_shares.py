@@ -36,7 +36,7 @@ async def train(replay: ReplayClient, replicas: list[str], held: dict[str, list[
     await refit(replay, step + 1, replicas)
 
 
-async def test_law_6_each_replica_that_waits_gets_its_share_whoever_asks_first(replay: ReplayClient, room: int) -> None:
+async def test_law_6_each_waiting_replica_gets_its_share_in_any_order(replay: ReplayClient, room: int) -> None:
     first, second, third, fourth = replicas = await healthy(replay, 4)
     held = {replica: await replay.lease(replica, ALL) for replica in replicas}
     assert [len(leases) for leases in held.values()] == [room, 0, 0, 0]  # nobody waited when the first asked

@@ -142,7 +142,7 @@ async def test_metrics_and_events_are_followed(replay: ReplayClient) -> None:
     assert await replay.events(events[-1][0], 0.01) == []
 
 
-async def test_the_server_keeps_the_metrics_of_as_many_steps_as_one_call_reads(replay: ReplayClient) -> None:
+async def test_the_server_keeps_as_many_steps_of_metrics_as_one_call_reads(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
     for step in range(1003):
         await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
@@ -150,9 +150,7 @@ async def test_the_server_keeps_the_metrics_of_as_many_steps_as_one_call_reads(r
     assert await replay.metrics("0", 2000) == await replay.metrics()
 
 
-async def test_what_an_earlier_build_left_waiting_in_one_line_is_taken_by_environment(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_an_earlier_builds_single_line_is_taken_by_environment(replay: ReplayClient, limits: Limits) -> None:
     """It enqueued groups without saying their environment, and kept the trajectories of all in one line."""
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)

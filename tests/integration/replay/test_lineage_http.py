@@ -8,8 +8,8 @@ from pathlib import Path
 from headrace.run import export
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
-from tests.integration.replay.test_server import config_of, serving
 from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.replay_service import config_of, serving
 
 
 async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ MOMENTS = ["enqueue", "lease", "push", "score", "reserve", "save"]
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("save_period", [2, 3])
-async def test_laws_1_to_4_hold_after_a_failover_to_a_replica_that_had_fallen_behind(
+async def test_laws_1_to_4_hold_after_a_failover_to_a_lagging_replica(
     tmp_path: Path, run_id: str, limits: Limits, moment: str, save_period: int
 ) -> None:
     """Replication is asynchronous: the replica that takes over knows nothing of what came after `moment` of the third step.
@@ -220,7 +220,7 @@ async def fall_behind(primary: RedisServer, replica: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_laws_1_to_4_hold_after_a_power_cut_took_the_end_of_the_append_only_file(
+async def test_laws_1_to_4_hold_after_a_power_cut_took_the_files_end(
     tmp_path: Path, redis_binary: str | None, run_id: str, limits: Limits, moment: str
 ) -> None:
     """Under `everysec` the disk may lack the last second: here it lacks all that came after `moment`."""

@@ -90,7 +90,7 @@ def large(lease: Lease, index: int, nbytes: int) -> Trajectory:
     return msgspec.structs.replace(make_trajectory(lease, index), text="7" * nbytes)
 
 
-async def test_law_6_at_the_limit_of_memory_everything_goes_on_that_does_not_fill_it(replay: ReplayClient) -> None:
+async def test_law_6_at_the_memory_limit_what_does_not_fill_it_goes_on(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)
@@ -142,7 +142,7 @@ async def test_a_replay_service_starts_again_at_the_limit(replay: ReplayClient, 
     assert await replay.redis.hget(f"hr:{{{replay.run_id}}}", "lease_ms") == b"7000"
 
 
-async def test_payloads_of_trained_steps_go_first_when_the_server_refuses_a_push(replay: ReplayClient) -> None:
+async def test_payloads_of_trained_steps_go_first_when_a_push_is_refused(replay: ReplayClient) -> None:
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)
     for lease in await replay.lease(replica, 2):
@@ -168,9 +168,7 @@ async def test_payloads_of_trained_steps_go_first_when_the_server_refuses_a_push
     assert (await replay.read_held_batch(0))[0] == [1]
 
 
-async def test_law_6_the_highest_tickets_go_back_uncharged_if_the_lowest_can_not_come_in(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_the_highest_tickets_yield_uncharged_to_the_lowest(replay: ReplayClient, limits: Limits) -> None:
     timeline = (await replay.state()).timeline
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)

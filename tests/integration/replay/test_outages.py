@@ -99,9 +99,7 @@ async def test_law_6_functions_that_were_flushed_are_loaded_again(
     assert "another replay service" not in caplog.text
 
 
-async def test_law_6_a_server_that_came_back_with_too_little_memory_is_waited_for(
-    server: EmbeddedServer, limits: Limits
-) -> None:
+async def test_law_6_a_server_with_too_little_memory_is_waited_for(server: EmbeddedServer, limits: Limits) -> None:
     async with watched(server.url, limits) as (buffer, other):
         await other.redis.config_set("maxmemory", limits.max_bytes)
         await other.redis.function_flush()
@@ -121,7 +119,7 @@ async def guarded(server: EmbeddedServer) -> AsyncIterator[tuple[Redis, str]]:
         yield admin, server.url.replace("redis://", f"redis://{RUN}-up:{passwords['up']}@")
 
 
-async def test_law_6_an_administrator_is_waited_for_who_must_load_the_functions(
+async def test_law_6_an_administrator_who_must_load_functions_is_waited_for(
     guarded: tuple[Redis, str], limits: Limits
 ) -> None:
     """On a shared server the service may not load them."""
@@ -159,7 +157,7 @@ async def test_law_6_a_login_that_is_refused_for_a_while_is_waited_for(
         await goes_on(buffer)
 
 
-async def test_law_6_a_service_that_another_replaced_says_so_once_however_long_the_server_is_away(
+async def test_law_6_a_replaced_service_says_so_once_through_an_outage(
     server: EmbeddedServer, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with watched(server.url, limits) as (buffer, other):

@@ -39,9 +39,7 @@ def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | 
     return msgspec.structs.replace(make_trajectory(lease, index, versions, length), finish_reason="length", text="")
 
 
-async def test_law_1_conservation_trajectories_scores_and_prefixes_outlive_their_replica(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_1_conservation_trajectories_outlive_their_replica(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, generations_per_prompt=4, replica_dead_s=0.3))
     await enqueue(replay, range(1), n=4)
     dying = await healthy_replica(replay)
@@ -73,7 +71,7 @@ async def test_law_1_conservation_trajectories_scores_and_prefixes_outlive_their
     assert await total(replay) == 1
 
 
-async def test_law_5_order_a_group_that_was_passed_on_keeps_its_place_and_is_leased_first(replay: ReplayClient) -> None:
+async def test_law_5_order_a_group_passed_on_keeps_its_place(replay: ReplayClient) -> None:
     await enqueue(replay, range(8))
     await replay.enqueue([make_group(0, lane="validation")], (await replay.state()).timeline)
     replica = await healthy_replica(replay)
@@ -93,7 +91,7 @@ async def test_law_5_order_a_group_that_was_passed_on_keeps_its_place_and_is_lea
     assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
 
 
-async def test_law_5_order_admission_counts_a_group_without_a_lease_as_what_it_is(replay: ReplayClient) -> None:
+async def test_law_5_order_admission_counts_a_group_without_a_lease(replay: ReplayClient) -> None:
     await enqueue(replay, range(12))
     replica, other = await healthy_replica(replay), await healthy_replica(replay)
     await refit(replay, 0, [replica, other])
@@ -121,9 +119,7 @@ async def test_law_4_fencing_the_old_lease_may_neither_push_nor_save(replay: Rep
     assert (await replay.heartbeat(replica, [lost.token, lease.token])).lost == (lost.token,)
 
 
-async def test_law_6_liveness_a_group_that_kills_its_replicas_ends_as_failed(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_liveness_a_group_that_kills_its_replicas_fails(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, range(1))
     leases = []
     for length in (3, 4, 5):
@@ -137,9 +133,7 @@ async def test_law_6_liveness_a_group_that_kills_its_replicas_ends_as_failed(
     assert (await replay.stats())["bytes"] == len(await payloads(replay)) == 0
 
 
-async def test_law_6_liveness_the_deadline_of_a_group_goes_on_without_a_lease(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_liveness_a_groups_deadline_runs_without_a_lease(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, group_deadline_s=0.2)
     await enqueue(replay, range(1))
     replica = await healthy_replica(replay)
@@ -207,7 +201,7 @@ async def test_law_2_age_a_rewind_starts_over_what_was_passed_on(replay: ReplayC
     assert [lease.attempt for lease in await replay.lease(replica, 2)] == [2, 2]
 
 
-async def test_memory_a_prefix_is_replaced_and_freed_and_the_lease_counts_it(replay: ReplayClient) -> None:
+async def test_memory_a_prefix_is_counted_replaced_and_freed(replay: ReplayClient) -> None:
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     held = (await replay.stats())["bytes"]
@@ -252,9 +246,7 @@ async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change:
     assert await contents(replay) == before
 
 
-async def test_law_3_completeness_of_a_group_passed_on_with_redundant_trajectories(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_3_completeness_of_a_group_passed_on_with_spares(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, redundant=2))
     await enqueue(replay, range(1))
     replica = await healthy_replica(replay)

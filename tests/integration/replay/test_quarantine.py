@@ -85,7 +85,7 @@ async def test_law_6_liveness_nobody_waits_for_a_quarantined_replica(replay: Rep
     assert {id_: state for id_, (state, *_) in (await fleet(replay)).items()} == {good: "HEALTHY", "anew": "HEALTHY"}
 
 
-async def test_law_6_liveness_in_the_middle_of_a_refit_it_can_not_verify_any_more(replay: ReplayClient) -> None:
+async def test_law_6_liveness_quarantine_in_a_refit_forbids_its_proof(replay: ReplayClient) -> None:
     good, bad = await two(replay)
     epoch, timeline = nonce(), (await replay.state()).timeline
     await replay.open_epoch(epoch, 1, timeline, {})
@@ -99,7 +99,7 @@ async def test_law_6_liveness_in_the_middle_of_a_refit_it_can_not_verify_any_mor
         await replay.verify(bad, epoch, [0.0])
 
 
-async def test_law_6_liveness_the_last_that_could_be_healthy_is_never_quarantined(replay: ReplayClient) -> None:
+async def test_law_6_liveness_the_last_healthy_is_never_quarantined(replay: ReplayClient) -> None:
     good, bad = await two(replay)
     assert not await quarantine(replay, "nobody")
     assert await quarantine(replay, bad)
@@ -116,7 +116,7 @@ async def test_law_6_liveness_the_last_that_could_be_healthy_is_never_quarantine
     }
 
 
-async def test_law_6_liveness_a_replica_that_holds_suspects_does_not_keep_them(replay: ReplayClient) -> None:
+async def test_law_6_liveness_a_quarantined_replica_gives_up_suspects(replay: ReplayClient) -> None:
     await enqueue(replay, range(4))
     good, bad = await two(replay)
     await replay.register("dying", {})

@@ -27,7 +27,7 @@ async def reject(replay: ReplayClient, batch: Reservation, *named: str, name: st
     await replay.reject_step(batch.step, timeline, name or nonce(), attempts, "its score is another's (law 7)")
 
 
-async def test_survivors_keep_the_step_and_the_hole_is_filled_in_ticket_order(replay: ReplayClient) -> None:
+async def test_survivors_keep_the_step_and_the_hole_is_filled_in_order(replay: ReplayClient) -> None:
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)
     made = await generate(replay, replica)
@@ -49,9 +49,7 @@ async def test_survivors_keep_the_step_and_the_hole_is_filled_in_ticket_order(re
     assert await total(replay) == 8
 
 
-async def test_each_rejection_costs_the_named_group_an_attempt_until_it_fails(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_each_rejection_costs_the_group_an_attempt_until_it_fails(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_attempts=2)
     await enqueue(replay, range(2))
     replica = await healthy_replica(replay)
@@ -92,7 +90,7 @@ async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay
     third = await reserve(replay, 0)
     before = await contents(replay)
     for late, named, name in ((batch, made[1], "first"), (second, made[2], "another")):
-        with pytest.raises(WrongStep, match=f"step 0 does not hold attempt 1 of group {named}"):
+        with pytest.raises(WrongStep, match=rf"step 0.*attempt 1.*{named}"):
             await reject(replay, late, named, name=name)
     with pytest.raises(WrongStep, match="rejection of step 1"):
         await replay.reject_step(1, timeline, nonce(), {made[0]: 1}, "")

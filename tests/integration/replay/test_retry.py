@@ -34,7 +34,7 @@ async def fail(replay: ReplayClient, replica: str, *orders: int) -> None:
     await score_all(replay)
 
 
-async def test_law_1_a_failed_group_that_is_retried_is_generated_and_trained(replay: ReplayClient) -> None:
+async def test_law_1_a_failed_group_that_is_retried_is_trained(replay: ReplayClient) -> None:
     await enqueue(replay, range(4))
     replica = await healthy_replica(replay)
     await fail(replay, replica, 1)
@@ -58,7 +58,7 @@ async def test_law_1_a_failed_group_that_is_retried_is_generated_and_trained(rep
     assert await total(replay) == 4
 
 
-async def test_law_4_a_retry_that_arrives_again_does_nothing_to_a_later_failure(replay: ReplayClient) -> None:
+async def test_law_4_a_late_retry_does_nothing_to_a_later_failure(replay: ReplayClient) -> None:
     await enqueue(replay, range(4))
     replica = await healthy_replica(replay)
     await fail(replay, replica, 1)

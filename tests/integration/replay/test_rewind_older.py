@@ -44,7 +44,7 @@ async def refill_all(replay: ReplayClient, trained: list[tuple[str, ...]]) -> in
     return new
 
 
-async def test_law_1_conservation_a_rewind_behind_what_is_committed_and_its_refill(replay: ReplayClient) -> None:
+async def test_law_1_conservation_a_rewind_behind_commits_and_its_refill(replay: ReplayClient) -> None:
     await enqueue(replay, range(GROUPS))
     replica = await healthy_replica(replay)
     batches = await train(replay, replica, range(4))
@@ -65,7 +65,7 @@ async def test_law_1_conservation_a_rewind_behind_what_is_committed_and_its_refi
     assert (await replay.stats())["bytes"] == 0
 
 
-async def test_law_1_conservation_a_refill_that_was_cut_off_is_asked_for_again(replay: ReplayClient) -> None:
+async def test_law_1_conservation_a_refill_cut_off_is_asked_for_again(replay: ReplayClient) -> None:
     """The trainer was killed between the rewind and the end of its refill, and again."""
     await enqueue(replay, range(GROUPS))
     replica = await healthy_replica(replay)
@@ -83,9 +83,7 @@ async def test_law_1_conservation_a_refill_that_was_cut_off_is_asked_for_again(r
     assert await total(replay) == GROUPS
 
 
-async def test_law_5_order_nothing_is_leased_or_reserved_before_a_refill_is_complete(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_5_order_nothing_moves_before_a_refill_is_complete(replay: ReplayClient, limits: Limits) -> None:
     """What is still missing comes before what is there; and a refill that is delivered twice would bring back what was trained since."""
     await tighten(replay, limits, retain_steps=3)
     await enqueue(replay, range(GROUPS))
@@ -108,7 +106,7 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     state = await replay.restore(1, nonce(), nonce(), 3)
     assert state.refill
     assert (await replay.state()).refill
-    with pytest.raises(WrongStep, match="2 prompts of the refill are missing"):
+    with pytest.raises(WrongStep, match=r"2 prompts.*missing"):
         await replay.end_refill(state.timeline)
     assert await refill(replay, range(2, 4)) == 2
     await replay.end_refill(state.timeline)
@@ -229,9 +227,7 @@ async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: Repla
     assert some((await replay.state()).counts) == {"trained": 6}
 
 
-async def test_law_6_liveness_retained_payloads_make_room_after_a_rewind_too(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_6_liveness_retained_payloads_make_room_after_a_rewind(replay: ReplayClient, limits: Limits) -> None:
     """Those of steps before the checkpoint are held on, and must not hold leases up."""
     await tighten(replay, limits, retain_steps=4, max_age=0)
     await enqueue(replay, range(GROUPS))

@@ -25,7 +25,7 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
-from headrace_services.replay.main import _kill_if_hung, limits_of, running
+from headrace_services.replay.main import _kill_if_hung, limits_of
 from tests.support.buffer import (
     contents,
     enqueue,
@@ -39,6 +39,7 @@ from tests.support.buffer import (
     total,
 )
 from tests.support.ports import free_port
+from tests.support.replay_service import config_of, serving
 
 
 @pytest.fixture
@@ -49,30 +50,6 @@ async def server(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[Embe
         await library.load(redis)
     yield server
     await server.stop()
-
-
-def config_of(tmp_path: Path, **replay: object) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"id": "served", "dir": str(tmp_path)},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
-            "replay": {"redis_port": free_port(), "port": 0, "appendfsync": "always", **replay},
-            "reward": {"port": free_port()},
-        }
-    )
-
-
-@contextlib.asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, ReplayClient]]:
-    stop = asyncio.Event()
-    async with running(config, limits_of(config), stop) as (port, work):
-        task = asyncio.create_task(work())
-        replay = await ReplayClient.connect(config.redis_url, config.run.id)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http:
-            yield http, replay
-        await replay.aclose()
-        stop.set()
-        await task
 
 
 async def test_law_1_conservation_across_sigkill_of_the_server(
@@ -159,7 +136,7 @@ async def test_a_busy_port_is_named(server: EmbeddedServer, tmp_path: Path) -> N
 
 async def test_a_server_that_can_not_start_gives_its_words(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), appendfsync="sometimes")
-    with pytest.raises(ServiceError, match=r"did not start: .*server\.log"):
+    with pytest.raises(ServiceError, match=r"server\.log"):
         await server.start()
 
 
@@ -184,18 +161,16 @@ async def test_what_a_server_may_lose_is_said_at_the_start(
     assert "secret" not in caplog.text
 
 
-async def test_a_server_whose_limit_of_memory_is_near_that_of_the_payloads_is_refused(server: EmbeddedServer) -> None:
+async def test_a_server_without_memory_beyond_the_payloads_is_refused(server: EmbeddedServer) -> None:
     async with open_redis(server.url) as redis:
         await redis.config_set("maxmemory", 5 * 2**28)
         await check_server(redis, server.url, 2**30)
-        with pytest.raises(
-            ServiceError, match=r"maxmemory 1342177280 is less than 1\.25 x replay.max_bytes 1073741825"
-        ) as error:
+        with pytest.raises(ServiceError, match=r"maxmemory 1342177280 .*1\.25 x replay\.max_bytes 1073741825") as error:
             await check_server(redis, server.url, 2**30 + 1)
         assert "`CONFIG SET maxmemory 1342177282`, or set replay.max_bytes to 1073741824" in str(error.value)
 
 
-def test_a_server_that_loads_its_append_only_file_is_not_said_to_have_none() -> None:
+def test_a_server_that_loads_its_file_is_not_said_to_have_none() -> None:
     assert risks({"aof_enabled": 0, "loading": 1}) == []
     assert len(risks({"aof_enabled": 0, "loading": 0})) == 1
 
@@ -205,7 +180,7 @@ async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redi
     await replica.start()
     async with open_redis(replica.url) as redis:
         await redis.replicaof("127.0.0.1", server.port)
-        with pytest.raises(ServiceError, match=f"is a replica of 127.0.0.1:{server.port}; give the primary"):
+        with pytest.raises(ServiceError, match=rf"127.0.0.1:{server.port}; .*primary"):
             await check_server(redis, replica.url, 1)
     await replica.stop()
 
@@ -224,7 +199,7 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
     old = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{old.sockets[0].getsockname()[1]}/0?protocol=2"
     async with open_redis(url, retries=0) as redis:
-        with pytest.raises(ServiceError, match=r"Redis 6\.2\.14 has no functions; run Redis 7\.0 or later"):
+        with pytest.raises(ServiceError, match=r"6\.2\.14.*7\.0"):
             await check_server(redis, url, 1)
     with pytest.raises(HeadraceError, match="too old"):
         await ReplayClient.connect(url, "x", timeout_s=0.2)
@@ -233,14 +208,14 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
 
 async def test_an_unreachable_server_ends_the_service(tmp_path: Path) -> None:
     config = config_of(tmp_path, redis_url="redis://127.0.0.1:1/0")
-    with pytest.raises(ReplayUnavailable, match=r"can't be reached.*replay\.redis_url"):
+    with pytest.raises(ReplayUnavailable, match=r"reached.*replay\.redis_url"):
         async with serving(config):
             pass
 
 
 def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = Config.model_validate({"replay": {"max_bytes": 1024**2}})
-    with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576 can't hold two batches"):
+    with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576"):
         limits_of(config)
 
 

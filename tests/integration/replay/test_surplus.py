@@ -132,7 +132,7 @@ async def test_law_2_age_counts_the_tokens_of_those_that_are_kept(replay: Replay
     assert len(leases) == 2
 
 
-async def test_law_7_a_trajectory_that_fails_for_good_costs_one_of_the_redundant(replay: ReplayClient) -> None:
+async def test_law_7_a_trajectory_that_fails_for_good_costs_a_spare(replay: ReplayClient) -> None:
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push(replay, lease, [0, 1])
@@ -149,7 +149,7 @@ async def test_law_7_a_trajectory_that_fails_for_good_costs_one_of_the_redundant
     assert (await replay.stats())["bytes"] == await payload_bytes(replay)
 
 
-async def test_law_7_the_group_fails_with_the_trajectory_that_leaves_it_fewer_than_n(replay: ReplayClient) -> None:
+async def test_law_7_the_group_fails_once_fewer_than_n_are_left(replay: ReplayClient) -> None:
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push(replay, lease, range(4))
@@ -163,7 +163,7 @@ async def test_law_7_the_group_fails_with_the_trajectory_that_leaves_it_fewer_th
     assert (await replay.stats())["bytes"] == len(await payloads(replay)) == 0
 
 
-async def test_law_6_liveness_a_group_does_without_a_trajectory_that_cannot_be_generated(replay: ReplayClient) -> None:
+async def test_law_6_liveness_a_group_does_without_what_cant_be_generated(replay: ReplayClient) -> None:
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     assert await replay.abandon(lease, 1, "cut off")
@@ -175,7 +175,7 @@ async def test_law_6_liveness_a_group_does_without_a_trajectory_that_cannot_be_g
     assert (await group_of(replay, lease))["state"] == "ready"
 
 
-async def test_law_6_liveness_with_too_few_left_the_group_is_tried_again_in_whole(replay: ReplayClient) -> None:
+async def test_law_6_liveness_with_too_few_left_the_whole_group_is_retried(replay: ReplayClient) -> None:
     await enqueue(replay, range(1))
     replica = await healthy_replica(replay)
     (lease,) = await replay.lease(replica, 1)
@@ -195,9 +195,7 @@ async def test_law_6_liveness_with_too_few_left_the_group_is_tried_again_in_whol
     assert (await group_of(replay, lease))["state"] == "ready"
 
 
-async def test_without_redundancy_an_abandoned_trajectory_is_a_failed_attempt(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_without_spares_an_abandoned_trajectory_fails_the_attempt(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, redundant=0, max_attempts=2)
     await enqueue(replay, range(1))
     replica = await healthy_replica(replay)
@@ -248,5 +246,5 @@ async def test_validation_groups_have_their_n_and_no_more(replay: ReplayClient) 
 
 
 async def test_too_many_redundant_trajectories_are_refused(replay: ReplayClient, limits: Limits) -> None:
-    with pytest.raises(InvalidCall, match=r"redundant is 1025.*replay\.redundant_generations"):
+    with pytest.raises(InvalidCall, match=r"1025.*replay\.redundant_generations"):
         await tighten(replay, limits, redundant=1025)

@@ -52,7 +52,7 @@ async def failures(replay: ReplayClient, orders: range) -> int:
     ("groups", "deaths"),
     [(64, [64, 8, 1, 1, 1]), (130, [130, 16, 2, 1, 1, 1])],  # more than are taken back in one call
 )
-async def test_law_6_of_all_groups_whose_replica_one_prompt_kills_only_that_one_fails(
+async def test_law_6_of_groups_of_a_killed_replica_only_the_killer_fails(
     replay: ReplayClient, limits: Limits, groups: int, deaths: list[int]
 ) -> None:
     await tighten(replay, limits, prompts_per_step=groups // 2)
@@ -78,9 +78,7 @@ async def test_law_6_of_all_groups_whose_replica_one_prompt_kills_only_that_one_
     assert (await replay.stats())["suspects"] == 0
 
 
-async def test_law_6_rewinds_between_the_deaths_make_the_poison_kill_more_often_and_charge_nobody_else(
-    replay: ReplayClient,
-) -> None:
+async def test_law_6_rewinds_between_the_deaths_charge_nobody_else(replay: ReplayClient) -> None:
     """A rewind voids the leases, so that those who were suspected are generated again among others."""
     poison, together, done = "e0-train-5", [], set[str]()
     await enqueue(replay, range(16), n=1)
@@ -102,9 +100,7 @@ async def test_law_6_rewinds_between_the_deaths_make_the_poison_kill_more_often_
     assert await failures(replay, range(16)) == 3  # all of them the poison's
 
 
-async def test_a_replica_that_is_killed_from_outside_charges_only_a_group_that_is_alone_with_it(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_a_replica_killed_from_outside_charges_only_a_lone_group(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, range(20), n=1)
     await tighten(replay, limits, replica_dead_s=0.2)
     sizes = []
@@ -138,9 +134,7 @@ async def test_what_ends_otherwise_than_by_a_death_is_no_suspect(replay: ReplayC
     assert len(await replay.lease(third, 16)) == 16
 
 
-async def test_law_5_a_replica_drains_for_a_suspect_whose_ticket_is_the_lowest(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_5_a_replica_drains_for_a_suspect_of_the_lowest_ticket(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, prompts_per_step=1, max_age=8)
     await enqueue(replay, range(9), n=1)
     dying, busy, other = await replicas(replay, 3)
@@ -205,9 +199,7 @@ async def test_law_6_while_a_suspect_waits_no_deadline_runs(replay: ReplayClient
     await replay.push(again, make_trajectory(again, 0))
 
 
-async def test_a_group_is_not_alone_because_scores_finished_the_others_after_its_replicas_death(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_scores_after_a_replicas_death_make_no_group_alone(replay: ReplayClient, limits: Limits) -> None:
     """Each group is started once more than it needs: the first score completes it while its replica is dead and not missed yet."""
     await tighten(replay, limits, redundant=1, replica_dead_s=1.0)
     await enqueue(replay, range(2), n=1)

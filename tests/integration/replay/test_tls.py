@@ -84,12 +84,12 @@ async def test_a_client_proves_itself_by_its_certificate(
 ) -> None:
     await goes_through(url_of(tls, certificates, certificate="client"), run_id, limits)
     for certificate in (None, "stranger"):
-        with pytest.raises(ReplayDenied, match=r"no TLS .* requires a client certificate, give ssl_certfile"):
+        with pytest.raises(ReplayDenied, match=r"TLS .*ssl_certfile"):
             await ReplayClient.connect(url_of(tls, certificates, certificate=certificate), run_id)
 
 
 async def test_a_wrong_authority_is_said_at_once(tls: RedisServer, certificates: Path, run_id: str) -> None:
-    with pytest.raises(ReplayDenied, match=r"certificate is refused .*; correct ssl_ca_certs in replay\.redis_url"):
+    with pytest.raises(ReplayDenied, match=r"refused.*ssl_ca_certs.*replay\.redis_url"):
         await ReplayClient.connect(url_of(tls, certificates, ca="other-ca.pem"), run_id)
     with pytest.raises(ReplayDenied, match="certificate is refused"):
         await ReplayClient.connect(f"rediss://localhost:{tls.port}/0", run_id)
@@ -98,24 +98,24 @@ async def test_a_wrong_authority_is_said_at_once(tls: RedisServer, certificates:
 async def test_a_name_that_is_not_in_the_certificate_is_said_at_once(
     tls: RedisServer, certificates: Path, run_id: str
 ) -> None:
-    with pytest.raises(ReplayDenied, match=r"IP address mismatch.* or the host there to a name in the certificate"):
+    with pytest.raises(ReplayDenied, match=r"IP address mismatch.*certificate"):
         await ReplayClient.connect(url_of(tls, certificates, host="127.0.0.1"), run_id)
 
 
 async def test_no_tls_where_the_server_wants_it_is_refused(tls: RedisServer, run_id: str) -> None:
-    with pytest.raises(ReplayUnavailable, match=r"can't be reached .*correct replay\.redis_url"):
+    with pytest.raises(ReplayUnavailable, match=r"reached.*replay\.redis_url"):
         await ReplayClient.connect(f"redis://localhost:{tls.port}/0", run_id, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("key", ["ssl_ca_certs", "ssl_certfile"])
 def test_a_certificate_file_that_is_not_there_is_named(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"replay\.redis_url .*No such file.*{key}=/nowhere/x\.pem"):
+    with pytest.raises(ConfigError, match=rf"replay\.redis_url.*No such file.*{key}=/nowhere/x\.pem"):
         open_redis(f"rediss://localhost:1/0?{key}=/nowhere/x.pem")
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis://host/0?colour=blue", "redis://host:port", "sentinel://host:1"])
 def test_an_address_that_can_not_be_used_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"replay\.redis_url .* can't be used .*; give redis://host"):
+    with pytest.raises(ConfigError, match=r"replay\.redis_url .*redis://host"):
         open_redis(url)
 
 

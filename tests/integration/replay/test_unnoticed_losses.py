@@ -154,9 +154,7 @@ async def test_law_6_a_lost_end_of_a_refill_is_made_good(cut: CutServer, replay:
     await reserve(replay, 0)
 
 
-async def test_law_1_prompts_of_a_refill_that_were_lost_are_enqueued_again_before_it_ends(
-    cut: CutServer, replay: ReplayClient
-) -> None:
+async def test_law_1_lost_prompts_of_a_refill_are_enqueued_before_it_ends(cut: CutServer, replay: ReplayClient) -> None:
     """Each batch of a refill is a call of its own, and nothing in a later one says that an earlier one is gone."""
     timeline = (await replay.restore(0, nonce(), nonce(), 3)).timeline
     await cut.mark(replay)
@@ -187,7 +185,7 @@ async def test_a_lost_validation_is_enqueued_again(cut: CutServer, replay: Repla
     assert await replay.enqueue(groups, state.timeline, validation=7) == 0
 
 
-async def test_limits_whose_write_is_lost_are_set_again_by_the_newest_start_of_the_replay_service(
+async def test_lost_limits_are_set_again_by_the_newest_replay_service(
     cut: CutServer, replay: ReplayClient, limits: Limits
 ) -> None:
     async def limit() -> int:
@@ -220,7 +218,7 @@ async def test_limits_whose_write_is_lost_are_set_again_by_the_newest_start_of_t
             await buffer._client.aclose()
 
 
-async def test_law_4_fencing_an_earlier_start_of_the_replay_service_does_not_take_the_run_back(
+async def test_law_4_fencing_an_earlier_replay_service_takes_nothing_back(
     cut: CutServer, replay: ReplayClient, limits: Limits
 ) -> None:
     """It was frozen until its successor had opened the run, and its functions were deleted, because it is of an earlier build."""

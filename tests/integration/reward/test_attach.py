@@ -20,13 +20,13 @@ import headrace
 from headrace import Sample
 from headrace.base.errors import ConfigError
 from headrace.records.trajectory import Score
-from headrace.v1 import environment_pb2, reward_pb2, trajectory_pb2
+from headrace.v1 import environment_pb2, reward_pb2
 from tests.chaos import runs
+from tests.support.attached_peer import SCORE, Peer
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
 ATTACHED = {"odd": {"attached": True}}
-SCORE = reward_pb2.WORK_KIND_SCORE
 
 
 def odd(completion: str, **info: str) -> Sample:
@@ -45,7 +45,7 @@ async def scored(hub: Hub) -> float:
     return sum(float(line.split()[-1]) for line in found if 'environment="odd"' in line)
 
 
-async def test_nobody_attached_is_not_started_and_named_and_then_it_is_scored() -> None:
+async def test_what_waits_for_an_attachment_is_named_and_scored_later() -> None:
     async with start_hub(ATTACHED) as hub:
         (score,) = await hub.score([odd("abc")])
         remedy = f'no process is attached; run headrace.attach("127.0.0.1:{hub.port}", …, name="odd")'
@@ -94,7 +94,7 @@ async def test_two_processes_share_the_load(tmp_path: Path) -> None:
     assert [of(score) for score in scores] == [("SCORED", 4)] * 2
 
 
-async def test_more_than_the_capacity_waits_for_credit_and_all_of_it_comes_back() -> None:
+async def test_work_over_the_capacity_waits_for_credit_and_comes_back() -> None:
     async with start_hub({"odd": {"attached": True, "max_batch_size": 3}}) as hub, attach_environment(ODD, hub):
         await hub.attached("odd", 16)
         for _ in range(3):
@@ -102,7 +102,7 @@ async def test_more_than_the_capacity_waits_for_credit_and_all_of_it_comes_back(
             assert [score.reward for score in scores] == list(range(50))
 
 
-async def test_what_a_killed_process_held_goes_to_another_and_is_counted_once(tmp_path: Path) -> None:
+async def test_what_a_killed_process_held_goes_to_another_once(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub), attach_environment(ODD, hub):
         await hub.attached("odd", 32)
@@ -139,7 +139,7 @@ async def test_what_the_only_process_held_is_interrupted(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_a_frozen_process_loses_its_work_after_missed_pings_and_comes_back(tmp_path: Path) -> None:
+async def test_a_frozen_process_loses_its_work_and_comes_back(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub), attach_environment(ODD, hub):
         await hub.attached("odd", 32)
@@ -157,7 +157,7 @@ async def test_a_frozen_process_loses_its_work_after_missed_pings_and_comes_back
 
 
 @pytest.mark.slow
-def test_a_process_that_is_cut_off_loses_its_work_to_another_and_comes_back_with_the_network(tmp_path: Path) -> None:
+def test_a_process_that_is_cut_off_loses_its_work_and_comes_back(tmp_path: Path) -> None:
     if lacks := runs.missing():
         pytest.skip(lacks)
     script = [*runs.NAMESPACES, sys.executable, "-m", "tests.support.cut_off", str(tmp_path)]
@@ -165,7 +165,7 @@ def test_a_process_that_is_cut_off_loses_its_work_to_another_and_comes_back_with
     assert done.returncode == 0, done.stderr
 
 
-async def test_a_process_that_was_long_on_its_way_is_not_taken_for_a_younger_one() -> None:
+async def test_a_process_long_on_its_way_is_not_taken_for_a_younger_one() -> None:
     """The newest process says which build scores: one that comes back through a slow network must not."""
     arrived, may_pass, from_here = asyncio.Event(), asyncio.Event(), asyncio.Queue[int]()
 
@@ -212,7 +212,7 @@ async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path
             assert of((await hub.score([odd("hang once", touch=str(seen))]))[0]) == ("SCORED", 9)
 
 
-async def test_a_sample_that_hangs_is_timed_out_and_its_thread_keeps_its_room() -> None:
+async def test_a_sample_that_hangs_is_timed_out_and_keeps_its_room() -> None:
     async with (
         start_hub({"odd": {"attached": True, "timeout_s": 5.0}}) as hub,
         attach_environment(ODD, hub, "--capacity", "2"),
@@ -245,7 +245,7 @@ asyncio.run(notebook())
 """
 
 
-async def test_in_a_running_loop_attaching_again_replaces_the_former_until_it_is_interrupted(tmp_path: Path) -> None:
+async def test_in_a_running_loop_attaching_again_replaces_the_former(tmp_path: Path) -> None:
     script = tmp_path / "cell.py"
     script.write_text(REPLACING)
     async with start_hub(ATTACHED) as hub, attach_environment(script, hub, stdin=asyncio.subprocess.PIPE) as process:
@@ -325,46 +325,6 @@ async def test_only_who_has_its_token_attaches(tmp_path: Path, token: str, said:
     assert f"ServiceError: 127.0.0.1:{hub.port} refused environment 'odd': {said}" in stderr.decode()
 
 
-class Peer:
-    """One end of the stream, by hand."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    async def send(self, **event: Any) -> None:
-        await self._call.write(reward_pb2.AttachRequest(**event))
-
-    async def read(self) -> reward_pb2.AttachResponse:
-        response: reward_pb2.AttachResponse = await asyncio.wait_for(self._call.read(), WAIT_S)
-        return response
-
-    async def register(self, capacity: int, process_id: str = "p", **more: Any) -> None:
-        environment = more.pop("environment", environment_pb2.DescribeResponse(name="mine"))
-        age_ms = more.pop("age_ms", 0)
-        offer = reward_pb2.Offer(environment=environment, capacity=capacity, name="odd", kind=SCORE, age_ms=age_ms)
-        await self.send(register=reward_pb2.Register(process_id=process_id, offers=[offer], **more))
-        assert (await self.read()).WhichOneof("event") == "registered"
-
-    async def grant(self, amount: int) -> None:
-        await self.send(credit=reward_pb2.Credit(name="odd", kind=SCORE, amount=amount))
-
-    async def work(self) -> reward_pb2.Work:
-        response = await self.read()
-        assert response.WhichOneof("event") == "work"
-        return response.work
-
-    async def answer(self, work_id: str, *rewards: float) -> None:
-        results = [trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED, reward=reward) for reward in rewards]
-        score = environment_pb2.EnvironmentServiceScoreResponse(results=results)
-        await self.send(answer=reward_pb2.Answer(work_id=work_id, score=score))
-
-    async def ends(self) -> tuple[grpc.StatusCode, str]:
-        return await asyncio.wait_for(self._call.code(), WAIT_S), str(await self._call.details())
-
-    async def done(self) -> None:
-        await self._call.done_writing()
-
-
 @contextlib.asynccontextmanager
 async def peer(hub: Hub) -> AsyncIterator[Peer]:
     call = hub.stub.Attach()
@@ -437,7 +397,7 @@ async def test_a_batch_is_split_to_fit_and_what_never_fits_is_invalid() -> None:
         assert "more than the attached process accepts (4096)" in scores[3].message
 
 
-async def test_a_score_of_100_mb_is_failed_and_those_beside_it_keep_their_reward() -> None:
+async def test_a_score_of_100_mb_is_failed_without_those_beside_it() -> None:
     async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub):
         await hub.attached("odd", 16)
         fine, huge = await hub.score([odd("abc"), odd("huge")])
@@ -451,7 +411,7 @@ HUGE = """
 import asyncio, sys
 from headrace.net import rpc
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
-from tests.integration.reward.test_attach import Peer
+from tests.support.attached_peer import Peer
 
 async def main():
     async with rpc.channel(f"127.0.0.1:{sys.argv[1]}", 200_000_000) as channel:  # it would send as much
@@ -480,7 +440,7 @@ def peak_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-async def test_an_answer_of_100_mb_ends_the_stream_unread_and_its_work_goes_to_another() -> None:
+async def test_an_answer_of_100_mb_ends_the_stream_and_its_work_moves_on() -> None:
     script = sys.executable, "-c", HUGE
     async with start_hub(ATTACHED) as hub, peer(hub) as staying:
         huge = await asyncio.create_subprocess_exec(
@@ -507,7 +467,7 @@ async def test_an_answer_of_100_mb_ends_the_stream_unread_and_its_work_goes_to_a
     assert grown < 50_000_000
 
 
-async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
+async def test_one_that_scores_whole_calls_gets_no_more_than_it_takes() -> None:
     async with start_hub(ATTACHED) as hub, peer(hub) as mine:
         await mine.register(8, environment=environment_pb2.DescribeResponse(name="mine", calls=1))
         await mine.grant(8)
@@ -519,7 +479,7 @@ async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes
         assert [score.reward for score in await call] == [1, 1]
 
 
-async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declared_range_is_failed() -> None:
+async def test_law_7_failure_is_not_zero_a_reward_out_of_range_is_failed() -> None:
     async with start_hub(ATTACHED) as hub, peer(hub) as mine:
         await mine.register(2, environment=environment_pb2.DescribeResponse(name="mine", reward_max=1.0))
         await mine.grant(2)
@@ -531,7 +491,7 @@ async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declare
         assert "reward 1.5 is not between" in over.message
 
 
-async def test_a_process_that_drains_gets_no_more_and_what_it_leaves_goes_on() -> None:
+async def test_a_process_that_drains_gets_no_more_and_its_rest_goes_on() -> None:
     async with start_hub(ATTACHED) as hub, peer(hub) as leaving, peer(hub) as staying:
         await leaving.register(2, "leaving")
         await leaving.grant(2)
@@ -555,7 +515,7 @@ def of_build(build: str) -> environment_pb2.DescribeResponse:
     return environment_pb2.DescribeResponse(name="mine", build=build)
 
 
-async def test_of_several_builds_the_newest_has_the_work_until_all_of_it_have_gone() -> None:
+async def test_the_newest_build_has_the_work_until_all_of_it_have_gone() -> None:
     """Also where a process of the older one comes back later."""
     async with start_hub(ATTACHED) as hub, peer(hub) as newer, peer(hub) as older:
         await newer.register(1, "newer", environment=of_build("2"), age_ms=60_000)

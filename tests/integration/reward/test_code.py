@@ -187,7 +187,7 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
-async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into() -> None:
+async def test_what_is_expected_is_in_no_process_a_program_can_see() -> None:
     expected = secrets.token_hex(20)
     info = {"inputs": [""], "outputs": [expected]}
     async with start_hub({"code": ENV}, workers=1) as hub:
@@ -203,7 +203,7 @@ async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into(
     assert found == {"scoring_worker": True, "code_worker": False, "/tmp/program": False}
 
 
-async def test_law_7_failure_is_not_zero_a_runner_that_dies_fails_what_it_ran_and_is_started_again() -> None:
+async def test_law_7_failure_is_not_zero_a_dead_runner_fails_and_restarts() -> None:
     info = {"inputs": [""], "outputs": ["1"]}
     async with start_hub({"code": ENV}, workers=1) as hub:
         for process in psutil.Process().children(recursive=True):
@@ -450,7 +450,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("processes", [1, 8])
-async def test_the_memory_of_a_program_is_that_of_all_its_processes_and_files(processes: int) -> None:
+async def test_a_programs_memory_is_that_of_its_processes_and_files(processes: int) -> None:
     had = {"inputs": [""], "outputs": ["1"]}
     async with start_hub({"code": ENV | {"processes": processes, "cpu_s": 10, "wall_s": 20.0}}, workers=1) as hub:
         scores = await hub.score([sample(program, had) for program in GREEDY.values()])
@@ -460,7 +460,7 @@ async def test_the_memory_of_a_program_is_that_of_all_its_processes_and_files(pr
         assert "processes used more than 256 MiB" in scores[-1].metadata["first_failure"]["why"]
 
 
-async def test_processes_that_share_their_memory_are_not_charged_for_it_twice() -> None:
+async def test_memory_shared_by_processes_is_charged_once() -> None:
     program = (
         "import os, time\nx = b'x' * (120 << 20)\nfor _ in range(5):\n    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
         "for _ in range(5): os.wait()\nprint(1)"
@@ -470,7 +470,7 @@ async def test_processes_that_share_their_memory_are_not_charged_for_it_twice() 
     assert score.reward == 1, score
 
 
-async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_out_otherwise_is_no_zero() -> None:
+async def test_time_used_up_fails_tests_and_time_run_out_is_no_zero() -> None:
     three = {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}
     env = ENV | {"type": "code", "partial_credit": True, "cpu_s": 9, "wall_s": 2.0, "timeout_s": 5.0}
     slow = "import time; time.sleep(1.7); print(1)"
@@ -528,9 +528,7 @@ async def test_a_program_that_wakes_is_scored_and_comes_after_the_others() -> No
         assert (await asyncio.wait_for(woken, WAIT_S)).reward == 1
 
 
-async def test_programs_that_slept_are_stopped_and_begin_again_when_they_leave_too_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_programs_that_slept_begin_again_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [1 << 40]
     monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
     async with started(1) as pool:
@@ -543,9 +541,7 @@ async def test_programs_that_slept_are_stopped_and_begin_again_when_they_leave_t
     assert [result.reward for result in results] == [1] * 3
 
 
-async def test_while_memory_is_short_no_other_program_starts_beside_those_that_sleep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_while_memory_is_short_no_program_starts_beside_sleepers(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [1 << 40]
     monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
     async with started(1) as pool:
@@ -560,7 +556,7 @@ async def test_while_memory_is_short_no_other_program_starts_beside_those_that_s
         assert (await asyncio.wait_for(good, WAIT_S)).reward == 1
 
 
-async def test_law_7_failure_is_not_zero_what_sleeps_in_a_worker_that_dies_begins_again() -> None:
+async def test_law_7_failure_is_not_zero_sleepers_of_a_dead_worker_rerun() -> None:
     async with started(1) as pool:
         (asleep,) = submitted(pool, "import time; time.sleep(3); print(1)", 1)
         await until(lambda: pool.asleep == 1)
@@ -583,7 +579,7 @@ async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None
     assert [result.reward for result in results] == [1] * 4
 
 
-async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:
+async def test_another_language_has_its_command_and_a_limit_of_processes() -> None:
     env = ENV | {"runs_with": ["perl"], "processes": 8}
     sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"
     bomb = "while (1) { fork; } print 3;"

@@ -63,7 +63,7 @@ async def test_a_sum_a_product_and_a_gate(env: dict[str, Any], rewards: tuple[fl
     assert "math-verify" in scores[0].build
 
 
-async def test_each_part_is_metered_by_itself_and_a_closed_gate_asks_no_other() -> None:
+async def test_each_part_is_metered_and_a_closed_gate_asks_no_other() -> None:
     def counted(part: str) -> float:
         found = prometheus_client.REGISTRY.get_sample_value(
             "headrace_reward_results_total", {"environment": part, "status": "SCORED"}
@@ -79,7 +79,7 @@ async def test_each_part_is_metered_by_itself_and_a_closed_gate_asks_no_other() 
     assert since == {"written": 8, "right": 6, "brief": 6, "both": 8}
 
 
-async def test_law_3_one_build_whether_the_gate_was_open_or_not_and_whichever_hub_says_it() -> None:
+async def test_law_3_one_build_whatever_the_gate_and_whichever_the_hub() -> None:
     env = both(parts={"right": 1, "written": 0, "brief": 1}, gate="written")
     async with start_hub(env, workers=1) as hub, start_hub(env, workers=1) as other:
         listed = [(await each.environments())["both"].description.build for each in (hub, other)]
@@ -96,7 +96,7 @@ class Odd(Environment):
         return 1.0 / float(sample.completion)
 
 
-async def test_law_7_failure_is_not_zero_a_part_that_fails_fails_the_whole_with_its_reason() -> None:
+async def test_law_7_failure_is_not_zero_a_failed_part_fails_the_whole() -> None:
     async with server.serving(Odd()) as port:
         env = {
             "odd": {"target": f"127.0.0.1:{port}", "timeout_s": 20.0},
@@ -148,7 +148,7 @@ async def test_a_problem_of_reasoning_gym_is_scored_in_part() -> None:
     assert score.reward == 2
 
 
-async def test_no_hostile_completion_earns_anything_from_rules_of_text_or_is_seen_by_the_next(tmp_path: Path) -> None:
+async def test_hostile_completions_earn_nothing_from_rules_of_text(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     completions = [*DEADLY, *hostile(mark)]
     env = {
@@ -176,7 +176,7 @@ async def test_no_hostile_completion_earns_anything_from_rules_of_text_or_is_see
     assert not mark.exists()
 
 
-async def test_law_6_liveness_a_pattern_that_never_ends_costs_its_own_completion_alone() -> None:
+async def test_law_6_liveness_an_endless_pattern_costs_its_own_completion() -> None:
     env = {"regex": {"pattern": r"^(a+)+$", "timeout_s": 1.0}}
     async with start_hub(env, workers=1) as hub:
         endless, short = await hub.score(

@@ -107,10 +107,8 @@ async def test_its_programs_trust_the_authority_of_the_run(folder: Path) -> None
             assert [score.reward for score in await hub.score([sample])] == [1]
 
 
-async def test_a_file_that_cannot_be_served_ends_the_service_with_the_reason(folder: Path) -> None:
-    with pytest.raises(
-        ServiceError, match=r"env\.exact can't start: .*my_env\.py does not define Other; it defines Exact"
-    ):
+async def test_a_file_that_cannot_be_served_ends_the_service(folder: Path) -> None:
+    with pytest.raises(ServiceError, match=r"env\.exact.*my_env\.py.*Other.*Exact"):
         async with start_hub({"exact": {"target": f"{folder}/examples/my_env.py:Other"}}):
             pass
 

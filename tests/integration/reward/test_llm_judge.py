@@ -47,7 +47,7 @@ async def scored(env: dict[str, Any], *samples: Sample, **reward: Any) -> list[S
         return await hub.score(list(samples))
 
 
-async def test_a_judge_gets_the_rubric_and_the_completion_as_data_and_gives_a_score() -> None:
+async def test_a_judge_gets_rubric_and_completion_as_data_and_scores() -> None:
     with JudgeServer(good) as server:
         prompt = ({"role": "user", "content": "Ask for salt."},)
         polite, rude = await scored(
@@ -103,9 +103,7 @@ def always(*answer: Any) -> Answers:
     return lambda _: answer if len(answer) == 2 else said(answer[0])
 
 
-async def test_a_judge_on_this_machine_is_asked_without_a_proxy_and_another_through_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
@@ -154,7 +152,7 @@ async def test_law_7_failure_is_not_zero_what_is_no_verdict_is_no_reward(
     assert len(server.requests) == 1  # nothing is followed elsewhere
 
 
-async def test_a_judge_that_is_away_costs_nothing_and_one_that_is_late_is_timed_out() -> None:
+async def test_a_judge_that_is_away_costs_nothing_and_a_late_one_times_out() -> None:
     with JudgeServer(good) as gone:
         env = env_of(gone)
     (away,) = await scored(env, sample("please"))
@@ -192,7 +190,7 @@ async def test_a_tie_is_no_majority() -> None:
     assert score.reward == 0
 
 
-async def test_equal_completions_are_judged_once_also_at_the_same_time_and_in_the_next_process(tmp_path: Path) -> None:
+async def test_equal_completions_are_judged_once_across_processes(tmp_path: Path) -> None:
     path = tmp_path / "run" / "judge.sqlite"
     with JudgeServer(good) as server:
         for _ in range(2):
@@ -252,7 +250,7 @@ async def test_the_key_comes_from_a_file_which_may_be_replaced(tmp_path: Path) -
             (without,) = await hub.score([sample("c")])
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer first", "Bearer second"]
     assert without.status == "FAILED"
-    with pytest.raises(ConfigError, match=r"judges\.api_key_file .*can't be read"):
+    with pytest.raises(ConfigError, match=r"judges\.api_key_file.*read"):
         LLMJudge("polite", EnvConfig.model_validate(env), VerdictStore(None))
 
 
@@ -280,13 +278,13 @@ async def test_over_tls_the_endpoint_has_to_show_who_it_is(tmp_path: Path) -> No
         ({"base_url": "http://judge.example/v1", "api_key_file": "k"}, False),
     ],
 )
-def test_nothing_is_sent_beyond_the_loopback_interface_without_tls_and_a_key(judge: dict[str, str], fine: bool) -> None:
+def test_nothing_leaves_loopback_without_tls_and_a_key(judge: dict[str, str], fine: bool) -> None:
     env = {"polite": {"type": "llm_judge", "rubric": "x", "judges": [judge | {"model": "m"}]}}
     config = Config.model_validate({"env": env})
     if fine:
         check(config, "reward")
         return
-    with pytest.raises(ConfigError, match=r"env\.polite\.judges\.0\.base_url .*judge\.example.*api_key_file"):
+    with pytest.raises(ConfigError, match=r"env\.polite\.judges\.0\.base_url .*judge\.example"):
         check(config, "reward")
     check(Config.model_validate({"env": env, "security": {"insecure": True}}), "reward")
 

@@ -92,7 +92,7 @@ async def test_attached_it_scores_and_leaves(node: Path) -> None:
         assert not (await hub.environments())["exact"].ready
 
 
-async def test_more_than_its_capacity_waits_for_credit_and_all_of_it_comes_back(node: Path) -> None:
+async def test_work_over_its_capacity_waits_for_credit_and_comes_back(node: Path) -> None:
     """A process that granted more would be refused for good, one that granted less would be out of credit in the second round."""
     settings = {"exact": {"attached": True, "max_batch_size": 2}}
     async with start_hub(settings) as hub, attached(node, hub, "--capacity", "3") as process:
@@ -114,7 +114,7 @@ async def test_a_hub_that_was_restarted_is_found_again(node: Path) -> None:
             assert [of(score) for score in await hub.score(SAMPLES)] == SCORES
 
 
-async def test_what_is_not_done_in_time_is_timed_out_and_takes_its_room_until_it_is(node: Path) -> None:
+async def test_what_is_late_is_timed_out_and_keeps_its_room_until_done(node: Path) -> None:
     slow = with_reward(node, "slow", "if (trajectory.completion === 'hang') await new Promise(() => {});")
     async with (
         start_hub({"exact": {"attached": True, "timeout_s": 4.0}}) as hub,
@@ -157,7 +157,7 @@ THROWN = {
 }
 
 
-async def test_whatever_it_throws_or_returns_fails_its_own_sample_and_gives_its_room_back(node: Path) -> None:
+async def test_what_it_throws_or_returns_fails_its_own_sample_alone(node: Path) -> None:
     code = "if (/^(throw|return) /.test(trajectory.completion)) return new Function(trajectory.completion)();"
     done = with_reward(node, "done", code)
     samples = [exact(code) for code in THROWN]

@@ -53,9 +53,7 @@ async def reserve(replay: ReplayClient, step: int) -> tuple[set[float], set[str]
     return {one.reward for one in found[0].trajectories}, {score.build for _, score in read}
 
 
-async def test_law_3_one_build_a_reward_that_is_edited_in_a_cell_while_a_run_scores_is_never_mixed(
-    replay: ReplayClient,
-) -> None:
+async def test_law_3_one_build_a_reward_edited_in_a_cell_is_never_mixed(replay: ReplayClient) -> None:
     # A trajectory goes to it in each call, so that those that hang keep no other's score.
     environments: dict[str, object] = {"mine": {"attached": True, "max_batch_size": 1}}
     async with start_hub(environments) as hub, scoring(replay, hub.port), notebook() as cells:

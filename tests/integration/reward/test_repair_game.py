@@ -39,7 +39,7 @@ def test_the_first_answer_earns_more_than_the_second(
     assert len(played.calls) == len(answers)
 
 
-def test_a_wrong_answer_is_told_so_as_the_model_of_two_turns_has_seen_it(game: Served) -> None:
+def test_a_wrong_answer_is_told_as_the_two_turn_model_has_seen_it(game: Served) -> None:
     played = game.episode(["22", "132"], prompt="47+85", public={"answer": "132"})
     assert [message["content"] for message in played.calls[1].messages] == ["47+85", "22", tiny.again((47, 85))]
 

@@ -120,7 +120,7 @@ async def test_law_7_failure_is_not_zero_a_failing_sample_costs_no_other() -> No
     assert (nan.status, nan.reward) == ("FAILED", None)
 
 
-async def test_law_6_liveness_a_hanging_sample_is_timed_out_and_the_others_keep_their_rewards() -> None:
+async def test_law_6_liveness_a_hanging_sample_is_timed_out_alone() -> None:
     async with (
         start_environment(ODD) as odd,
         start_hub({"odd": {"target": odd.target, "timeout_s": 5.0}, "math": {}}) as hub,
@@ -131,7 +131,7 @@ async def test_law_6_liveness_a_hanging_sample_is_timed_out_and_the_others_keep_
         assert await odd.stop() == 0  # though a thread of it still hangs
 
 
-async def test_a_process_killed_in_the_middle_of_a_call_interrupts_it_and_its_successor_scores(tmp_path: Path) -> None:
+async def test_a_process_killed_in_a_call_has_a_successor_that_scores(tmp_path: Path) -> None:
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}) as hub:
         seen = tmp_path / "seen"
         hang = Sample("hang", {"touch": str(seen)}, environment="odd")
@@ -146,7 +146,7 @@ async def test_a_process_killed_in_the_middle_of_a_call_interrupts_it_and_its_su
         assert again.reward == 3
 
 
-async def test_an_environment_that_is_not_running_has_not_started_and_is_named() -> None:
+async def test_an_environment_not_running_has_not_started_and_is_named() -> None:
     with bind("127.0.0.1", 0, "port") as sock:
         target = f"127.0.0.1:{sock.getsockname()[1]}"
     async with start_hub({"gone": {"target": target, "timeout_s": 1.0}}) as hub:
@@ -167,7 +167,7 @@ async def test_an_environment_that_is_not_running_has_not_started_and_is_named()
 
 async def test_a_hub_without_headrace_up_says_who_has_to_start_a_program() -> None:
     mine = {"command": ["./judge", "-v"]}
-    with pytest.raises(ConfigError, match=r"env\.mine\.command \./judge -v: only .*env\.mine\.command=null"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command \./judge -v:.*env\.mine\.command=null"):
         async with start_hub({"mine": mine}):
             pass
     async with start_hub({"mine": {**mine, "port": 1}}) as hub:  # started by hand, where the configuration says
@@ -187,7 +187,7 @@ async def test_an_environment_that_breaks_the_contract_is_failed() -> None:
     assert "SCORED without a reward" in one[0].message
 
 
-async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declared_range_is_failed() -> None:
+async def test_law_7_failure_is_not_zero_a_reward_out_of_range_is_failed() -> None:
     async def lengths(request: Request, _: Any) -> list[trajectory_pb2.Result]:
         return [scored(len(each.completion)) for each in request.trajectories]
 
@@ -200,7 +200,7 @@ async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declare
     assert over.message == "reward 3 is not between the environment's reward_min (none) and reward_max 2"
 
 
-async def test_law_6_liveness_a_hanging_scorer_is_killed_and_the_others_keep_their_rewards() -> None:
+async def test_law_6_liveness_a_hanging_scorer_is_killed_alone() -> None:
     # the next worker takes the time that a busy machine needs to import math-verify
     env = {"math": {"timeout_s": 1.0}, "patient": {"type": "math", "timeout_s": WAIT_S}}
     async with start_hub(env, workers=1) as hub:
@@ -320,13 +320,13 @@ async def test_health_reflection_and_the_list_of_environments() -> None:
 async def test_a_busy_port_is_one_clear_error() -> None:
     with bind("127.0.0.1", 0, "port") as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(ServiceError, match=rf"reward\.port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"reward\.port:.*127\.0\.0\.1:{port}"):
             async with start_hub({}, port=port):
                 pass
-        with pytest.raises(ServiceError, match=rf"reward\.http_port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"reward\.http_port:.*127\.0\.0\.1:{port}"):
             async with start_hub({}, http_port=port):
                 pass
-        with pytest.raises(ServiceError, match=rf"port: can't listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ServiceError, match=rf"port:.*127\.0\.0\.1:{port}"):
             async with serving(Environment(), port=port):
                 pass
     assert not workers_of()
@@ -334,7 +334,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
 
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
     pool = WorkerPool({"math": EnvConfig.model_construct(type="none such")}, 2)
-    with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
+    with pytest.raises(ServiceError, match=r"worker.*status 1"):
         await pool.start()
     assert not workers_of()
 

@@ -47,9 +47,7 @@ def sample(completion: str, **more: Any) -> Sample:
     return Sample(completion, messages=PROMPT, environment="helpful", **more)
 
 
-def test_a_reward_is_what_transformers_gives_for_the_conversation_whatever_else_is_in_the_batch(
-    directory: Path,
-) -> None:
+def test_a_reward_is_transformers_whatever_else_is_in_the_batch(directory: Path) -> None:
     tokenizer, model = make_tokenizer(), AutoModelForSequenceClassification.from_pretrained(directory)
     completions = ["132", "1", "32+100=132", "", "7" * 40]
     expected = []
@@ -83,9 +81,7 @@ def test_what_is_too_long_has_no_reward_and_the_others_have_theirs(directory: Pa
     assert "the model reads at most 4" in str(short)
 
 
-async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a_time(
-    directory: Path, tmp_path: Path
-) -> None:
+async def test_the_hub_scores_with_the_model_a_batch_at_a_time(directory: Path, tmp_path: Path) -> None:
     expected = on_device(directory).rewards([conversation("132"), conversation("1")])
     attacks = [text for text in [*DEADLY, *hostile(tmp_path / "mark")] if len(text) < 200]
     async with start_hub(env_of(directory, require_stop=True)) as hub:
@@ -110,9 +106,7 @@ async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a
     assert (described.capacity, described.calls) == (4, 1)
 
 
-async def test_law_7_failure_is_not_zero_a_process_that_loads_dies_or_is_late_gives_no_reward_and_comes_back(
-    directory: Path,
-) -> None:
+async def test_law_7_failure_is_not_zero_a_lost_process_gives_no_reward(directory: Path) -> None:
     environment = RewardModel("helpful", EnvConfig.model_validate(env_of(directory)["helpful"]))
     environment.patience_s = 0.0  # a model that takes long
     await environment.start()
@@ -147,11 +141,9 @@ async def test_law_7_failure_is_not_zero_a_process_that_loads_dies_or_is_late_gi
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it has 3 labels, but a reward is one number; give a model with one label"):
+    with pytest.raises(ValueError, match="3 labels"):
         on_device(make_reward_model(tmp_path / "three", labels=3))
-    with pytest.raises(
-        ServiceError, match=r"process of a reward model can't start: env\.helpful\.model_name .*nowhere"
-    ):
+    with pytest.raises(ServiceError, match=r"env\.helpful\.model_name.*nowhere"):
         async with start_hub(env_of(tmp_path / "nowhere")):
             pass
 
@@ -160,5 +152,5 @@ async def test_without_torch_the_error_names_the_extra(tmp_path: Path, monkeypat
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = ModelProcess(ModelSpecification("helpful", {"type": "reward_model", "model_name": "x"}))
-    with pytest.raises(ServiceError, match=r"No module named torch; pip install 'headrace\[reward-model\]'"):
+    with pytest.raises(ServiceError, match=r"torch.*headrace\[reward-model\]"):
         await process.start()

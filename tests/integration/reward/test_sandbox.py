@@ -169,7 +169,7 @@ async def test_a_completion_that_patches_the_judge_does_so_for_itself_alone(leve
 
 
 @pytest.mark.parametrize("level", [*LEVELS, Level.NONE])
-async def test_law_6_liveness_an_endless_completion_costs_its_own_time_alone(level: Level) -> None:
+async def test_law_6_liveness_an_endless_completion_costs_its_own_time(level: Level) -> None:
     async with evaluating(level) as worker:
         endless = await worker.run("while True: pass", timeout_s=0.5)
         asleep = await worker.run(
@@ -180,7 +180,7 @@ async def test_law_6_liveness_an_endless_completion_costs_its_own_time_alone(lev
     assert [result.status for result in (endless, asleep, after)] == ["TIMED_OUT", "TIMED_OUT", "SCORED"]
 
 
-async def test_what_can_be_told_at_sight_is_told_together_and_nothing_of_the_rest_runs(tmp_path: Path) -> None:
+async def test_what_can_be_told_at_sight_is_told_and_none_of_the_rest_runs(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     async with evaluating(Level.A, Level.B) as worker:
         seen, unseen, also_seen = await worker.look_through("", f"open({str(mark)!r}, 'w'); reward = 1", "")
@@ -192,7 +192,7 @@ async def test_what_can_be_told_at_sight_is_told_together_and_nothing_of_the_res
     assert not mark.exists()
 
 
-async def test_a_worker_that_dies_over_what_it_looks_through_is_the_fault_of_none_of_it() -> None:
+async def test_a_worker_that_dies_while_it_looks_blames_no_completion() -> None:
     async with evaluating(Level.A, Level.B) as worker:
         assert await worker.look_through("", ENDS_AT_SIGHT, "") == [None, None, None]
         assert not worker.alive
@@ -210,7 +210,7 @@ async def test_whose_result_it_is_is_not_for_the_child_to_say() -> None:
     assert (result.environment, result.build) == ("evaluating", "1")
 
 
-async def test_a_hub_without_a_sandbox_refuses_with_the_remedy_unless_told_otherwise() -> None:
+async def test_a_hub_without_a_sandbox_refuses_unless_told_otherwise() -> None:
     pool = WorkerPool(
         {"math": EnvConfig(), "rest": EnvConfig(type="math", unsafe_no_sandbox=True)}, 1, levels=[Level.NONE]
     )
@@ -239,9 +239,7 @@ def problem(task: str) -> dict[str, Any]:
     return PROBLEMS[task]
 
 
-async def test_no_hostile_completion_earns_anything_from_a_rule_that_evaluates_or_is_seen_by_the_next(
-    tmp_path: Path,
-) -> None:
+async def test_hostile_completions_earn_nothing_from_rules_that_evaluate(tmp_path: Path) -> None:
     """The tasks whose rules evaluate answers, or can be kept busy or fooled by one, some of the rest, and the other environments. Each
     task gets a part of the completions; `tests/unit/reward/test_gym_answers.py` gives all of them to each."""
     mark = tmp_path / "mark"
@@ -313,7 +311,7 @@ async def test_a_task_without_a_safe_rule_is_refused_by_name_at_the_start() -> N
 
 
 @pytest.mark.nightly  # a problem of each task; the test above has those whose rules do most
-async def test_law_7_failure_is_not_zero_every_task_scores_in_the_sandbox_as_it_does_outside() -> None:
+async def test_law_7_failure_is_not_zero_tasks_score_alike_in_the_sandbox() -> None:
     """A file or system call that a rule needs and the sandbox denies would look like a wrong answer."""
     tasks = sorted(TASKS)
     sources = [DataSourceConfig(dataset_name="reasoning_gym", task=task, env_name="gym") for task in tasks]

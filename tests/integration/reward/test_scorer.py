@@ -115,7 +115,7 @@ async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -
     assert len({s.idempotency_key for s in told.seen}) == GROUPS * N
 
 
-async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_with_the_reason(
+async def test_law_7_failure_is_not_zero_a_failing_environment_fails_groups(
     replay: ReplayClient, tmp_path: Path
 ) -> None:
     async with serving(Told()) as port:
@@ -155,7 +155,7 @@ async def test_law_1_conservation_a_hub_that_comes_late_costs_no_attempt(replay:
             await counts(replay, ready=GROUPS)
 
 
-async def test_law_1_conservation_a_hub_that_dies_in_the_middle_costs_no_attempt(replay: ReplayClient) -> None:
+async def test_law_1_conservation_a_hub_that_dies_costs_no_attempt(replay: ReplayClient) -> None:
     port = free_port()
     hang = Told()
     async with scoring(replay, port):
@@ -196,9 +196,7 @@ async def test_completions_that_can_not_be_kept_stop_no_score(
     assert "logger.keep_step_data=0" in caplog.text
 
 
-async def test_what_is_taken_back_while_it_is_scored_is_scored_again_and_the_scorer_goes_on(
-    replay: ReplayClient, tmp_path: Path
-) -> None:
+async def test_what_is_taken_back_while_it_is_scored_is_scored_again(replay: ReplayClient, tmp_path: Path) -> None:
     """By a rewind, or a release that the network delivers twice: the first result is refused, the second counts."""
     told = Told()
     told.may_answer.clear()
@@ -219,7 +217,7 @@ async def test_what_is_taken_back_while_it_is_scored_is_scored_again_and_the_sco
         assert not scorer.done()
 
 
-async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_do(replay: ReplayClient) -> None:
+async def test_a_trajectory_too_large_for_the_hub_fails_alone(replay: ReplayClient) -> None:
     async with serving(Told()) as port:
         env = {"told": {"target": f"127.0.0.1:{port}"}}
         async with start_hub(env, max_message_bytes=65536) as hub, scoring(replay, hub.port, max_message_bytes=65536):
@@ -244,7 +242,7 @@ async def test_batches_hold_one_environment_and_keep_to_their_size(replay: Repla
 @pytest.mark.parametrize(
     ("option", "rewards"), [({"max_tokens": 3}, {0.0}), ({"max_tokens": 4, "timeout_s": 30.0}, {1.0})]
 )
-async def test_law_3_one_build_a_hub_that_starts_again_with_another_option_mixes_no_two_rewards(
+async def test_law_3_one_build_a_hub_with_a_new_option_mixes_no_rewards(
     replay: ReplayClient, option: dict[str, Any], rewards: set[float]
 ) -> None:
     """The first of each group's completions is scored before, the second after."""

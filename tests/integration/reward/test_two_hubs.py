@@ -86,9 +86,7 @@ def of(*hubs: Hub) -> set[str]:
     return {f"127.0.0.1:{hub.port}" for hub in hubs}
 
 
-async def test_law_1_conservation_two_hubs_share_the_work_and_one_is_restarted_under_load(
-    replay: ReplayClient, tmp_path: Path
-) -> None:
+async def test_law_1_conservation_two_hubs_and_a_restart_under_load(replay: ReplayClient, tmp_path: Path) -> None:
     script = tmp_path / "cell.py"
     script.write_text(SCRIPT)
     ports = free_port(), free_port()

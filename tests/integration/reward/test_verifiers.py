@@ -138,7 +138,7 @@ async def test_environments_are_played_as_they_are(python: Path) -> None:
         assert policy.strays == []
 
 
-async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended(python: Path) -> None:
+async def test_what_it_cant_score_is_failed_and_the_unwanted_is_ended(python: Path) -> None:
     env = environment(python, "echo-v1")
     row, *_ = rows(env)
     asked, over = threading.Event(), threading.Event()
@@ -168,7 +168,7 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
     assert (invalid.status, invalid.reward) == ("INVALID", None)
 
 
-async def test_the_sums_of_the_examples_are_played_and_again_once_their_process_has_died(
+async def test_the_examples_sums_are_played_again_once_their_process_died(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))

@@ -97,7 +97,7 @@ async def test_it_waits_for_the_proof_and_names_what_was_proved(worker: RolloutW
 
 
 @pytest.mark.parametrize("held", [None, ("u", 2)])
-async def test_law_4_it_never_leaves_with_weights_that_are_not_verified_or_of_another_timeline(
+async def test_law_4_no_answer_leaves_with_unverified_or_foreign_weights(
     worker: RolloutWorker, held: tuple[str, int] | None
 ) -> None:
     worker._verified.clear()
@@ -109,7 +109,7 @@ async def test_law_4_it_never_leaves_with_weights_that_are_not_verified_or_of_an
     assert worker.status.calls == {"fenced": 1}
 
 
-async def test_law_4_one_that_is_ended_is_fenced_though_the_engine_had_finished(worker: RolloutWorker) -> None:
+async def test_law_4_an_ended_call_is_fenced_though_the_engine_finished(worker: RolloutWorker) -> None:
     worker._verified.clear()
     call = await begun(worker)
     worker._reply = HeartbeatReply(state="HEALTHY", timeline="u", lost=(), epoch=None)
@@ -120,7 +120,7 @@ async def test_law_4_one_that_is_ended_is_fenced_though_the_engine_had_finished(
     assert fenced.value.reason == "timeline"
 
 
-async def test_what_no_replica_may_sample_is_refused_whatever_the_replicas_state(worker: RolloutWorker) -> None:
+async def test_what_no_replica_may_sample_is_refused_in_any_state(worker: RolloutWorker) -> None:
     worker._reply = None
     with pytest.raises(RenderRefused, match=r"token_ids\[1\] is 20"):
         await worker.sample(msgspec.structs.replace(CALL, token_ids=(3, 20)), special_tokens=False)
@@ -138,7 +138,7 @@ async def test_a_caller_that_is_gone_leaves_nothing_behind(worker: RolloutWorker
     assert worker.status.calls == {"abandoned": 1}
 
 
-async def test_a_call_that_waits_for_a_slot_across_a_refit_finds_nothing_that_older_weights_computed() -> None:
+async def test_a_call_that_waits_across_a_refit_finds_no_older_results() -> None:
     worker = worker_of(Config())
     worker.receiver._clear_cache = False
     async with worker.slots.take(worker.slots.count):

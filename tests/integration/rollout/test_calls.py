@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -27,12 +26,9 @@ from headrace.net.replica_client import (
     Sampled,
     SampleRequest,
 )
-from headrace.replay import ReplayClient
-from headrace.replay.connection import open_redis
-from tests.integration.rollout.test_service import IN_FLIGHT, LIMITS
 from tests.support import tool_model
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
+from tests.support.rollout_fleet import IN_FLIGHT, Fleet, Process, eventually, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -60,30 +56,12 @@ async def fleet(redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("calls")
     (folder / "credentials").write_text(TOKENS)
     (folder / "credentials").chmod(0o600)
-    run_id = f"test-{secrets.token_hex(6)}"
     settings = {
-        "run": {"id": run_id, "dir": str(folder)},
         "security": {"credentials": str(folder / "credentials")},
-        "replay": {"redis_url": redis_url},
-        "rollout": {"heartbeat_s": 0.5},
-        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
-        "policy": {
-            "model_name": str(model),
-            "precision": "float32",
-            "max_total_sequence_length": CONTEXT,
-            "generation": {
-                "max_new_tokens": 64,
-                "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20, "tool_parser": "hermes", "max_num_seqs": 1},
-            },
-        },
-        "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
+        "policy": {"generation": {"vllm_cfg": {"tool_parser": "hermes", "max_num_seqs": 1}}},
     }
-    replay = ReplayClient(open_redis(redis_url), run_id)
-    await replay.open_run(LIMITS)
-    await replay.rewind(0, "timeline-0")
-    fleet = Fleet(folder, settings, replay, Policy(model))
-    yield fleet
-    await fleet.aclose()
+    async with running_fleet(folder, redis_url, model, settings) as fleet:
+        yield fleet
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -153,7 +131,7 @@ async def test_without_verified_weights_it_renders_and_samples_nothing(client: R
     assert await fenced(client.sample(request())) == "unhealthy"
 
 
-async def test_only_the_role_agents_and_the_operator_make_calls_and_agents_nothing_else(replica: Process) -> None:
+async def test_only_agents_and_the_operator_make_calls(replica: Process) -> None:
     async with httpx.AsyncClient(base_url=replica.http.base_url, timeout=60) as stranger:
         for path in PATHS:
             assert (await stranger.post(path, json={})).status_code == 401
@@ -264,7 +242,7 @@ async def test_what_no_replica_can_render_or_parse_is_refused(client: ReplicaCli
     assert refused.value.reason == "context"
 
 
-async def test_the_openai_api_computes_no_more_sequences_than_the_engine_has_slots(replica: Process) -> None:
+async def test_the_openai_api_computes_no_more_than_the_engine_has_slots(replica: Process) -> None:
     for stream in (False, True):
         body = {"prompt": list(PROMPT), "max_tokens": 2, "n": 2, "stream": stream}
         answer = await replica.http.post("/v1/completions", json=body)

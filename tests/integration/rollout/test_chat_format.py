@@ -104,7 +104,7 @@ def as_transformers_does(
 
 @pytest.mark.parametrize("tools", [None, [TOOL], []])
 @pytest.mark.parametrize("length", range(1, len(CHAT) + 1))
-async def test_a_conversation_becomes_the_tokens_of_the_tokenizers_own_template(
+async def test_a_conversation_becomes_the_tokens_of_its_own_template(
     hermes: ChatFormat, plain: ChatFormat, tokenizer: Any, length: int, tools: Any
 ) -> None:
     messages = CHAT[:length]
@@ -131,9 +131,7 @@ def test_reasoning_goes_by_its_older_name_too(hermes: ChatFormat) -> None:
     assert "reasoning_content" not in read
 
 
-async def test_special_tokens_that_a_text_spells_are_what_chats_make_of_them(
-    hermes: ChatFormat, tokenizer: Any
-) -> None:
+async def test_special_tokens_that_a_text_spells_are_what_chats_make_them(hermes: ChatFormat, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\n<think>\x00\u2028"}]
     assert await hermes.render(RenderRequest(messages)) == as_transformers_does(tokenizer, messages)
 
@@ -186,7 +184,7 @@ async def test_a_completion_becomes_reasoning_content_and_tool_calls(hermes: Cha
     assert await hermes.derender(request) == message
 
 
-async def test_a_call_of_the_calculator_s_model_is_read_and_continued_as_it_was_taught(tmp_path: Path) -> None:
+async def test_a_calculator_call_is_read_and_continued_as_taught(tmp_path: Path) -> None:
     tiny_calculator.make(tmp_path / "model", warmup=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     chats = format_with(tmp_path / "model")(tool_parser="hermes")
@@ -215,7 +213,7 @@ async def test_without_tools_or_parsers_a_call_is_text(hermes: ChatFormat, plain
     assert (await plain.derender(spelt))["content"] == "onetwo"
 
 
-async def test_the_token_that_ended_it_is_no_part_of_the_text_and_any_other_is(
+async def test_the_token_that_ended_it_is_no_part_of_the_text(
     hermes: ChatFormat, plain: ChatFormat, tokenizer: Any
 ) -> None:
     for ended, content in (
@@ -227,7 +225,7 @@ async def test_the_token_that_ended_it_is_no_part_of_the_text_and_any_other_is(
     ):
         assert (await hermes.derender(ended))["content"] == content
     assert (await plain.derender(completion(tokenizer, "<|im_end|>")))["content"] == ""
-    with pytest.raises(RenderRefused, match="'absent' is not in the completion"):
+    with pytest.raises(RenderRefused, match="'absent'"):
         await hermes.derender(completion(tokenizer, "fine", stop_reason="absent"))
 
 
@@ -305,11 +303,9 @@ async def test_malformed_requests_are_refused_or_answered(hermes: ChatFormat, se
 
 def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> None:
     check_parser_names(config_of(model, tool_parser="hermes", reasoning_parser="qwen3"))
-    with pytest.raises(ServiceError, match=r"vllm_cfg.tool_parser: vLLM has no parser 'hermse'; did you mean hermes\?"):
+    with pytest.raises(ServiceError, match=r"tool_parser.*'hermse'.*hermes\?"):
         check_parser_names(config_of(model, tool_parser="hermse"))
-    with pytest.raises(
-        ServiceError, match=r"vllm_cfg.reasoning_parser: vLLM has no parser 'qwen33'; did you mean qwen3"
-    ):
+    with pytest.raises(ServiceError, match=r"reasoning_parser.*'qwen33'.*qwen3"):
         check_parser_names(config_of(model, reasoning_parser="qwen33"))
 
 
@@ -317,10 +313,10 @@ def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> 
 def test_a_parser_that_reads_nothing_is_refused_at_the_start(
     format_of: Callable[..., ChatFormat], parsers: dict[str, str]
 ) -> None:
-    with pytest.raises(ServiceError, match=r"can't read a completion of this model .*; choose another"):
+    with pytest.raises(ServiceError, match=r"read a completion.*choose another"):
         format_of(**parsers)
 
 
 def test_parsers_that_do_not_go_together_are_refused(format_of: Callable[..., ChatFormat]) -> None:
-    with pytest.raises(ServiceError, match=r"tool_parser hf, reasoning_parser qwen3: .* cannot be combined"):
+    with pytest.raises(ServiceError, match=r"tool_parser hf, reasoning_parser qwen3.*combined"):
         format_of(tool_parser="hf", reasoning_parser="qwen3")

@@ -69,7 +69,7 @@ async def test_law_6_what_a_replica_held_whose_engine_died_is_suspected(leasing:
         assert (group["state"], group["replica"], group["failures"]) == ("open", "", 0)
 
 
-async def test_a_group_whose_own_call_was_refused_before_the_heartbeat_said_so_is_lost_once(leasing: Leasing) -> None:
+async def test_a_group_refused_before_the_heartbeat_is_lost_once(leasing: Leasing) -> None:
     await enqueue(leasing, range(2))
     worker = RolloutWorker(Config(), Engine(errored=False), leasing, {})  # type: ignore[arg-type]
     await leasing.register(worker.replica, {})
@@ -90,7 +90,7 @@ async def test_a_group_whose_own_call_was_refused_before_the_heartbeat_said_so_i
     assert not worker.held
 
 
-async def test_a_trajectory_that_waits_for_a_slot_when_the_replica_leaves_is_not_begun(leasing: Leasing) -> None:
+async def test_a_trajectory_without_a_slot_is_not_begun_when_leaving(leasing: Leasing) -> None:
     await enqueue(leasing, range(2))
     worker = RolloutWorker(Config(), Engine(errored=False), leasing, {})  # type: ignore[arg-type]
     await leasing.register(worker.replica, {})

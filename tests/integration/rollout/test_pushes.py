@@ -24,7 +24,7 @@ async def calls(replay: ReplayClient) -> int:
     return int((await replay.redis.info("commandstats"))["cmdstat_fcall"]["calls"])
 
 
-async def test_what_finishes_together_is_one_call_and_what_comes_meanwhile_the_next(replay: ReplayClient) -> None:
+async def test_what_finishes_together_is_pushed_in_one_call(replay: ReplayClient) -> None:
     pushes, (first, second) = Pushes(replay, BufferRetry()), await leases(replay)
     before = await calls(replay)
     together = [asyncio.create_task(pushes.push(first, make_trajectory(first, index))) for index in range(2)]

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,60 +20,18 @@ import pytest_asyncio
 
 from headrace.net.replica_client import ReplicaClient, ReplicaFenced, Sampled, SampleRequest
 from headrace.net.service import EXIT_INTERNAL_ERROR
-from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import open_redis
 from tests.support.buffer import tighten
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import LONG, PROMPT, Fleet, Policy, Process, eventually
+from tests.support.rollout_fleet import IN_FLIGHT, LIMITS, LONG, PROMPT, Fleet, Process, eventually, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
-
-IN_FLIGHT = {
-    "async_grpo": {
-        "enabled": True,
-        "max_trajectory_age_steps": 50,
-        "in_flight_weight_updates": True,
-        "recompute_kv_cache_after_weight_updates": True,
-    }
-}
-LIMITS = Limits(  # times so long that no replica counts as dead because the machine stood still
-    prompts_per_step=2,
-    generations_per_prompt=2,
-    max_age=50,
-    staleness_policy="ordered",
-    max_attempts=3,
-    max_scoring_attempts=3,
-    lease_s=120.0,
-    group_deadline_s=600.0,
-    scoring_deadline_s=600.0,
-    replica_dead_s=120.0,
-    max_bytes=2**30,
-)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(redis_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    folder = tmp_path_factory.mktemp("rollout")
-    run_id = f"test-{secrets.token_hex(6)}"
-    settings = {
-        "run": {"id": run_id, "dir": str(folder)},
-        "replay": {"redis_url": redis_url},
-        "rollout": {"heartbeat_s": 0.5, "max_concurrent_groups": 4, "save_partial_tokens": 64},
-        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
-        "policy": {
-            "model_name": str(tiny_model),
-            "precision": "float32",
-            "max_total_sequence_length": 2048,
-            "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
-        },
-        "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
-    }
-    replay = ReplayClient(open_redis(redis_url), run_id)
-    await replay.open_run(LIMITS)
-    await replay.rewind(0, "timeline-0")
-    fleet = Fleet(folder, settings, replay, Policy(tiny_model))
-    yield fleet
-    await fleet.aclose()
+    settings = {"rollout": {"max_concurrent_groups": 4, "save_partial_tokens": 64}}
+    async with running_fleet(tmp_path_factory.mktemp("rollout"), redis_url, tiny_model, settings) as fleet:
+        yield fleet
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -255,9 +212,7 @@ async def begun(replica: Process, client: ReplicaClient, asked: SampleRequest) -
             call.result()
 
 
-async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwhile(
-    fleet: Fleet, first: Process
-) -> None:
+async def test_running_calls_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
     client = ReplicaClient(str(first.http.base_url))
     asked = SampleRequest(PROMPT, LONG, fleet.timeline, 1, temperature=0.0)
     call = await begun(first, client, asked)
@@ -311,7 +266,7 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     await eventually(ready)  # the server knows of a proof before its replica does
 
 
-async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(
+async def test_a_killed_replica_leaves_no_orphan_and_its_groups_to_others(
     fleet: Fleet, first: Process, second: Process
 ) -> None:
     await tighten(fleet.replay, LIMITS, lease_s=5.0, replica_dead_s=5.0)
@@ -385,7 +340,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 
 
 @pytest.mark.nightly  # test_calls.py has a failed proof every day, in the same engine loop
-async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
+async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
     group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
@@ -461,9 +416,7 @@ async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: F
 @pytest.mark.parametrize(
     ("signum", "reason"), [(signal.SIGKILL, "the engine died"), (signal.SIGSTOP, "has not answered")]
 )
-async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_start_it_again(
-    fleet: Fleet, signum: int, reason: str
-) -> None:
+async def test_an_engine_that_dies_or_hangs_ends_its_replica(fleet: Fleet, signum: int, reason: str) -> None:
     fleet.settings["rollout"]["engine_timeout_s"] = 10.0
     replica = await fleet.start()
     epoch = await fleet.replay.epoch()

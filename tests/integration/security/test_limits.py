@@ -390,7 +390,7 @@ EXCHANGES: dict[str, tuple[list[tuple[bytes, int]], list[str], bool]] = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-async def test_a_request_is_answered_or_refused_and_nothing_that_follows_is_taken_for_another(exchange: str) -> None:
+async def test_nothing_that_follows_a_request_is_taken_for_another(exchange: str) -> None:
     parts, expected, serves_on = EXCHANGES[exchange]
     sock = bind(HOST, 0, "port")
     async with serve_openly(told, sock):
@@ -445,9 +445,7 @@ async def test_a_connection_to_grpc_without_a_call_is_not_kept(soon: None, certs
 
 
 @pytest.mark.timeout(60)
-async def test_a_grpc_server_has_a_most_of_connections_and_who_is_connected_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_grpc_server_limits_connections_and_serves_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "most_connections", lambda: 20)
     async with serving(Half()) as port, channel(port) as good:
         stub = health_pb2_grpc.HealthStub(good)

@@ -60,7 +60,7 @@ async def test_what_is_on_this_machine_is_called_without_it(asked: list[str], pr
     assert asked == []
 
 
-async def test_a_service_of_ours_elsewhere_is_called_without_it_and_a_users_target_through_it(asked: list[str]) -> None:
+async def test_our_services_are_called_directly_and_targets_through_a_proxy(asked: list[str]) -> None:
     for proxied in (False, True):
         async with rpc.channel("environment.invalid:50051", proxied=proxied) as channel:
             assert channel.get_state(try_to_connect=True) == grpc.ChannelConnectivity.IDLE

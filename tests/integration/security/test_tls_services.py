@@ -168,7 +168,7 @@ async def test_an_environment_attaches_over_tls_with_its_own_token(
     assert result.reward == 0.25
 
 
-async def test_who_speaks_no_tls_or_trusts_another_authority_gets_no_further(
+async def test_no_tls_or_another_authority_gets_no_further(
     address: str, certs: Path, tokens: Path, tmp_path: Path
 ) -> None:
     issue(tmp_path / "others", address)
@@ -252,9 +252,7 @@ async def problem(port: int) -> str:
         return "".join((await client.get(f"http://127.0.0.1:{port}/readyz")).json().get("waits_for", []))
 
 
-async def test_a_containers_health_check_asks_over_tls_with_its_readers_token(
-    address: str, certs: Path, tokens: Path
-) -> None:
+async def test_a_containers_health_check_asks_over_tls_with_a_token(address: str, certs: Path, tokens: Path) -> None:
     config = config_of(address, certs, tokens)
     local = config.reward.model_copy(update={"host": "127.0.0.1"})
     environ = {"HEADRACE_SECURITY__CREDENTIALS": str(tokens), "HEADRACE_SECURITY__TLS_CA": f"{certs}/ca.pem"}
@@ -275,7 +273,7 @@ async def test_a_containers_health_check_asks_over_tls_with_its_readers_token(
         assert "401" in await ready(hub.http_port)
 
 
-async def test_a_service_started_by_hand_on_loopback_asks_nobody_but_keeps_other_sites_out() -> None:
+async def test_a_service_on_loopback_asks_nobody_but_keeps_other_sites_out() -> None:
     async def ready() -> str | None:
         return None
 
@@ -288,7 +286,7 @@ async def test_a_service_started_by_hand_on_loopback_asks_nobody_but_keeps_other
             assert (await client.post(f"{url}/readyz", content="x")).status_code == 415
 
 
-def test_a_service_refuses_to_start_beyond_loopback_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_service_beyond_loopback_refuses_to_start_unprotected(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("run: {id: x}\nreward: {host: 0.0.0.0}\n")
     command = [sys.executable, "-m", "headrace.cli", "reward", "--config", str(config)]

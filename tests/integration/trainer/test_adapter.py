@@ -62,9 +62,7 @@ def test_a_new_adapter_changes_nothing(tiny_model: Path) -> None:
     np.testing.assert_array_equal(Learner(adapted(tiny_model)).probe(IDS), Learner(config(tiny_model)).probe(IDS))
 
 
-def test_the_policy_is_saved_merged_and_the_adapter_beside_it_in_peft_s_format(
-    tiny_model: Path, trained: tuple[Learner, Path]
-) -> None:
+def test_the_policy_is_saved_merged_with_its_adapter_beside_it(tiny_model: Path, trained: tuple[Learner, Path]) -> None:
     from peft import PeftModel
 
     learner, folder = trained
@@ -120,7 +118,7 @@ def test_gradients_are_clipped_and_reported_as_of_a_whole_model(tiny_model: Path
     assert norm == pytest.approx(squares**0.5, rel=1e-4)
 
 
-def test_dropout_is_of_training_alone_and_is_drawn_again_in_the_same_way(tiny_model: Path, tmp_path: Path) -> None:
+def test_dropout_is_of_training_alone_and_repeats(tiny_model: Path, tmp_path: Path) -> None:
     dropping = Learner(adapted(tiny_model, dropout=0.5))
     train_step(dropping, random_batch(5))  # B is no longer 0
     dropping.snapshot()(tmp_path)
@@ -148,15 +146,13 @@ def test_dropout_is_the_same_in_a_layer_that_is_computed_again(tiny_model: Path)
 def test_what_is_no_adapter_is_refused(tiny_model: Path, trained: tuple[Learner, Path]) -> None:
     with pytest.raises(ValidationError, match=r"lora_cfg\.dim"):
         adapted(tiny_model, dim=0)
-    with pytest.raises(ServiceError, match="'lm_head' is not a linear layer of the policy; it has down_proj"):
+    with pytest.raises(ServiceError, match=r"'lm_head'.*down_proj"):
         Learner(adapted(tiny_model, target_modules=["lm_head"]))
-    with pytest.raises(ServiceError, match=r"this adapter is not the one that policy\.lora_cfg describes"):
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg"):
         Learner(adapted(tiny_model, dim=3), trained[1])
 
 
-def test_linear_layers_beside_experts_get_the_adapter_and_experts_keep_their_names(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_experts_keep_their_names_beside_adapted_layers(tiny_model: Path, tmp_path: Path) -> None:
     """The first layer has no experts, the second has some, and shared ones: PEFT would take all of these for its experts."""
     made(shrunk("deepseek_v2"), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     before, learner = weights(Learner(config(tmp_path))), Learner(adapted(tmp_path, target_modules=["up_proj"]))

@@ -53,7 +53,7 @@ def batch(policy: PolicyModel, packing: Packing, seed: int) -> list[Tensor]:
 @pytest.mark.nightly  # compiles for minutes
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", ["padded", "all"])
-def test_compiled_layers_compute_the_same_and_rows_of_other_lengths_compile_nothing(model: Path, mode: str) -> None:
+def test_compiled_layers_compute_the_same_and_compile_once(model: Path, mode: str) -> None:
     chosen, compiled = (settings(model, {**MODES[mode], "torch_compile": on}) for on in (False, True))
     packing = Packing.of(chosen.policy, training=True)
     counters.clear()
@@ -70,7 +70,5 @@ def test_compiled_layers_compute_the_same_and_rows_of_other_lengths_compile_noth
 
 def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-g++")
-    with pytest.raises(
-        ServiceError, match=r"policy\.torch_compile true: torch needs the compiler 'no-such-g\+\+', which"
-    ):
+    with pytest.raises(ServiceError, match=r"policy\.torch_compile true.*no-such-g\+\+"):
         PolicyModel(settings(model, {"torch_compile": True}))

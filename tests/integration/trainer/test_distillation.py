@@ -45,9 +45,7 @@ def said(name: Path, settings: Config, batch: Batch) -> np.ndarray:
     return found
 
 
-def test_a_step_compares_with_the_teacher_and_its_penalty_with_the_reference_policy(
-    tiny_model: Path, other_model: Path
-) -> None:
+def test_a_step_compares_with_the_teacher_and_the_reference_policy(tiny_model: Path, other_model: Path) -> None:
     settings = distilled(tiny_model, other_model, loss_fn={"reference_policy_kl_penalty": 0.5})
     learner, batch = Learner(settings), random_batch(8)
     assert train_step(learner, batch)["kl_penalty"] == pytest.approx(0, abs=1e-9), (
@@ -81,13 +79,11 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(tiny_model: Path, other_mo
     model = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
     model.resize_token_embeddings(19)
     model.save_pretrained(other_model)
-    with pytest.raises(
-        ServiceError, match=r"teacher_model_name '.*other' has a vocabulary of 19, and the policy '.*' one of 20"
-    ):
+    with pytest.raises(ServiceError, match=r"teacher_model_name '.*other'.*19.*policy.*20"):
         Learner(distilled(tiny_model, other_model))
 
 
-def test_a_teacher_whose_embedding_is_only_padded_further_teaches_the_same(tiny_model: Path, other_model: Path) -> None:
+def test_a_teacher_with_a_longer_padded_embedding_teaches_the_same(tiny_model: Path, other_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.float32)
     model.resize_token_embeddings(32, mean_resizing=False)
     with torch.no_grad():
@@ -104,7 +100,7 @@ def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model
     swapped.save_pretrained(other_model)
     with pytest.raises(
         ServiceError,
-        match=r"tokenizers of grpo.*teacher_model_name '.*other' and of the policy, '.*', differ: '1' is 7",
+        match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7",
     ):
         Learner(distilled(tiny_model, other_model))
 

@@ -126,7 +126,7 @@ def test_a_chain_is_trained_as_the_single_completion_that_it_is(tiny_model: Path
         assert torch.equal(after[key], reference[key]), key
 
 
-def test_artifacts_change_nothing_of_what_is_trained_nor_of_the_metrics(tiny_model: Path, teacher: Path) -> None:
+def test_artifacts_change_neither_training_nor_metrics(tiny_model: Path, teacher: Path) -> None:
     """An episode of one call with artifacts is a tree of one call."""
     found, rewards = random_episodes(COUNT)
     single = [msgspec.structs.replace(one, calls=one.calls[:1]) for one in found]
@@ -139,7 +139,7 @@ def test_artifacts_change_nothing_of_what_is_trained_nor_of_the_metrics(tiny_mod
         assert torch.equal(after[key], reference[key]), key
 
 
-def test_a_tree_is_trained_as_its_paths_with_what_they_share_masked_in_all_but_one(tiny_model: Path) -> None:
+def test_a_tree_trains_as_its_paths_with_shared_tokens_once(tiny_model: Path) -> None:
     found, rewards = random_episodes(COUNT)
     assert max(len(tree.paths()) for tree in found) > 2
     chosen = config(tiny_model, policy={"optimizer": OPTIMIZER}, loss_fn={"reference_policy_kl_penalty": 0.1})
@@ -169,7 +169,7 @@ def test_layouts_and_micro_batches_change_nothing(tiny_model: Path, teacher: Pat
             torch.testing.assert_close(after[key], reference[key], atol=1e-5, rtol=0, msg=f"{mode} {key}")
 
 
-def test_a_token_of_a_divided_sequence_weighs_what_it_weighs_in_one_piece(tiny_model: Path) -> None:
+def test_a_token_of_a_divided_sequence_weighs_what_it_did(tiny_model: Path) -> None:
     """One call with three that continue it, and one with a single token: under a mean of the sequences' means both count the same."""
     fork = episode([call(-1, [1, 2], [3, 4, 5]), *(call(0, [6], [7, 8], version=v) for v in (0, 1, 1))])
     single = episode([call(-1, [1, 2], [9])], index=1)
@@ -228,7 +228,7 @@ def test_every_path_must_be_an_input_of_the_model(tiny_model: Path, bad: Any, sa
         step(config(tiny_model), [tree], [1.0])
 
 
-def test_gradients_that_are_not_finite_name_the_episode_that_causes_them(tiny_model: Path) -> None:
+def test_gradients_that_are_not_finite_name_their_episode(tiny_model: Path) -> None:
     found, _ = random_episodes(COUNT)
     place = next(i for i, tree in enumerate(found) if len(tree.paths()) > 1)
     chosen = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 2})

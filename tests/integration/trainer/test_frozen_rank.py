@@ -18,9 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
-def test_a_rank_that_is_stopped_in_a_step_ends_the_others_and_is_named(
-    tiny_model: Path, tmp_path: Path, frozen: int
-) -> None:
+def test_a_rank_stopped_in_a_step_is_named_and_ends_the_others(tiny_model: Path, tmp_path: Path, frozen: int) -> None:
     settings = {
         "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 2},
         "loss_fn": {"reference_policy_kl_penalty": 0},

@@ -46,7 +46,7 @@ class CountingReplica(SmallReplica):
 
 # what is kept of a step that goes back: replay/test_rewind_older.py has it by day
 @pytest.mark.parametrize("retained", [0, pytest.param(4, marks=pytest.mark.nightly)])
-async def test_law_1_conservation_back_to_an_older_checkpoint_with_a_kill_in_the_refill(
+async def test_law_1_conservation_an_older_checkpoint_and_a_killed_refill(
     trainer: Trainer,
     replay: ReplayClient,
     limits: Limits,
@@ -74,7 +74,7 @@ async def test_law_1_conservation_back_to_an_older_checkpoint_with_a_kill_in_the
     assert (set(first[2 * PROMPTS : 3 * PROMPTS]) <= set(again)) is (retained == 0)
 
 
-async def test_law_1_conservation_an_emptied_buffer_with_a_kill_in_the_refill(
+async def test_law_1_conservation_an_emptied_buffer_and_a_killed_refill(
     trainer: Trainer,
     replay: ReplayClient,
     limits: Limits,
@@ -151,7 +151,7 @@ class UnevenReplica(SmallReplica):
         return await super()._generate()
 
 
-async def test_law_2_age_drop_waits_for_nobody_and_trains_on_nothing_over_age(
+async def test_law_2_age_drop_waits_for_nobody_and_trains_nothing_old(
     trainer: Trainer,
     replay: ReplayClient,
     limits: Limits,

@@ -53,7 +53,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     [{"ppo": PPOConfig}, {"policy": {"lora_cfg": {"enabled": True, "dim": 4}}}],
     ids=["whole models", "adapter"],
 )
-def test_training_changes_nothing_of_a_snapshot_that_is_written_meanwhile(
+def test_training_changes_nothing_of_a_snapshot_being_written(
     tiny_model: Path, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     settings = config(tiny_model, **sections)
@@ -74,9 +74,7 @@ def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     assert_same_weights(saved, other)
 
 
-def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_process_group(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_process_alone_saves_and_leaves_no_process_group(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
     with warnings.catch_warnings():
@@ -108,9 +106,7 @@ def copied(model: Path, folder: Path) -> Path:
     return Path(shutil.copytree(model, folder))
 
 
-def test_how_the_model_generates_is_saved_as_it_is_though_transformers_would_refuse(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_generation_settings_are_saved_though_transformers_refuses(tiny_model: Path, tmp_path: Path) -> None:
     """As many models that follow instructions have it."""
     model = copied(tiny_model, tmp_path / "model")
     odd = {"do_sample": False, "temperature": 0.6, "top_p": 0.95}
@@ -132,21 +128,17 @@ def test_what_transformers_will_not_save_is_found_at_the_start(
     learner.try_saving(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "value"]
     monkeypatch.setattr(learner.policy.model.config, "temperature", 0.5, raising=False)
-    with pytest.raises(
-        ServiceError, match=r"no checkpoint could be saved: .*policy\.model_name .*Generation parameters"
-    ):
+    with pytest.raises(ServiceError, match=r"saved.*policy\.model_name.*Generation parameters"):
         learner.try_saving(tmp_path)
 
 
-def test_a_disk_without_room_for_weights_and_moments_is_found_at_the_start(
+def test_a_disk_too_small_for_weights_and_moments_is_found_at_start(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has 2 MiB of weights and 4 MiB of moments."""
     learner = Learner(config(tiny_model))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    with pytest.raises(
-        ServiceError, match=r"can't write a checkpoint .*weights take 2 MiB and its moments 4, and 5 MiB are free"
-    ):
+    with pytest.raises(ServiceError, match=r"checkpoint.*2 MiB.*4.*5 MiB"):
         learner.try_saving(tmp_path)
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     Learner(settings).try_saving(tmp_path)
@@ -171,12 +163,12 @@ def test_a_model_that_cant_be_loaded_is_an_error_with_its_name(
     model = copied(tiny_model, tmp_path / "model")
     file = model / name
     file.write_bytes(content(file.read_bytes()))
-    with pytest.raises(ServiceError, match=rf"policy\.model_name '{model}': can't load a .*; give a directory"):
+    with pytest.raises(ServiceError, match=rf"policy\.model_name '{model}'.*directory"):
         Learner(config(model))
 
 
 def test_a_model_that_was_moved_away_is_told_as_that(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"gone': can't load a tokenizer \(the directory does not exist\)"):
+    with pytest.raises(ServiceError, match=r"gone'.*tokenizer.*exist"):
         Learner(config(tmp_path / "gone"))
 
 
@@ -200,7 +192,7 @@ def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tiny_model: Path, tmp
         assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
-def test_a_policy_that_is_too_large_for_one_file_is_written_to_several(
+def test_a_policy_too_large_for_one_file_is_written_to_several(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backbone, "SHARD_SIZE", "1MB")
@@ -235,23 +227,23 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner.snapshot()(tmp_path)
     (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
+    with pytest.raises(ServiceError, match=r"training state.*remove"):
         Learner(config(tiny_model), tmp_path)
     (tmp_path / "training" / "state.json").unlink()
-    with pytest.raises(ServiceError, match=r"training state can't be read .* remove it to continue"):
+    with pytest.raises(ServiceError, match=r"training state.*remove"):
         Learner(config(tiny_model), tmp_path)
 
 
 def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
     Learner(config(tiny_model)).snapshot()(tmp_path)
     (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(ServiceError, match="an older build pickled its training state"):
+    with pytest.raises(ServiceError, match=r"older build.*pickled"):
         Learner(config(tiny_model), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
-def test_two_ranks_resume_from_the_checkpoint_before_one_that_a_single_rank_finds_damaged(
+def test_two_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(
     tiny_model: Path, tmp_path: Path, place: int
 ) -> None:
     """Each reads every second file, the largest first, and one bit has changed in the file at `place`."""

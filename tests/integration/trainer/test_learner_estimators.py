@@ -40,7 +40,7 @@ def with_tokens(given: Batch) -> list[float]:
     return [mean for mean, length in zip(given.mean_advantages(), given.lengths, strict=True) if length]
 
 
-def test_rewards_are_scaled_then_shaped_and_what_was_cut_off_leaves_the_loss(tiny_model: Path) -> None:
+def test_rewards_are_scaled_then_shaped_and_cut_offs_leave_the_loss(tiny_model: Path) -> None:
     shaping = {"enabled": True, "stop_properly_penalty_coef": 0.5}
     scaling = {"enabled": True, "source_max": 8.0, "target_max": 16.0}
     keys = {"reward_scaling": scaling, "reward_shaping": shaping, "overlong_filtering": True}
@@ -59,9 +59,9 @@ def test_rewards_are_scaled_then_shaped_and_what_was_cut_off_leaves_the_loss(tin
     assert metrics["num_valid_samples"] == 6
 
 
-def test_gdpo_trains_on_reward_components_and_says_which_environment_has_none(tiny_model: Path) -> None:
+def test_gdpo_trains_on_components_and_names_who_gives_none(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, grpo={**GROUPS, "adv_estimator": {"name": "gdpo"}}))
-    with pytest.raises(ServiceError, match="environment 'math' scored with reward components none, and gdpo"):
+    with pytest.raises(ServiceError, match=r"'math'.*none.*gdpo"):
         train_step(learner, two_groups())
     components = [{"format": float(i % 2), "correct": float(i // 2 % 2)} for i in range(8)]
     given = two_groups(components=components)
@@ -82,7 +82,7 @@ def test_the_spread_of_rewards_is_measured_after_scaling(tiny_model: Path) -> No
     assert metrics["reward_std"] == np.std([0, 0, 0, 0, 0, 0.5, 1, 1])
 
 
-def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true_ones_dont(tiny_model: Path) -> None:
+def test_the_alarm_is_raised_by_wrong_log_probabilities_alone(tiny_model: Path) -> None:
     settings = config(tiny_model, grpo=GROUPS)
     limits = alarm.alarm_limits(settings)
     first = two_groups()
@@ -126,7 +126,7 @@ def kl_config(model: Path) -> Config:
     )
 
 
-def test_reinforce_plus_plus_takes_the_divergence_from_the_reference_policy_from_rewards(tiny_model: Path) -> None:
+def test_reinforce_plus_plus_takes_the_divergence_from_rewards(tiny_model: Path) -> None:
     learner = Learner(kl_config(tiny_model))
     for _ in range(3):  # the policy has moved away from the reference policy by then
         given = two_groups()
@@ -156,9 +156,7 @@ def test_reinforce_plus_plus_takes_the_divergence_from_the_reference_policy_from
         {"adv_estimator": {"name": "reinforce_plus_plus"}},
     ],
 )
-def test_the_largest_rewards_that_are_accepted_train_and_leave_every_number_finite(
-    tiny_model: Path, keys: dict[str, object]
-) -> None:
+def test_the_largest_accepted_rewards_leave_all_numbers_finite(tiny_model: Path, keys: dict[str, object]) -> None:
     learner = Learner(config(tiny_model, grpo={**GROUPS, **keys}))
     rewards = [LARGEST_REWARD, -LARGEST_REWARD] * 4
     given = two_groups(components=[{"a": reward, "b": -reward / 2} for reward in rewards])

@@ -62,9 +62,7 @@ def test_a_value_model_of_a_smaller_vocabulary_is_refused(tiny_model: Path, tmp_
     model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32)
     model.resize_token_embeddings(19)
     model.save_pretrained(tmp_path / "value")
-    with pytest.raises(
-        ServiceError, match=r"value.model_name '.*' has a vocabulary of 19, and the policy '.*' one of 20"
-    ):
+    with pytest.raises(ServiceError, match=r"value\.model_name.*19.*policy.*20"):
         Learner(ppo(tiny_model, value={"model_name": str(tmp_path / "value")}))
 
 
@@ -210,7 +208,7 @@ def test_packing_and_micro_batches_change_nothing(tiny_model: Path, kind: str) -
             torch.testing.assert_close(after[weight], reference[weight], atol=2e-5, rtol=0, msg=f"{name}: {weight}")
 
 
-def test_sequences_on_which_train_and_inference_disagree_leave_the_loss(tiny_model: Path) -> None:
+def test_sequences_where_train_and_inference_disagree_are_left_out(tiny_model: Path) -> None:
     grpo = {"num_prompts_per_step": 1, "num_generations_per_prompt": 4, "seq_logprob_error_threshold": 1.5}
     learner = Learner(config(tiny_model, grpo=grpo))
     given = random_batch(4)
@@ -250,7 +248,7 @@ def test_what_was_cut_off_leaves_the_loss_and_stays_in_the_baseline(tiny_model: 
     ],
     ids=["none", "loss", "reward"],
 )
-def test_a_reference_policy_is_there_only_where_something_compares_with_it(
+def test_a_reference_policy_is_there_only_where_it_is_compared(
     tiny_model: Path, loss_fn: dict[str, Any], loaded: int
 ) -> None:
     given = random_batch(8)
@@ -277,12 +275,12 @@ def test_a_batch_is_trained_once(tiny_model: Path) -> None:
     """Its columns are those of its step: a second one would train on rewards that were shaped twice."""
     learner, given = Learner(config(tiny_model)), random_batch(4)
     train_step(learner, given)
-    with pytest.raises(ValueError, match="has been through a trainer step already"):
+    with pytest.raises(ValueError, match="through a trainer step"):
         train_step(learner, given)
     assert learner.version == 1
 
 
-def test_going_on_from_a_checkpoint_gives_the_same_bits_of_both_models(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_bits_of_both_models(tiny_model: Path, tmp_path: Path) -> None:
     settings = ppo(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1})
     straight = Learner(settings)
     for seed in range(2):
@@ -296,7 +294,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits_of_both_models(tiny_mode
         assert torch.equal(ours, theirs), name
 
 
-def test_a_value_model_is_loaded_by_transformers_and_may_start_another_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_value_model_is_loaded_and_may_start_another_run(tiny_model: Path, tmp_path: Path) -> None:
     settings = ppo(tiny_model)
     learner = Learner(settings)
     train_step(learner, random_batch(8))
@@ -309,7 +307,7 @@ def test_a_value_model_is_loaded_by_transformers_and_may_start_another_run(tiny_
         torch.testing.assert_close(found, started.root.head(hidden)[0, :-1, 0], atol=2e-5, rtol=1e-5)
     assert found.any()
     (tmp_path / "value" / HEAD).unlink()
-    with pytest.raises(ServiceError, match="can't load the head of a value model"):
+    with pytest.raises(ServiceError, match="head of a value model"):
         Learner(settings, tmp_path)
 
 

@@ -114,7 +114,7 @@ def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> Non
     np.testing.assert_allclose(found, plain_logprobs(tiny_model, whole, 1.0).numpy(), atol=2e-5)
 
 
-def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_model: Path) -> None:
+def test_only_counted_positions_pass_the_vocabulary_projection(tiny_model: Path) -> None:
     policy = PolicyModel(config(tiny_model))
     projected = []
     policy.model.get_output_embeddings().register_forward_hook(
@@ -184,7 +184,7 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "shared-packed", "all"])
-def test_the_entropy_is_the_mean_over_tokens_that_count_however_they_are_packed(tiny_model: Path, mode: str) -> None:
+def test_the_entropy_is_the_mean_over_counted_tokens_in_any_packing(tiny_model: Path, mode: str) -> None:
     """Of the distribution after temperature and top-k, against float64 by transformers alone; tokens weigh what they weigh in the loss."""
     given = random_batch(8, prompts=2)
     given.multipliers[1:3] = 0.5, 0.0
@@ -239,7 +239,7 @@ def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
+def test_routers_of_experts_are_trained_unless_they_are_frozen(
     architectures: dict[str, Path], tiny_model: Path, tmp_path: Path, frozen: bool
 ) -> None:
     policy = {"freeze_moe_router": frozen, "tokenizer": {"name": str(tiny_model)}}
@@ -300,7 +300,7 @@ def test_a_bad_trajectory_is_named_and_nothing_changes(
     before = weights(learner)
     given = batch([*(trajectory([1, 2], [3, 4, 5], index=i) for i in range(2)), bad], [1.0] * 3)
     given.rewards[2] = reward
-    with pytest.raises(BatchRejected, match=rf"step 0: trajectory 'g'\[2\]: .*{says}.*; no step was taken") as caught:
+    with pytest.raises(BatchRejected, match=rf"step 0.*'g'\[2\].*{says}") as caught:
         train_step(learner, given)
     assert set(caught.value.groups) == {"g"}
     assert learner.version == 0
@@ -315,10 +315,10 @@ def overflowing(count: int, place: int) -> Batch:
     return given
 
 
-def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny_model: Path) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_why(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 4})
     learner, untouched = Learner(settings), Learner(settings)
-    with pytest.raises(ServiceError, match=r"not both finite, because of trajectory 'g'\[3\]; no step was taken"):
+    with pytest.raises(ServiceError, match=r"finite.*'g'\[3\]"):
         train_step(learner, overflowing(6, 3))
     assert learner.version == 0
     # the error left nothing behind that the next step could see
@@ -326,9 +326,7 @@ def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny
     assert_same_weights(weights(learner), weights(untouched))
 
 
-def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_weights_go_nowhere_after_a_later_step_that_is_not_finite(tiny_model: Path, tmp_path: Path) -> None:
     """They are of no version: neither a checkpoint nor the fleet may get them."""
     policy = {"train_global_batch_size": 2}
     learner = Learner(config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy=policy))
@@ -357,17 +355,17 @@ def test_a_batch_in_which_nothing_counts_has_no_loss(tiny_model: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"policy\.model_name '.*nowhere'.*give a directory") as caught:
+    with pytest.raises(ServiceError, match=r"policy\.model_name '.*nowhere'.*directory") as caught:
         Learner(config(tmp_path / "nowhere"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_weights_is_an_error_with_the_remedy(tmp_path: Path, architectures: dict[str, Path]) -> None:
     (tmp_path / "config.json").write_text((architectures["tied"] / "config.json").read_text())
-    with pytest.raises(ServiceError, match=r"policy\.model_name .*give a directory"):
+    with pytest.raises(ServiceError, match=r"policy\.model_name.*directory"):
         PolicyModel(config(tmp_path))
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ServiceError, match=r"policy\.max_total_sequence_length 1000000 is more than the \d+ positions"):
+    with pytest.raises(ServiceError, match=r"policy\.max_total_sequence_length 1000000.*positions"):
         Learner(config(tiny_model, policy={"max_total_sequence_length": 1_000_000}))

@@ -59,7 +59,7 @@ def test_disk_is_of_all_files_in_a_folder(tmp_path: Path) -> None:
     assert disk_mb(tmp_path) == {"c": 0.5, "deep": 3.0}
 
 
-def test_what_was_there_after_some_quarters_only_leaves_the_others_empty() -> None:
+def test_what_came_in_some_quarters_leaves_the_others_empty() -> None:
     quarters = [
         Quarter(1, 0.5, {"trainer": 3.0}, {"trainer": 100.0}, {}),
         Quarter(2, 0.25, {"trainer": 2.0}, {"trainer": 100.0}, {"logs": 1.0}),

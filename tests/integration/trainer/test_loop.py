@@ -30,7 +30,7 @@ from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history
 pytestmark = pytest.mark.slow
 
 
-async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curve(
+async def test_a_run_trains_every_step_and_leaves_its_files(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     replica = SmallReplica(replay, tiny_model)
@@ -80,7 +80,7 @@ async def test_law_1_a_trainer_killed_at_any_point_trains_every_group_once(
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
 
 
-async def test_law_1_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_goes_on(
+async def test_law_1_a_damaged_newest_checkpoint_is_set_aside(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["checkpointing"]["save_period"] = 1
@@ -125,7 +125,7 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
 
 
 @pytest.mark.nightly  # the unit tests have every order of events; this is two real processes
-async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
+async def test_law_1_a_trainer_frozen_in_a_save_wakes_after_its_successor(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
@@ -140,7 +140,7 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
 
 
-async def test_law_4_a_trainer_whose_batch_its_successor_has_committed_says_that_another_has_taken_over(
+async def test_law_4_a_trainer_that_another_replaced_says_so(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
@@ -149,7 +149,7 @@ async def test_law_4_a_trainer_whose_batch_its_successor_has_committed_says_that
     assert "another trainer has taken over the run" in trainer.said()
 
 
-async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without_what_broke_it(
+async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
@@ -160,7 +160,7 @@ async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without_what_
     assert (await replay.stats())["requeues"]["invariant"] == 2
 
 
-async def test_a_trajectory_that_can_not_be_read_or_trained_on_is_generated_again(
+async def test_a_trajectory_that_cant_be_trained_on_is_generated_again(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
@@ -248,7 +248,7 @@ async def test_dynamic_sampling_trains_the_groups_whose_rewards_differ(
         assert step["dynamic_sampling_num_gen_batches"] == step["dynamic_sampling_scored_groups"] / (2 * PROMPTS)
 
 
-async def test_dynamic_sampling_that_finds_nothing_ends_the_run_with_the_key_to_turn(
+async def test_dynamic_sampling_that_finds_nothing_ends_the_run(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"] |= {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2}
@@ -259,9 +259,7 @@ async def test_dynamic_sampling_that_finds_nothing_ends_the_run_with_the_key_to_
     assert (trainer.config.run_folder / "curves.html").exists(), "at every end"
 
 
-async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reason(
-    trainer: Trainer, replay: ReplayClient
-) -> None:
+async def test_no_replica_within_the_fleet_deadline_ends_the_run(trainer: Trainer, replay: ReplayClient) -> None:
     trainer.settings["trainer"]["fleet_deadline_s"] = 1
     await replay.register("loads", {}, loading=True)
     run = asyncio.create_task(trainer.run())
@@ -278,7 +276,7 @@ async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reaso
     assert "error: no verified rollout replica for 1 s (trainer.fleet_deadline_s)" in trainer.said()
 
 
-async def test_a_replica_that_computes_something_else_never_serves_and_does_not_stop_the_others(
+async def test_a_replica_that_computes_otherwise_never_serves(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     good, bad = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model, faulty=True)
@@ -299,7 +297,7 @@ async def test_a_replica_that_computes_something_else_never_serves_and_does_not_
     assert epoch.members == (good.id,)
 
 
-async def test_replicas_in_bfloat16_are_verified_within_the_bounds_of_each_version(
+async def test_bfloat16_replicas_are_verified_within_each_versions_bounds(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["policy"]["precision"] = "bfloat16"
@@ -312,7 +310,7 @@ async def test_replicas_in_bfloat16_are_verified_within_the_bounds_of_each_versi
 
 # what a model of 135 M parameters differs by in bfloat16 is a fault in a tiny one
 @pytest.mark.parametrize(("precision", "apart"), [("float32", 0.01), ("bfloat16", 0.15)])
-async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reason_before_it_trains(
+async def test_a_model_that_no_replica_computes_alike_ends_the_run_first(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path, precision: str, apart: float
 ) -> None:
     trainer.settings["policy"]["precision"] = precision
@@ -331,7 +329,7 @@ async def test_a_model_that_no_replica_computes_alike_ends_the_run_with_the_reas
     assert f"; there {precision} (policy.generation.vllm_cfg.precision)" in trainer.said()
 
 
-async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_another_goes_on(
+async def test_a_replica_whose_probabilities_drift_is_quarantined(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"] |= {
@@ -370,7 +368,7 @@ async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_a
     assert f"replica {good.id} is quarantined" not in trainer.said()
 
 
-async def test_the_fleet_dies_and_another_takes_over_at_the_version_it_finds(
+async def test_a_dead_fleet_is_replaced_at_the_version_it_is_found(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     first, second = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model)
@@ -420,7 +418,7 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
     check_history(trainer)
 
 
-async def test_a_checkpoint_that_can_t_be_written_ends_the_run_though_its_last_step_is_trained(
+async def test_a_checkpoint_that_cant_be_written_ends_the_run(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"] |= {"max_num_steps": 1, "val_period": 0, "val_at_start": False}
@@ -467,7 +465,7 @@ async def test_a_rank_that_dies_ends_the_others(trainer: Trainer, replay: Replay
     assert "error: another rank of the trainer failed" in trainer.said()
 
 
-async def test_a_run_all_of_whose_prompts_fail_ends_as_an_error_that_says_how_many_and_why(
+async def test_a_run_whose_prompts_all_fail_says_how_many_and_why(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["data"]["train"]["size"] = 5
@@ -480,7 +478,7 @@ async def test_a_run_all_of_whose_prompts_fail_ends_as_an_error_that_says_how_ma
     assert f"Of the newest {failed} failures: {failed} x this problem is doomed" in trainer.said()
 
 
-async def test_a_run_that_only_evaluates_asks_every_set_trains_nothing_and_names_what_failed(
+async def test_a_run_that_only_evaluates_names_what_failed(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["data"]["evaluate"] = {"validation": None, "train": None}

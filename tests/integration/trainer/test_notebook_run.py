@@ -49,7 +49,7 @@ def settings(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return settings | {"grpo": grpo, "data": data, "env": {"sums": {"attached": True}}}
 
 
-async def test_law_3_one_build_a_reward_is_edited_in_a_cell_while_a_run_trains_and_the_run_goes_on(
+async def test_law_3_one_build_a_run_goes_on_when_a_cell_is_edited(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async def second_step_is_scored_in_part() -> bool:

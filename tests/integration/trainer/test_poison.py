@@ -21,7 +21,7 @@ POISON = 37
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])  # the same law, a minute each
-async def test_law_6_of_64_groups_one_prompt_kills_replicas_and_that_one_fails_and_no_other(
+async def test_law_6_one_prompt_of_64_kills_replicas_and_fails_alone(
     trainer: Trainer,
     replay: ReplayClient,
     limits: Limits,

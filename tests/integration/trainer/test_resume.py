@@ -80,7 +80,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {f"{file.parent.name}/{name}": x for file in files for name, x in load_file(file).items()}
 
 
-async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_last_bit(
+async def test_a_killed_run_resumes_to_the_last_bit(
     ppo: dict[str, Any],
     replay: ReplayClient,
     limits: Limits,
@@ -137,9 +137,7 @@ async def test_ppo_trains_on_trajectories_of_older_weights_as_grpo_does(
     assert max(metrics["critic/loss"] for _, metrics in numbers(trainer)) > 0
 
 
-async def test_law_1_a_step_that_the_buffer_took_again_with_other_groups_is_restored(
-    replay: ReplayClient, tmp_path: Path
-) -> None:
+async def test_law_1_a_step_that_the_buffer_took_otherwise_is_restored(replay: ReplayClient, tmp_path: Path) -> None:
     """The server lost the step that was trained, and a late copy of `reserve` took it with others: a rewind would commit these."""
     checkpoints, retry = Checkpoints(tmp_path, CheckpointingConfig()), BufferRetry(10.0)
     first = await resume(replay, retry, checkpoints, None, [], replay.run_id)

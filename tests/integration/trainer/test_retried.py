@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.nightly), True])  # what is lost is retried too
-async def test_a_run_that_ended_goes_on_with_the_failed_groups_that_are_retried(
+async def test_a_run_that_ended_goes_on_with_retried_groups(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, lost: bool
 ) -> None:
     """`lost`: the trainer is killed before a checkpoint knows of the retry, and the server loses all that it held; the journal knows."""

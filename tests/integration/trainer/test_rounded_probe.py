@@ -86,7 +86,7 @@ WEAK = {**CAPS, "attn_logit_softcapping": 15.0, "query_pre_attn_scalar": 4, **WI
         pytest.param("llama", {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, id="another one"),
     ],
 )
-def test_a_replica_in_bfloat16_that_computes_a_slightly_different_model_is_refused(
+def test_a_bfloat16_replica_with_a_slightly_other_model_is_refused(
     tiny_model: Path, tmp_path: Path, family: str, special: dict[str, Any], wrong: dict[str, Any], precision: str
 ) -> None:
     made(shrunk(family, **NARROW, **special), AutoTokenizer.from_pretrained(tiny_model), tmp_path)

@@ -20,7 +20,7 @@ from headrace_services.refit.sender import RefitReport, WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
-from tests.integration.weights.test_refit import TIMELINE, TOLERANCE, Engines, settings
+from tests.support.engines import TIMELINE, TOLERANCE, Engines, settings
 from tests.support.learner_source import LearnerSource
 from tests.support.small_replica import SmallReplica, running
 
@@ -93,7 +93,7 @@ async def small_replica(run: Run) -> AsyncIterator[str]:
         yield small.id
 
 
-async def test_the_model_travels_once_to_each_replica_and_then_the_adapter_alone(run: Run) -> None:
+async def test_the_model_travels_once_and_then_the_adapter_alone(run: Run) -> None:
     whole, alone = (run.bytes_of(adapter_alone=adapter_alone) for adapter_alone in (False, True))
     assert alone < whole / 10
 
@@ -117,7 +117,7 @@ async def test_the_model_travels_once_to_each_replica_and_then_the_adapter_alone
 
 
 @pytest.mark.nightly  # an engine of its own; the sender and the proof have tests without one
-async def test_an_engine_computes_with_each_adapter_and_refuses_one_that_it_does_not_keep(
+async def test_an_engine_computes_with_each_adapter_it_keeps_and_no_other(
     run: Run, redis_url: str, tmp_path: Path
 ) -> None:
     alone = run.bytes_of(adapter_alone=True)

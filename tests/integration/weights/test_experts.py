@@ -17,7 +17,7 @@ from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
-from tests.integration.weights.test_refit import TIMELINE, TOLERANCE, Engines, settings
+from tests.support.engines import TIMELINE, TOLERANCE, Engines, settings
 from tests.support.learner_source import LearnerSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio]

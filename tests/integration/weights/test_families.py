@@ -19,7 +19,7 @@ from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.network.policy_model import check_refit
 from tests.integration.trainer.learner_cases import config
-from tests.integration.weights.test_refit import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
+from tests.support.engines import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
 from tests.support.family_engine import try_family
 from tests.support.forks import ROOT, fork
 from tests.support.learner_source import LearnerSource
@@ -90,9 +90,7 @@ def test_a_family_is_exact(tiny_model: Path, tmp_path: Path, family: str) -> Non
 
 @pytest.mark.nightly  # an engine for each
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_with_a_tensor_that_a_refit_does_not_reach_is_refused(
-    tiny_model: Path, tmp_path: Path, family: str
-) -> None:
+def test_a_family_with_a_tensor_beyond_a_refit_is_refused(tiny_model: Path, tmp_path: Path, family: str) -> None:
     special, tensor = REFUSED[family]
     found = tried(family, special, tiny_model, tmp_path)
     assert found["initial"] < TOLERANCE
@@ -104,7 +102,7 @@ def test_a_family_with_a_tensor_that_a_refit_does_not_reach_is_refused(
 @pytest.mark.asyncio
 @pytest.mark.nightly  # an engine for each
 @pytest.mark.parametrize(("family", "wrong"), [("gemma3_text", None), ("gemma2", None), ("gemma2", "sdpa")])
-async def test_an_engine_in_bfloat16_differs_by_no_more_than_rounding_explains(
+async def test_an_engine_in_bfloat16_differs_by_rounding_alone(
     redis_url: str, run_id: str, limits: Limits, tiny_model: Path, tmp_path: Path, family: str, wrong: str | None
 ) -> None:
     made(

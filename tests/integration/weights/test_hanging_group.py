@@ -77,14 +77,12 @@ def test_a_peer_that_never_comes_is_given_up_and_leaves_no_thread(group: Group) 
     closed.check()
 
 
-def test_an_abort_that_blocks_holds_nobody_up_and_the_process_says_that_it_must_end(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     channel, closed = lead(0.5), ClosedChannels()  # which would wait for ever if the abort were waited for
     closed.add(channel)
     closed.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
-    with pytest.raises(Restartable, match=r"group g of nccl has an abandoned call .* only a new process"):
+    with pytest.raises(Restartable, match=r"group g.*abandoned call"):
         closed.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
@@ -112,9 +110,7 @@ def test_a_call_may_wait_as_long_for_its_peers_as_torch_lets_it(group: Group, mo
     assert channel.join(PATIENCE_S)
 
 
-def test_a_group_that_could_not_be_aborted_is_no_secret_and_the_process_must_end(
-    group: Group, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_group_that_was_not_aborted_ends_the_process(group: Group, caplog: pytest.LogCaptureFixture) -> None:
     group.failure = RuntimeError("NCCL timeout in: NCCLUtils.cpp")
     group.let_go.set()
     channel, closed = lead(0.5), ClosedChannels()
@@ -123,7 +119,7 @@ def test_a_group_that_could_not_be_aborted_is_no_secret_and_the_process_must_end
     assert "group g of nccl could not be aborted" in caplog.text
     store = RendezvousStore("127.0.0.1", 0)
     closed.add(Channel(place(store), store.connect()))  # another does not make it forgotten
-    with pytest.raises(Restartable, match=r"group g of nccl could not be aborted \(NCCL timeout.* only a new process"):
+    with pytest.raises(Restartable, match=r"group g.*aborted.*NCCL timeout"):
         closed.check()
 
 
@@ -158,7 +154,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchsGroup]:
     return made
 
 
-def test_torch_neither_ends_the_process_for_a_broadcast_nor_gives_one_up(made: Callable[[], TorchsGroup]) -> None:
+def test_torch_neither_ends_the_process_nor_gives_a_broadcast_up(made: Callable[[], TorchsGroup]) -> None:
     group = made()
     assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert group.environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"

@@ -112,9 +112,7 @@ async def test_a_transfer_that_the_server_takes_for_announced_is_done_again(trai
         await refit(trainer, BufferRetry(0.0))
 
 
-async def test_law_4_a_trainer_whose_run_was_taken_over_hears_that_of_its_epoch(
-    trainer: Forgetful, replay: ReplayClient
-) -> None:
+async def test_law_4_a_trainer_whose_run_was_taken_over_hears_of_it(trainer: Forgetful, replay: ReplayClient) -> None:
     async def take_over() -> None:
         await replay.rewind(0, "timeline-2")
         await replay.open_epoch("another", 0, "timeline-2", {})

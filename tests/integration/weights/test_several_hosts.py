@@ -40,7 +40,7 @@ def run(folder: Path, model: Path, url: str, machine: str) -> tuple[int, str, st
     return done.returncode, trainer, replica
 
 
-def test_replicas_on_another_machine_find_the_trainer_by_its_default_address(tmp_path: Path, tiny_model: Path) -> None:
+def test_replicas_elsewhere_find_the_trainer_by_its_default_address(tmp_path: Path, tiny_model: Path) -> None:
     """Although each machine's own name is 127.0.1.1, as Debian installs it."""
     code, trainer, replica = run(tmp_path, tiny_model, "redis://{buffer}:6379/0", "trainer")
     assert code == 0, trainer + replica
@@ -48,7 +48,7 @@ def test_replicas_on_another_machine_find_the_trainer_by_its_default_address(tmp
     assert (tmp_path / "hosts" / "metrics.jsonl").exists(), list(tmp_path.iterdir())
 
 
-def test_a_server_that_is_127_0_1_1_for_the_trainer_is_refused_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_server_at_127_0_1_1_for_the_trainer_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     """The trainer is on the server's machine and calls it by that machine's name: replicas elsewhere could not reach what it told them."""
     code, trainer, _ = run(tmp_path, tiny_model, "redis://node:6379/0", "buffer")
     assert code != 0

@@ -172,9 +172,7 @@ def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -
         follower.result(PATIENCE_S)
 
 
-def test_buckets_in_the_hosts_memory_are_pinned_where_a_gpu_copies_them(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_are_pinned_where_a_gpu_copies_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none travels, or is filled again, while the GPU still copies: here the GPU is a stand-in."""
     tensors = weights()
     manifest = manifest_of(tensors, bucket_bytes=200)
@@ -277,7 +275,7 @@ def test_a_member_that_never_comes_ends_the_wait_at_the_deadline(fleet: Fleet) -
 def test_who_has_not_the_secret_gets_nothing(fleet: Fleet) -> None:
     manifest = manifest_of(weights())
     fleet.start(manifest, 1, secret=b"x" * 32)
-    with pytest.raises(WeightChannelError, match="'ready/1' of the rendezvous store was not written by a member"):
+    with pytest.raises(WeightChannelError, match=r"'ready/1'.*member"):
         fleet.lead(1)
     assert fleet.peers[0].expect("error")["type"] in ENDED
 
@@ -288,7 +286,7 @@ def test_an_address_that_a_stranger_puts_into_the_store_is_not_used(fleet: Fleet
     assert store.get("0/1") == b"10.0.0.1"
     stranger = dist.PrefixStore("g", fleet.store.connect())
     stranger.set("0/1", bytes(32) + b"6.6.6.6")
-    with pytest.raises(RuntimeError, match="'0/1' of the rendezvous store was not written by a member"):
+    with pytest.raises(RuntimeError, match=r"'0/1'.*member"):
         store.get("0/1")
     # what a member signed counts neither under another key nor in another group
     store.set("0/1", b"10.0.0.1")
@@ -300,7 +298,7 @@ def test_an_address_that_a_stranger_puts_into_the_store_is_not_used(fleet: Fleet
             view.get(key)
 
 
-def test_a_rank_whose_place_another_has_taken_is_found_before_a_tensor_moves(fleet: Fleet) -> None:
+def test_a_rank_whose_place_is_taken_is_found_before_a_tensor_moves(fleet: Fleet) -> None:
     """It has the secret, but the challenge went to the other."""
 
     class Displaced(Channel):
@@ -314,7 +312,7 @@ def test_a_rank_whose_place_another_has_taken_is_found_before_a_tensor_moves(fle
 
     member = threading.Thread(target=follow)
     member.start()
-    with pytest.raises(WeightChannelError, match="rank 1 of group g did not get the challenge"):
+    with pytest.raises(WeightChannelError, match=r"rank 1.*challenge"):
         fleet.lead(1)
     member.join(PATIENCE_S)
 
@@ -353,9 +351,9 @@ def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Flee
     assert len(given) == len(tensors)
 
 
-def test_a_host_that_is_not_this_machine_is_an_error_that_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_this_machine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_STORE_TIMEOUT", timedelta(seconds=0.5))
-    with pytest.raises(ServiceError, match=r"weight_channel\.host: the trainer can't reach its own store"):
+    with pytest.raises(ServiceError, match=r"weight_channel\.host:.*store"):
         RendezvousStore("no-such-host.invalid", 0)
 
 
@@ -366,7 +364,7 @@ def test_a_store_that_is_gone_is_a_typed_error_before_any_rank_joins(
         raise torch.distributed.DistNetworkError("connection reset")
 
     monkeypatch.setattr(fleet.store, "_store", type("Store", (), {"clone": staticmethod(gone)}))
-    with pytest.raises(WeightChannelError, match="connecting to the store failed: connection reset"):
+    with pytest.raises(WeightChannelError, match=r"store failed.*reset"):
         fleet.lead(1)
 
 

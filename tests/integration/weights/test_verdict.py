@@ -80,7 +80,7 @@ async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_a_trainer_whose_own_log_probabilities_are_not_finite_sends_nothing(
+async def test_a_trainer_with_log_probabilities_not_finite_sends_nothing(
     replay: ReplayClient, tiny_model: Path
 ) -> None:
     source = SourceModel(tiny_model)

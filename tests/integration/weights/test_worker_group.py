@@ -13,9 +13,7 @@ from headrace_services.refit.transport import Channel
 pytestmark = pytest.mark.slow
 
 
-def test_what_vllm_sets_for_its_own_groups_of_nccl_does_not_hold_for_one_with_the_trainer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_vllms_settings_of_nccl_do_not_reach_the_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with VLLM_BATCH_INVARIANT: ranks that differ in it would wait for each other for ever."""
     from vllm.utils import nccl
 

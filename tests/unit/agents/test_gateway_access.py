@@ -20,7 +20,7 @@ from tests.support.gateways import HI, Open, ask, gate, open_episode, renders_an
 from tests.support.toy_sessions import user
 
 
-async def test_an_unknown_key_and_one_of_an_episode_that_has_ended_open_nothing() -> None:
+async def test_keys_unknown_or_of_an_ended_episode_open_nothing() -> None:
     async with open_episode() as opened:
         async with opened.client(base_url=f"{opened.address}/s/{'0' * 32}/v1") as client:
             with pytest.raises(openai.AuthenticationError):
@@ -51,9 +51,7 @@ def large(text: str) -> dict[str, Any]:
     return {"messages": [user(text * dialect.LARGE_BODY)]}
 
 
-async def test_large_bodies_are_decoded_one_at_a_time_and_others_are_answered_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_large_bodies_are_decoded_singly_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding, and the digests of the conversation, are no work of the event loop."""
     go, began, decoding, most = threading.Event(), threading.Event(), [0], [0]
     digested_by: list[threading.Thread] = []
@@ -194,7 +192,7 @@ def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixtur
 async def test_the_policy_is_a_model() -> None:
     async with open_episode() as opened, opened.client() as client:
         assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(openai.NotFoundError, match='model "gpt/4" does not exist; the policy is "policy"') as error:
+        with pytest.raises(openai.NotFoundError, match=r'"gpt/4".*"policy"') as error:
             await client.models.retrieve("gpt/4")
         assert error.value.code == "model_not_found"
         opened.gateway.close(opened.key)

@@ -22,7 +22,7 @@ from tests.support.gateways import HI, ask, gate, open_episode, until
 from tests.support.toy_sessions import LIMITS, user
 
 
-async def test_any_gateway_takes_a_request_and_forwards_what_is_another_ones() -> None:
+async def test_any_gateway_forwards_what_is_another_ones() -> None:
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}
         for options in (
@@ -48,9 +48,7 @@ async def test_any_gateway_takes_a_request_and_forwards_what_is_another_ones() -
         ("gateway-1,127.0.0.2", "https://agents:8394"),  # each has its own, and what is in front of them another
     ],
 )
-async def test_gateways_behind_one_name_know_each_other_by_their_certificates(
-    tmp_path: Path, names: str, advertised: str
-) -> None:
+async def test_gateways_behind_one_name_are_known_by_certificate(tmp_path: Path, names: str, advertised: str) -> None:
     made = CliRunner().invoke(cli, ["certs", "--dir", str(tmp_path), names])
     assert made.exit_code == 0
     pair = tmp_path / names.partition(",")[0]
@@ -68,7 +66,7 @@ async def test_gateways_behind_one_name_know_each_other_by_their_certificates(
     assert len(mine.kept) == 1
 
 
-async def test_a_gateway_that_was_not_heard_of_yet_is_waited_for_where_there_may_be_others() -> None:
+async def test_a_gateway_not_heard_of_is_waited_for_if_others_may_exist() -> None:
     async with open_episode() as mine, open_episode(peers_every_s=0.5) as other:
         url = f"{other.address}/s/{mine.key}/v1"
         async with mine.client(base_url=url) as client:
@@ -146,7 +144,7 @@ async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
             await asyncio.gather(*asking)
 
 
-async def test_made_up_keys_ask_their_gateway_few_at_a_time_and_a_real_one_is_asked_for_once() -> None:
+async def test_made_up_keys_ask_few_at_a_time_and_a_real_one_once() -> None:
     asked, most, go = Counter[str](), [0], asyncio.Event()
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -173,7 +171,7 @@ async def test_made_up_keys_ask_their_gateway_few_at_a_time_and_a_real_one_is_as
             await lookups.check("http://other", made_up[0])
 
 
-async def test_a_key_that_died_with_its_episode_is_forgotten_by_other_gateways() -> None:
+async def test_a_key_of_an_ended_episode_is_forgotten_by_other_gateways() -> None:
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}
         async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
@@ -213,7 +211,7 @@ async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> N
         go.set()
 
 
-async def test_a_gateway_that_is_away_is_an_error_that_clients_retry_and_nothing_goes_round() -> None:
+async def test_a_gateway_that_is_away_is_a_retryable_error() -> None:
     async with open_episode() as mine, open_episode() as other:
         unknown = f"{'0' * 8}-{'0' * 32}"
         mine.gateway.peers = {"0" * 8: "http://127.0.0.1:1"}

@@ -21,7 +21,7 @@ from tests.support.gateways import HI, Open, ask, gate, open_episode, until
 from tests.support.toy_sessions import LIMITS, user
 
 
-async def test_a_client_that_times_out_and_asks_again_gets_the_answer_of_its_first_call() -> None:
+async def test_a_client_that_times_out_and_retries_gets_the_first_answer() -> None:
     async with open_episode() as opened, opened.client(max_retries=3, timeout=0.2) as client:
         go = gate(opened)
         asking = asyncio.create_task(ask(client))
@@ -42,7 +42,7 @@ async def ask_and_go(opened: Open, client: httpx.AsyncClient) -> None:
     await until(lambda: calls[0].readers == 0)
 
 
-async def test_a_client_that_goes_in_the_middle_of_an_answer_gets_it_whole_the_next_time() -> None:
+async def test_a_client_that_leaves_midway_gets_the_whole_answer_next_time() -> None:
     async with open_episode() as opened, opened.http() as client:
         go = gate(opened)
         await ask_and_go(opened, client)
@@ -99,9 +99,7 @@ def streamed_to_its_finish_reason(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("use", [whole, streamed, streamed_to_its_finish_reason])
-async def test_a_client_that_closes_its_connection_once_it_has_its_answer_was_given_it(
-    use: Callable[[openai.OpenAI], None],
-) -> None:
+async def test_a_client_that_closes_after_its_answer_was_given_it(use: Callable[[openai.OpenAI], None]) -> None:
     async with open_episode() as opened, busy_loop():
         with openai.OpenAI(base_url=opened.url, api_key="none", max_retries=0, timeout=60.0) as client:
             for _ in range(5):
@@ -134,7 +132,7 @@ async def test_real_duplicates_at_once_are_calls_of_their_own() -> None:
     assert len({answer.id for answer in answers}) == len(ending.calls) == 8
 
 
-async def test_duplicates_of_which_some_are_lost_leave_exactly_the_answers_that_were_used() -> None:
+async def test_lost_duplicates_leave_exactly_the_answers_used() -> None:
     """Acceptance 6: time-outs, retries and real duplicates at once."""
     async with open_episode(replicas=2) as opened:
         asked = itertools.count()
@@ -188,7 +186,7 @@ async def test_equal_requests_that_were_told_to_wait_get_an_answer_each(forwarde
     assert opened.episode.session.joined == 0
 
 
-def test_a_try_that_became_no_call_is_remembered_for_one_that_follows_it_and_for_a_while() -> None:
+def test_a_try_that_became_no_call_is_remembered_for_a_while() -> None:
     admission = gateway_module.KeyAdmission()
     for tries in (0, 0, 1, None):
         admission.note_turned_away(tries, 0.0)

@@ -158,7 +158,7 @@ def test_whether_reasoning_makes_a_root_is_the_templates_to_say(
 
 
 @pytest.mark.parametrize("is_text", [True, False])
-def test_a_history_is_rendered_only_where_a_request_does_not_begin_with_what_was_recorded(is_text: bool) -> None:
+def test_a_history_is_rendered_only_where_the_record_does_not_lead(is_text: bool) -> None:
     """A call of no tool is lost in the text of the answer, and with it some of the tokens."""
     for place in range(100):
         program = Program(session(), ToyPolicy())
@@ -199,7 +199,7 @@ def test_a_call_that_a_stop_string_ended_is_not_continued() -> None:
     raise AssertionError
 
 
-def test_behind_a_call_that_a_stop_string_ended_the_call_before_it_is_continued() -> None:
+def test_a_call_ended_by_a_stop_string_is_continued_from_before_it() -> None:
     for place in range(100):
         program = Program(session(), ToyPolicy())
         messages = [user(f"{place}")]
@@ -235,9 +235,7 @@ def test_equal_answers_are_told_apart_by_whether_the_program_had_them(program: P
 
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("delivered", [True, False])
-def test_of_answers_that_differ_in_their_reasoning_the_one_whose_tokens_a_request_repeats_is_continued(
-    which: int, delivered: bool
-) -> None:
+def test_of_answers_the_one_whose_tokens_are_repeated_is_continued(which: int, delivered: bool) -> None:
     """Equal texts with other reasoning, as parallel samples have them; their program goes on from any of them."""
     program = Program(session(), ToyPolicy())
     texts = [[THINK, *encode(reasoning), THOUGHT, *encode("abc"), END] for reasoning in ("x", "y", "zz", "z")]
@@ -311,7 +309,7 @@ def test_calls_are_numbered_anew_without_those_that_are_dropped(program: Program
 # -- retries -----------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_requests_are_calls_of_their_own_while_their_clients_are_there(program: Program) -> None:
+def test_equal_requests_are_calls_of_their_own_while_clients_stay(program: Program) -> None:
     calls = [program.begin([user("hi")]) for _ in range(3)]
     assert len(set(map(id, calls))) == 3
     for call in calls:
@@ -320,7 +318,7 @@ def test_equal_requests_are_calls_of_their_own_while_their_clients_are_there(pro
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program: Program, answered: bool) -> None:
+def test_a_request_equal_to_a_departed_clients_gets_its_answer(program: Program, answered: bool) -> None:
     first = program.begin([user("hi")])
     if answered:
         program.carry_out(first)
@@ -333,9 +331,7 @@ def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program
 
 
 @pytest.mark.parametrize("mark", [{"retry": 1}, {"idempotency_key": "once"}])
-def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
-    program: Program, mark: dict[str, Any]
-) -> None:
+def test_a_marked_retry_joins_a_call_with_a_client(program: Program, mark: dict[str, Any]) -> None:
     key = {"idempotency_key": mark["idempotency_key"]} if "idempotency_key" in mark else {}
     first, _ = program.session.ask(program.asked([user("hi")], **key), 0.0)
     again, is_new = program.session.ask(program.asked([user("hi")], **mark), 0.0)
@@ -347,7 +343,7 @@ def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
     assert program.session.ask(program.asked([user("hi")], **mark), 0.0) == (first, False)
 
 
-def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_same(program: Program) -> None:
+def test_a_retry_after_an_error_is_a_call_of_its_own(program: Program) -> None:
     failed, other = program.begin([user("hi")]), program.begin([user("hi")])
     program.session.note_failure(failed, 1.0, again=True)
     program.session.note_departure(failed, 1.0)
@@ -376,7 +372,7 @@ def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: P
     assert {each for each, _ in got[2:4]} == {first, got[1][0]}
 
 
-def test_a_retry_of_a_request_that_was_turned_away_joins_no_call_that_has_a_client(program: Program) -> None:
+def test_a_retry_of_a_refused_request_joins_no_call_with_a_client(program: Program) -> None:
     first = program.begin([user("hi")])
     assert program.session.ask(program.asked([user("hi")], retry=1, turned_away=True), 0.0)[1]
     program.session.note_departure(first, 1.0)
@@ -384,7 +380,7 @@ def test_a_retry_of_a_request_that_was_turned_away_joins_no_call_that_has_a_clie
 
 
 @pytest.mark.parametrize(("unmarked", "is_new"), [({}, False), ({"retry": 0}, True)])
-def test_an_error_is_made_up_for_once_also_by_a_client_that_does_not_count(
+def test_an_error_is_made_up_for_once_even_without_a_count(
     program: Program, unmarked: dict[str, Any], is_new: bool
 ) -> None:
     failed = program.begin([user("hi")])
@@ -456,7 +452,7 @@ def test_calls_that_fail_are_limited() -> None:
     for _ in range(16):
         program.session.note_failure(program.begin([user("a")]), 0.0, again=False)
     for _ in range(2):
-        with pytest.raises(Refused, match=r"16 calls of the episode have failed.*agents\.max_rollout_turns") as refused:
+        with pytest.raises(Refused, match=r"16 calls.*agents\.max_rollout_turns") as refused:
             program.begin([user("b")])
         assert refused.value.kind == "limit"
     ending = program.session.end()

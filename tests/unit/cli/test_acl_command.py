@@ -48,7 +48,7 @@ def test_given_passwords_are_used(run: Path, tmp_path: Path) -> None:
     assert [old.split()[1] for old, new in zip(before, after, strict=True) if old != new] == ["adder-trainer"]
 
 
-def test_functions_are_loaded_by_the_administrator_unless_the_server_is_the_runs_own(run: Path, tmp_path: Path) -> None:
+def test_a_foreign_servers_functions_are_loaded_by_its_administrator(run: Path, tmp_path: Path) -> None:
     def who(*options: str) -> set[str]:
         lines = printed(run, "--credentials", tmp_path / "credentials", *options)
         return {line.split()[1] for line in lines if {"+function|load", "+@all"} & {*line.split()}}
@@ -60,6 +60,6 @@ def test_functions_are_loaded_by_the_administrator_unless_the_server_is_the_runs
 def test_a_file_that_can_not_be_used_is_named_and_left_as_it_is(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "credentials"
     file.write_text("operator\n")
-    with pytest.raises(ConfigError, match="credentials: line 1 is not `ROLE TOKEN`"):
+    with pytest.raises(ConfigError, match=r"line 1.*`ROLE TOKEN`"):
         CliRunner().invoke(app, ["acl", str(run), "--credentials", str(file)], catch_exceptions=False)
     assert file.read_text() == "operator\n"

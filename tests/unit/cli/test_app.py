@@ -11,7 +11,7 @@ from headrace.cli.app import app
 
 
 @pytest.mark.parametrize(("given", "set_to"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_leave_the_cores_to_others_unless_told_otherwise(
+def test_waiting_threads_leave_the_cores_unless_told_otherwise(
     given: str | None, set_to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # what the command sets is unset after the test

@@ -54,7 +54,7 @@ def test_a_host_that_is_none_is_named(tmp_path: Path, hosts: str, said: str) -> 
 def test_an_authority_without_its_key_is_not_replaced(tmp_path: Path) -> None:
     run("certs", "--dir", tmp_path, "hub")
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(ConfigError, match=r"ca\.pem with .*ca\.key can't be used .*put the key back"):
+    with pytest.raises(ConfigError, match=r"ca\.pem.*ca\.key.*put the key back"):
         run("certs", "--dir", tmp_path, "hub")
 
 

@@ -84,7 +84,7 @@ def test_the_summary_names_both_ends() -> None:
         assert expected in text
 
 
-def test_the_log_display_prints_each_change_of_state_once_and_no_refit() -> None:
+def test_the_log_prints_each_change_of_state_once_and_no_refit() -> None:
     console = Console(file=io.StringIO(), width=40)
     display, now = LineDisplay(console), run()
     for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
@@ -137,7 +137,7 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
     assert progress([], tmp_path) == []
 
 
-def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_the_run_but_for_its_first_step(tmp_path: Path) -> None:
+def test_the_trainers_waiting_is_told_per_step_and_per_run(tmp_path: Path) -> None:
     waited_for = run()
     first = {
         "efficiency/init/total_s": 9.0,
@@ -160,7 +160,7 @@ def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_the_run_but_for_it
     assert describe_wait(waited_for) is None
 
 
-def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> None:
+def test_a_wait_is_a_line_at_first_each_minute_and_at_its_end() -> None:
     console = Console(file=io.StringIO(), width=40)
     display, summary = LineDisplay(console), RunSummary(run_id="adder", max_steps=3)
     for seconds in (0.0, 2.9, 3.1, 40.0, 63.5, 100.0, None):

@@ -50,9 +50,7 @@ def made(config: Config, tmp_path: Path, **changes: Any) -> Config:
     return evaluation_config(config, NamedModel("adder@3", str(tmp_path)), {"validation": None}, **arguments)
 
 
-def test_the_run_that_evaluates_is_the_one_that_trained_but_learns_nothing_and_stays_on_this_machine(
-    config: Config, tmp_path: Path
-) -> None:
+def test_the_run_that_evaluates_is_the_one_that_trained_but_local(config: Config, tmp_path: Path) -> None:
     evaluation = made(config, tmp_path, temperature=0.5)
     assert evaluation.run_folder == tmp_path / "evals" / "adder-3-20260102-030405"
     assert (evaluation.policy.model_name, evaluation.max_num_steps, evaluation.ppo) == (str(tmp_path), 0, None)
@@ -80,14 +78,12 @@ def test_an_override_that_does_nothing_is_refused(config: Config, tmp_path: Path
         ["policy.generation.max_new_tokens=9", "rollout.replicas=3", "data.train.0.seed=0"], config, evaluation
     )
     for override in ("policy.model_name=other", "ppo.seed=7", "rollout.port=9"):
-        with pytest.raises(ConfigError, match=r"an evaluation sets .* itself; leave it out"):
+        with pytest.raises(ConfigError, match=r"an evaluation sets"):
             refuse_ignored([override], config, evaluation)
 
 
 def test_several_samples_need_a_temperature(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="--samples 4 at temperature 0: all completions of a prompt would be the same"
-    ):
+    with pytest.raises(ConfigError, match=r"--samples 4.*temperature 0"):
         made(config, tmp_path, temperature=0.0)
     greedy = config.policy.generation.model_copy(update={"val_temperature": 0.0})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": greedy})})
@@ -124,7 +120,7 @@ def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config
     values["data"]["validation"].append(SUMS | {"system_prompt": None})
     values["data"]["default"]["system_prompt"] = "Mine."
     config = Config.model_validate(values)
-    with pytest.raises(ConfigError, match=r"differ in system_prompt.*with --set data\.default\.system_prompt=VALUE"):
+    with pytest.raises(ConfigError, match=r"system_prompt.*--set data\.default\.system_prompt=VALUE"):
         data_sets([str(tmp_path / "sums.jsonl")], config, [])
     found = data_sets([str(tmp_path / "sums.jsonl")], config, ["data.default.system_prompt=Mine."])
     assert found["sums"] is not None
@@ -132,13 +128,11 @@ def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config
 
 
 def test_data_sets_that_are_not_there(config: Config) -> None:
-    with pytest.raises(
-        ConfigError, match=r"missing\.jsonl is not a data set; give validation or train, an existing file"
-    ):
+    with pytest.raises(ConfigError, match=r"missing\.jsonl .*validation or train"):
         data_sets(["missing.jsonl"], config, [])
     nothing = config.model_copy(update={"data": config.data.model_copy(update={"train": [], "validation": []})})
     for name in ("train", "validation"):
-        with pytest.raises(ConfigError, match=f"{name}: the configuration has no data.{name}"):
+        with pytest.raises(ConfigError, match=rf"{name}: .*data\.{name}"):
             data_sets([name], nothing, [])
 
 

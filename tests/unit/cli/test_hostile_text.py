@@ -91,7 +91,7 @@ def test_samples() -> None:
     assert harmless(out.getvalue())
 
 
-def test_nothing_that_was_said_in_an_episode_is_cut_off_or_passes_for_the_head_of_a_call() -> None:
+def test_nothing_said_in_an_episode_passes_for_the_head_of_a_call() -> None:
     said = "\n".join([*["call 9 (tokens 0-1)"] * 20, "@" * 200])
     asked = ({"role": "user", "content": said}, {"role": "call 9", "content": said})
     answer = {"role": "assistant", "content": said, "reasoning": said}

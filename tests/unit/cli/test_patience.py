@@ -18,7 +18,7 @@ from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience
         ({"timeout_s": 20, "episodes": True}, True, (50, "run.hang_timeout_s")),
     ],
 )
-def test_a_silent_environment_is_restarted_when_no_call_of_it_can_be_awaited(
+def test_a_silent_environment_with_no_call_to_await_is_restarted(
     env: dict[str, object], is_broken: bool, expected: tuple[float, str]
 ) -> None:
     config = Config.model_validate(

@@ -67,7 +67,7 @@ def test_a_copy_on_each_host_takes_what_one_host_alone_takes(config: Path) -> No
 def test_half_a_host_more_is_refused_where_each_host_has_a_copy(config: Path) -> None:
     # 8.03 billion parameters at 4 bytes over 12 GPUs
     assert rows(config, "--gpus", "8,12")["policy: parameters, float32"] == ["3.7", "2.5"]
-    with pytest.raises(ConfigError, match=r"--gpus 8,12: trainer\.shard_within_host needs whole hosts, of 8 GPUs"):
+    with pytest.raises(ConfigError, match=r"--gpus 8,12:.*shard_within_host.*8 GPUs"):
         rows(config, "trainer.shard_within_host=true", "--gpus", "8,12")
     with pytest.raises(ConfigError, match=r"--gpus 0: give numbers of GPUs"):
         rows(config, "--gpus", "0")

@@ -69,7 +69,7 @@ def test_restarts_without_progress_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("code", [0, EXIT_USER_ERROR, 2, EXIT_BUFFER_UNAVAILABLE])
-def test_an_environment_that_ends_before_it_answered_is_for_the_user_to_mend(code: int) -> None:
+def test_an_environment_that_ends_unanswered_is_for_the_user_to_mend(code: int) -> None:
     assert decide(code, was_ready=False, is_user_code=True) == GiveUp(f"exit code {code} before it answered")
 
 
@@ -78,13 +78,13 @@ def test_an_environment_that_worked_is_started_again_however_often(code: int) ->
     assert isinstance(decide(code, fruitless=2000, is_user_code=True), Restart)
 
 
-def test_the_first_exception_may_heal_and_its_restart_says_what_it_was() -> None:
+def test_the_first_exception_may_heal_and_is_told() -> None:
     assert decide(EXIT_INTERNAL_ERROR, ending=HERE) == Restart(
         1.0, "KeyError at headrace_services.trainer.main:7: 'step 8'"
     )
 
 
-def test_the_same_exception_at_the_same_place_twice_in_a_row_ends_the_run_with_it() -> None:
+def test_the_same_exception_twice_in_a_row_ends_the_run() -> None:
     before = Ending(HERE.error, HERE.place, "'step 6'")
     assert decide(EXIT_INTERNAL_ERROR, fruitless=1, ending=HERE, before=before) == GiveUp(
         "it ended twice in a row, without progress between, with KeyError at headrace_services.trainer.main:7: 'step 8'"
@@ -105,7 +105,7 @@ def test_progress_between_two_equal_ends_counts_anew() -> None:
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 128 + signal.SIGKILL])
-def test_a_signal_is_never_the_same_exception_whatever_other_ranks_met(code: int) -> None:
+def test_a_signal_is_never_the_same_exception(code: int) -> None:
     assert isinstance(decide(code, fruitless=1, ending=HERE, before=HERE), Restart)
 
 

@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
     journal.append("validation", 0, "a", {})
     runs.prepare(file, ["grpo.seed=7"])
     journal.append("train", 0, "a", {})
-    with pytest.raises(ConfigError, match=r"adder has trained steps, and can't continue (.|\n)*grpo\.seed: 42 -> 7"):
+    with pytest.raises(ConfigError, match=r"adder(.|\n)*grpo\.seed: 42 -> 7"):
         runs.prepare(file, ["grpo.seed=7"])
     journal.path.unlink()
     checkpoint = tmp_path / "adder" / "checkpoints" / "step_3"
@@ -65,9 +65,7 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
             runs.prepare(file, ["grpo.seed=7", override])
 
 
-def test_a_run_goes_on_with_the_data_set_that_a_variable_gives_as_a_single_mapping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_a_data_set_given_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DATA", "{train: {dataset_name: arithmetic, env_name: math, system_prompt: Be brief.}}")
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nenv: {{math: {{type: math}}}}\n")
@@ -144,9 +142,7 @@ def test_a_renamed_run_does_not_go_on_and_no_other_begins(tmp_path: Path, monkey
         pass
     renamed = Path("runs/adder").rename("runs/first")
     for given in ((renamed / runs.SAVED, []), (file, ["run.id=first"])):
-        with pytest.raises(
-            ConfigError, match=r"first is the folder of run adder, .*: rename the folder to adder; or start"
-        ):
+        with pytest.raises(ConfigError, match=r"first.*run adder.*rename.*to adder"):
             runs.prepare(*given)
     assert runs.prepare(renamed / runs.SAVED, ["run.id=second"])[0].run.id == "second"
 
@@ -206,7 +202,7 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
         assert place.stat().st_mtime_ns == before
     (tmp_path / "no").write_text("")
     nowhere = load(file, ["run.dir=" + str(tmp_path / "no")], environ={})
-    with pytest.raises(ServiceError, match=r"run\.dir: can't write"), runs.unsupervised(nowhere, file):
+    with pytest.raises(ServiceError, match=r"run\.dir"), runs.unsupervised(nowhere, file):
         pass
 
 

@@ -41,7 +41,7 @@ def test_a_name_that_a_library_would_not_find_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"])
 def test_a_cache_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"{name}={tmp_path}/file/cache can't be written .*; unset {name}"):
+    with pytest.raises(ConfigError, match=rf"{name}={tmp_path}/file/cache.*unset {name}"):
         shell.check({name: f"{tmp_path}/file/cache"})
     shell.check({name: f"{tmp_path}/cache"})
 
@@ -92,7 +92,7 @@ print(os.open("/", os.O_RDONLY), file=open(f"/dev/fd/{sys.argv[1]}", "w"))
 """
 
 
-def test_a_closed_stream_is_opened_before_another_file_gets_its_number() -> None:
+def test_a_closed_stream_is_opened_before_its_number_is_taken() -> None:
     reader, writer = os.pipe()
     argv = [sys.executable, "-c", OPENED, str(writer)]
     subprocess.run(argv, preexec_fn=lambda: os.closerange(0, 3), pass_fds=[writer], timeout=60, check=True)

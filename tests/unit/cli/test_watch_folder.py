@@ -18,7 +18,7 @@ from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
 
 
-async def test_a_file_server_that_is_away_for_a_moment_ends_no_run_and_a_deleted_folder_does(
+async def test_a_file_server_away_ends_no_run_and_a_deleted_folder_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, saved = tmp_path / credentials.FILE, tmp_path / "config.yaml"

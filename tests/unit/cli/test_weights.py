@@ -58,7 +58,7 @@ def test_a_run_and_its_step(run: Path, name: str, step: int) -> None:
 
 def test_step_0_is_the_initial_model(run: Path) -> None:
     assert weights.find("adder@0").model == "initial"
-    with pytest.raises(ConfigError, match=r"initial \(policy\.model_name\), which is not a directory here"):
+    with pytest.raises(ConfigError, match=r"initial \(policy\.model_name\)"):
         weights.find_local("adder@0")
     model(run.parents[1] / "initial")
     assert weights.find_local("adder@0").name == "adder@0"
@@ -95,14 +95,14 @@ def test_what_is_not_there_is_named_with_what_is(run: Path, name: str, error: st
 def test_what_there_is_no_best_of(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step_2")
     shutil.rmtree(run / "checkpoints" / "step_4")
-    with pytest.raises(ConfigError, match="no checkpoint has val:accuracy, so the best is unknown; give one of 6"):
+    with pytest.raises(ConfigError, match=r"val:accuracy.*one of 6"):
         weights.find("adder@best")
     shutil.rmtree(run / "checkpoints" / "step_6" / "policy")
-    with pytest.raises(ServiceError, match="policy holds no model; give another step"):
+    with pytest.raises(ServiceError, match=r"policy.*another step"):
         weights.find("adder")
     shutil.rmtree(run / "checkpoints")
     for name in ("adder", "adder@best"):
-        with pytest.raises(ConfigError, match=r"adder: .* has no checkpoint; adder@0 is the initial model"):
+        with pytest.raises(ConfigError, match=r"adder: .*no checkpoint.*adder@0"):
             weights.find(name)
 
 
@@ -117,7 +117,7 @@ def umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-def test_an_export_has_the_whole_model_its_origin_and_the_modes_of_new_files(run: Path, tmp_path: Path) -> None:
+def test_an_export_has_the_model_its_origin_and_modes_of_new_files(run: Path, tmp_path: Path) -> None:
     policy = run / "checkpoints" / "step_4" / "policy"
     (policy / "linked.json").symlink_to(run / "config.yaml")
     (policy / "more").mkdir(mode=0o700)
@@ -161,7 +161,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_initial_model_that_the_configuration_completes_is_not_exported_alone(run: Path, tmp_path: Path) -> None:
+def test_an_initial_model_completed_by_config_is_not_exported_alone(run: Path, tmp_path: Path) -> None:
     model(tmp_path / "initial")
     saved = run / runs.SAVED
     runs.save(load(saved, ["policy.tokenizer.name=other"], environ={}))

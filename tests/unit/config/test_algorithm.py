@@ -63,9 +63,7 @@ def test_optimizer_steps_divide_the_batch(tmp_path: Path, section: str) -> None:
     assert said.startswith(f"{key} 9 does not divide the 24 trajectories of a batch (ppo.num_prompts_per_step 6")
 
 
-def test_without_a_size_one_optimizer_step_takes_the_batch_and_the_value_model_follows_the_policy(
-    tmp_path: Path,
-) -> None:
+def test_without_a_size_one_optimizer_step_takes_the_batch(tmp_path: Path) -> None:
     path = written(tmp_path, "ppo: {num_prompts_per_step: 6, num_generations_per_prompt: 4}")
     assert (load(path, [], {}).policy_batch, load(path, [], {}).value_batch) == (24, 24)
     assert load(path, ["policy.train_global_batch_size=12"], {}).value_batch == 12

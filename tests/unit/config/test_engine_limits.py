@@ -55,8 +55,6 @@ def test_every_accepted_extreme_is_a_request_that_the_engine_takes(generation: d
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ],
 )
-def test_what_the_engine_refuses_or_changes_whatever_the_prompt_is_an_error_of_the_configuration(
-    generation: dict[str, Any], key: str
-) -> None:
+def test_what_the_engine_refuses_for_any_prompt_is_a_config_error(generation: dict[str, Any], key: str) -> None:
     with pytest.raises(ValidationError, match=key):
         config(**generation)

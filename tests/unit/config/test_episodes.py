@@ -63,14 +63,12 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(env: dict[str, Any
 def test_drop_refuses_episodes_and_the_others_take_them() -> None:
     for policy in ("ordered", "mask"):
         config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": policy}})
-    with pytest.raises(
-        ValidationError, match=r"env.game.episodes true with staleness_policy drop: .* use ordered or mask"
-    ):
+    with pytest.raises(ValidationError, match=r"env\.game\.episodes true.*staleness_policy drop"):
         config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": "drop"}})
 
 
-def test_a_function_that_cannot_be_imported_is_named_before_anything_starts() -> None:
+def test_a_function_that_cant_be_imported_is_named_before_any_start() -> None:
     right = {"type": "function", "function": "tests.support.odd_program:play"}
     environment_processes.check(config({"game": right}))
-    with pytest.raises(ConfigError, match=r"env.game.function nowhere:play: nowhere can't be imported; install it"):
+    with pytest.raises(ConfigError, match=r"env\.game\.function nowhere:play"):
         environment_processes.check(config({"game": {**right, "function": "nowhere:play"}}))

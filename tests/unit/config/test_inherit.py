@@ -37,7 +37,7 @@ def refusal(path: Path, *overrides: str) -> str:
 # -- defaults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_wins_over_the_file_it_builds_on_and_that_one_over_its_own(tmp_path: Path) -> None:
+def test_a_file_wins_over_its_base_and_that_one_over_its_own(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         base="policy: {max_total_sequence_length: 64, max_grad_norm: 2, generation: {max_new_tokens: 8}}",
@@ -90,7 +90,7 @@ def test_an_override_mark_that_is_neither_true_nor_false_is_refused(tmp_path: Pa
     )
 
 
-def test_null_takes_an_inherited_section_out_and_is_an_empty_one_where_nothing_was_inherited(tmp_path: Path) -> None:
+def test_null_removes_an_inherited_section_and_is_empty_elsewhere(tmp_path: Path) -> None:
     path = write(tmp_path, base="loss_fn: {ratio_clip_max: 0.3}\ndata:", child="defaults: base.yaml\nloss_fn:\n")
     assert loaded(path).loss_fn == Config().loss_fn
     assert loaded(tmp_path / "base.yaml").data == Config().data
@@ -107,7 +107,7 @@ def test_null_leaves_out_the_algorithm_that_is_not_meant(tmp_path: Path, order: 
     assert "grpo and ppo are both given" in refusal(write(tmp_path, run="grpo:\nppo:"))
 
 
-def test_precedence_is_command_line_environment_file_its_defaults_built_in(tmp_path: Path) -> None:
+def test_precedence_is_command_line_environment_file_base_built_in(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         base="grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 2, seed: 2}",
@@ -189,11 +189,11 @@ def test_values_follow_from_others(tmp_path: Path) -> None:
     assert config.data.max_input_seq_length == 16
 
 
-def test_what_leads_far_is_refused_unless_the_nearer_values_come_first() -> None:
+def test_long_chains_are_refused_unless_nearer_values_come_first() -> None:
     chain = {"x0": 7} | {f"x{n}": f"${{x{n - 1}}}" for n in range(1, 40)}
     assert resolve(chain, chain) == dict.fromkeys(chain, 7)
     turned = dict(reversed(chain.items()))
-    with pytest.raises(ConfigError, match=r"x39: '\$\{x38\}' can't be resolved: it leads through more than 20 others"):
+    with pytest.raises(ConfigError, match=r"x39: '\$\{x38\}'.*20 others"):
         resolve(turned, turned)
 
 
@@ -213,7 +213,7 @@ def test_a_key_that_no_file_gives_has_its_default(tmp_path: Path) -> None:
     assert loaded(path).policy.generation.max_new_tokens == Config().policy.max_total_sequence_length - 2
 
 
-def test_a_single_data_set_that_is_no_list_stands_beside_interpolations(tmp_path: Path) -> None:
+def test_a_single_data_set_stands_beside_interpolations(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         run="grpo: {max_val_samples: '${data.train.size}'}\nenv: {math: {}}\n"

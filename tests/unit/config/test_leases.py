@@ -10,20 +10,18 @@ from headrace.config.root import LONGEST_GAP_S
 from headrace_services.replay import library
 
 
-def test_a_lease_that_ends_before_its_replica_counts_as_dead_is_refused() -> None:
+def test_a_lease_shorter_than_a_replicas_death_is_refused() -> None:
     Config.model_validate({"replay": {"lease_s": 10}, "rollout": {"dead_after_s": 10}})
-    with pytest.raises(ValidationError, match=r"replay\.lease_s 9 is less than rollout\.dead_after_s 10"):
+    with pytest.raises(ValidationError, match=r"replay\.lease_s 9 .*rollout\.dead_after_s 10"):
         Config.model_validate({"replay": {"lease_s": 9}, "rollout": {"dead_after_s": 10}})
 
 
-def test_a_replica_that_would_be_dead_because_the_server_was_away_is_refused() -> None:
+def test_a_replica_that_dies_of_a_servers_absence_is_refused() -> None:
     for dead_after_s, heartbeat_s in ((9.0, 2.0), (6.0, 0.5), (20.0, 5.0)):
         Config.model_validate(
             {"replay": {"lease_s": 60}, "rollout": {"dead_after_s": dead_after_s, "heartbeat_s": heartbeat_s}}
         )
-        with pytest.raises(
-            ValidationError, match=r"rollout\.dead_after_s .* is less than .* raise it, or lower rollout\.heartbeat_s"
-        ):
+        with pytest.raises(ValidationError, match=r"rollout\.dead_after_s .*rollout\.heartbeat_s"):
             Config.model_validate(
                 {"replay": {"lease_s": 60}, "rollout": {"dead_after_s": dead_after_s - 0.1, "heartbeat_s": heartbeat_s}}
             )

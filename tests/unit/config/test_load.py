@@ -67,7 +67,7 @@ def test_the_last_override_of_a_key_wins(file: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [("null", None), ("2.5", 2.5), ("1e1", 10.0)], ids=["null", "number", "exponent"]
 )
-def test_values_are_yaml_on_the_command_line_and_plain_in_the_environment(
+def test_values_are_yaml_as_arguments_and_plain_in_the_environment(
     file: Path, value: str, expected: float | None
 ) -> None:
     assert load(file, [f"loss_fn.kl_input_clamp_value={value}"], {}).loss_fn.kl_input_clamp_value == expected
@@ -203,7 +203,7 @@ def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, 
     assert len(message.splitlines()) == 1
 
 
-def test_the_time_by_which_a_checkpoint_must_be_saved_is_days_to_seconds(file: Path) -> None:
+def test_the_deadline_of_a_checkpoint_is_days_to_seconds(file: Path) -> None:
     config = load(file, ["checkpointing.checkpoint_must_save_by='01:03:30:05'"], {})
     assert config.checkpointing.must_save_by_s == ((24 + 3) * 60 + 30) * 60 + 5
     assert load(file, [], {}).checkpointing.must_save_by_s is None
@@ -345,7 +345,7 @@ def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, 
     assert said in refusal(file)
 
 
-def test_an_interpolation_in_a_list_that_stands_inside_text_is_refused(file: Path) -> None:
+def test_an_interpolated_list_inside_text_is_refused(file: Path) -> None:
     file.write_text("run: {id: 'of ${data.train}'}\ndata: {train: [{data_path: '${run.dir}'}]}")
     assert "run.id: 'of ${data.train}' can't be resolved: a list or section with interpolations" in refusal(file)
 
@@ -455,7 +455,7 @@ def test_an_override_reaches_the_single_item_that_stands_for_a_list(file: Path) 
     assert "${grpo.seed}" in refusal(file, "grpo.seed=0").splitlines()[0]
 
 
-def test_an_override_reaches_the_list_of_one_that_a_single_item_stands_for(file: Path) -> None:
+def test_an_override_reaches_into_a_list_given_as_one_item(file: Path) -> None:
     """As a run saves it."""
     file.write_text("data: {train: [{dataset_name: arithmetic, env_name: a}]}\nenv: {a: {command: [serve]}}\n")
     (source,) = load(file, ["data.train.size=100"], {"HEADRACE_DATA": "{train: {seed: 7}}"}).data.train

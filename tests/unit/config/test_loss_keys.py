@@ -87,9 +87,7 @@ def test_keys_that_contradict_each_other_are_one_line_that_names_them(
     ],
     ids=lambda keys: "+".join(keys),
 )
-def test_published_recipes_and_ours_are_accepted_and_come_back_from_the_file(
-    tmp_path: Path, keys: dict[str, object]
-) -> None:
+def test_published_recipes_and_ours_are_accepted_and_come_back(tmp_path: Path, keys: dict[str, object]) -> None:
     config = load(given(tmp_path), overrides(keys), {})
     assert load(given(tmp_path, dump(config)), [], {}) == config
 
@@ -133,8 +131,6 @@ def test_a_ratio_forced_to_1_needs_one_optimizer_step_a_batch(tmp_path: Path, te
 
 def test_a_skipped_reference_policy_leaves_no_penalty(tmp_path: Path) -> None:
     path = given(tmp_path, "grpo: {skip_reference_policy_logprobs_calculation: true}")
-    with pytest.raises(
-        ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01, which needs a reference policy"
-    ):
+    with pytest.raises(ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01.*reference policy"):
         load(path, [], {})
     load(path, ["loss_fn.reference_policy_kl_penalty=0"], {})

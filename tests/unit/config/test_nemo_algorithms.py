@@ -20,7 +20,7 @@ def scheduler(config: Config) -> list[dict[str, Any]]:
 CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10_000_000_000}}
 
 
-def test_megatrons_optimizer_and_schedule_are_in_force_where_megatron_is(tmp_path: Path) -> None:
+def test_megatrons_optimizer_and_schedule_apply_where_megatron_is(tmp_path: Path) -> None:
     text = "policy: {megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.5}}, dtensor_cfg: {enabled: false}}"
     config, translation = read(tmp_path, text)
     kwargs = config.policy.optimizer.kwargs
@@ -94,9 +94,7 @@ def megatrons_rate(step: int, *, style: str, lr: float, floor: float, warmup: in
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_the_rates_of_megatron_s_schedules_are_megatron_s_long_after_their_end(
-    tmp_path: Path, style: str, warmup: int
-) -> None:
+def test_the_rates_of_megatron_schedules_match_long_after_their_end(tmp_path: Path, style: str, warmup: int) -> None:
     schedule = f"{{lr_decay_style: {style}, lr_decay_iters: 12, lr_warmup_iters: {warmup}, lr_warmup_init: 3.0e-8}}"
     config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, scheduler: {schedule}}}}}")
     expected = [
@@ -115,9 +113,7 @@ def test_the_rates_of_megatron_s_schedules_are_megatron_s_long_after_their_end(
         ("{}", 0.1),
     ],
 )
-def test_the_schedule_s_constant_weight_decay_goes_before_the_optimizer_s(
-    tmp_path: Path, schedule: str, expected: float
-) -> None:
+def test_a_schedules_weight_decay_goes_before_the_optimizers(tmp_path: Path, schedule: str, expected: float) -> None:
     config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, scheduler: {schedule}}}}}")
     assert config.policy.optimizer.kwargs.weight_decay == expected
 

@@ -17,7 +17,7 @@ def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) ->
     assert config.env["vlm"].target == "localhost:9"
 
 
-def test_the_interpreter_called_code_there_is_not_taken_for_the_tests_called_code_here(tmp_path: Path) -> None:
+def test_the_interpreter_called_code_there_is_not_the_tests_here(tmp_path: Path) -> None:
     text = "data: {default: {env_name: code}}\n"
     (line,) = refusal(tmp_path, text)
     assert line.startswith(
@@ -118,7 +118,7 @@ data:
 """
 
 
-def test_several_data_loaders_are_taken_with_their_example_and_a_function_of_one_s_own_is_not(tmp_path: Path) -> None:
+def test_several_data_loaders_are_taken_but_no_function_of_ones_own(tmp_path: Path) -> None:
     config, _ = read(tmp_path, SEVERAL)
     assert config.data.use_multiple_dataloader
     assert config.prompts_of_each_set == 4

@@ -116,7 +116,7 @@ def test_a_section_that_is_off_is_not_looked_at_but_for_its_switch(tmp_path: Pat
     assert line == "policy.megatron_cfg.enabeld: unknown key, value true; did you mean policy.megatron_cfg.enabled?"
 
 
-def test_a_bound_of_the_importance_weights_alone_truncates_as_it_did_in_older_releases(tmp_path: Path) -> None:
+def test_a_lone_bound_of_importance_weights_truncates_as_it_did(tmp_path: Path) -> None:
     bound = "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2.0"
     config, translation = read(tmp_path, f"loss_fn: {{{bound}}}")
     assert config.loss_fn.truncated_importance_sampling_type == "tis"

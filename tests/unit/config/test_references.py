@@ -98,9 +98,7 @@ def test_a_variable_that_sets_a_key_is_one_too(tmp_path: Path, monkeypatch: pyte
     assert (over.show()["replay"]["redis_url"], over.variables) == ("redis://host/0", set())
 
 
-def test_paths_names_of_models_numbers_and_the_names_of_a_run_are_stored_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_models_numbers_and_names_are_stored_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HR_SEED", "7")
     monkeypatch.setenv("HR_JOB", "job-1")
     given = [
@@ -122,7 +120,7 @@ def test_paths_names_of_models_numbers_and_the_names_of_a_run_are_stored_as_they
 def test_without_the_variable_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "saved.yaml").write_text(dump(loaded(tmp_path, project("${oc.env:HR_SECRET}"))))
     monkeypatch.delenv("HR_SECRET")
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.project: .*Environment variable 'HR_SECRET' not found"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.project: .*'HR_SECRET'"):
         load(tmp_path / "saved.yaml")
 
 

@@ -60,7 +60,7 @@ def raised(path: Path) -> Iterator[str]:
             yield "".join(value for value in constants if isinstance(value, str))
 
 
-def test_the_remedies_that_errors_name_are_accepted_when_the_run_goes_on() -> None:
+def test_the_remedies_that_errors_name_are_accepted() -> None:
     modules = [
         path for folder in ("services", "headrace/replay", "headrace/cli") for path in (ROOT / folder).rglob("*.py")
     ]

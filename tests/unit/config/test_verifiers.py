@@ -64,12 +64,12 @@ def test_its_tasks_are_its_own(env: dict[str, Any], source: dict[str, Any], said
         config(env, {**TASKS, **source})
 
 
-def test_what_decides_its_rewards_is_its_configuration_and_not_where_it_runs() -> None:
+def test_what_decides_rewards_is_configuration_and_not_where_it_runs() -> None:
     decisive = decisive_options("echo", config(ECHO).env["echo"])
     assert decisive["verifiers"] == {"taskset": {"id": "echo-v1"}}
     assert "python" not in decisive
 
 
 def test_a_python_without_verifiers_is_named_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"env.echo.verifiers: .* can't import verifiers"):
+    with pytest.raises(ConfigError, match=r"env\.echo\.verifiers:.*import"):
         environment_processes.check(config({**ECHO, "python": sys.executable}))

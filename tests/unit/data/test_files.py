@@ -82,11 +82,11 @@ def test_a_folder_of_data_files_or_of_a_saved_data_set(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": made.select([0]), "test": made.select([1])}).save_to_disk(tmp_path / "splits")
     assert asked(read(tmp_path / "splits", **KEYS)) == bare[:1]
     assert asked(read(tmp_path / "splits", split="test", **KEYS)) == bare[1:]
-    with pytest.raises(ConfigError, match=r"splits \(subset default, split dev\) can't be read .*'dev'"):
+    with pytest.raises(ConfigError, match=r"subset default, split dev\).*'dev'"):
         read(tmp_path / "splits", split="dev", **KEYS)
 
 
-def test_dots_lead_into_nested_fields_unless_a_field_has_the_name_itself(tmp_path: Path) -> None:
+def test_dots_lead_into_nested_fields_unless_a_field_has_that_name(tmp_path: Path) -> None:
     rows = [{"a.b": "x", "a": {"b": "y"}, "c": [{"d": "1"}]}]
     path = write(tmp_path, "rows.jsonl", rows)
     ((question, info),) = asked(read(path, input_key="a.b", output_key="c.0.d"))
@@ -104,7 +104,7 @@ def test_the_last_message_of_a_conversation_may_be_the_answer(tmp_path: Path) ->
     assert [list(problem.messages) for problem in problems[:2]] == [CHAT[:2], CHAT[1:2]]
     assert [info for _, info in asked(problems)] == [{"answer": "2"}, {}, {"x": 1}]
     alone = write(tmp_path, "alone.jsonl", [{"messages": CHAT[2:]}])
-    with pytest.raises(ConfigError, match=r"alone\.jsonl:1: .* ends with a message of the assistant"):
+    with pytest.raises(ConfigError, match=r"alone\.jsonl:1: .*assistant"):
         read(alone, input_key="messages", output_key=None)
 
 
@@ -141,7 +141,7 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
 def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"input": "1", "output": "1"}}\n{line}\n')
-    with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: .*{said}.*; correct or remove the line"):
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: .*{said}"):
         read(path)
 
 
@@ -159,9 +159,7 @@ LINES = st.fixed_dictionaries({"input": TEXT, "output": TEXT, "level": VALUES}) 
 
 @given(rows=st.lists(LINES | VALUES, max_size=3), torn=st.binary(max_size=6), answered=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_file_holds_its_line_is_named_or_its_problem_can_be_carried(
-    tmp_path: Path, rows: list[Any], torn: bytes, answered: bool
-) -> None:
+def test_a_bad_line_of_any_file_is_named(tmp_path: Path, rows: list[Any], torn: bytes, answered: bool) -> None:
     path = tmp_path / "hostile.jsonl"
     path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + torn)
     problems, refused = [], ""
@@ -183,20 +181,18 @@ def test_a_line_that_is_no_line_of_prompts_is_not_read_to_its_end(
     monkeypatch.setattr(rows, "_LONGEST_LINE", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1", "output": "1"}\n' + "x" * 1000)
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the line has 100 characters or more"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .*100 characters"):
         read(path)
 
 
 def test_a_bad_row_of_a_table_or_a_list_is_named(tmp_path: Path) -> None:
     rows = [{"input": "1", "output": "1"}, {"input": "2", "output": None}]
-    with pytest.raises(ConfigError, match=r"row 1 of .*t\.parquet: field 'output' is None, not text or a number"):
+    with pytest.raises(ConfigError, match=r"row 1 .*t\.parquet: .*'output' is None"):
         read(write(tmp_path, "t.parquet", rows))
-    with pytest.raises(ConfigError, match=r"item 1 of .*t\.json: field 'output' is None, not text or a number"):
+    with pytest.raises(ConfigError, match=r"item 1 .*t\.json: .*'output' is None"):
         read(write(tmp_path, "t.json", rows))
     dated = [{"input": "1", "output": "1", "at": datetime.date(2026, 1, 1)}]
-    with pytest.raises(
-        ConfigError, match=r"row 0 of .*t\.parquet: field 'at' can't be stored .*date.*; write it as text, or leave"
-    ):
+    with pytest.raises(ConfigError, match=r"row 0 .*t\.parquet: .*'at'.*date"):
         read(write(tmp_path, "t.parquet", dated))
 
 
@@ -204,5 +200,5 @@ def test_a_bad_row_of_a_table_or_a_list_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00PAR1", b"[1", b""], ids=["bytes", "torn", "empty"])
 def test_a_file_that_is_none_of_these_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=r"t\.(parquet|jsonl?)|there is no problem to train on"):
+    with pytest.raises(ConfigError, match=r"t\.(parquet|jsonl?)|no problem"):
         read(tmp_path / name)

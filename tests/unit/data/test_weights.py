@@ -113,7 +113,7 @@ def config(tmp_path: Path, *sets: tuple[int, float | None]) -> Config:
     )
 
 
-def test_prompts_come_by_weight_and_a_set_that_is_used_up_starts_again(tmp_path: Path) -> None:
+def test_prompts_come_by_weight_and_a_finished_set_starts_again(tmp_path: Path) -> None:
     made = Prompts(config(tmp_path, (2, 3), (4, None)), tiny.make_tokenizer(), TINY)
     groups = made.train(range(made.total))
     assert made.total == 16
@@ -123,7 +123,7 @@ def test_prompts_come_by_weight_and_a_set_that_is_used_up_starts_again(tmp_path:
         assert Counter(group.task_name for group in groups[at : at + 4]) == {"set0": 3, "set1": 1}
 
 
-def test_law_5_a_trainer_that_starts_again_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
+def test_law_5_a_restarted_trainer_asks_the_same_at_the_same_places(tmp_path: Path) -> None:
     settings = config(tmp_path, (3, 0.7), (10, 0.3))
     prompts = Prompts(settings, tiny.make_tokenizer(), TINY)
     before = prompts.train(range(prompts.total))

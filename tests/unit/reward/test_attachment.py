@@ -13,7 +13,7 @@ from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
 
 
-def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_their_rewards() -> None:
+def test_results_too_large_for_a_message_are_failed_alone() -> None:
     small = Result(status=trajectory_pb2.STATUS_SCORED, reward=1, environment="Mine", build="7")
     large = Result(
         status=trajectory_pb2.STATUS_SCORED, reward=1, metadata_json="x" * 3000, environment="Mine", build="7"
@@ -42,7 +42,7 @@ def test_a_token_is_given_as_it_was_printed_or_alone(token: str) -> None:
         ("hub.internal:1", None, True, False),
     ],
 )
-def test_no_token_goes_to_another_machine_in_plain_text_unless_the_user_says_so(
+def test_no_token_leaves_the_machine_in_plain_text_unless_told_to(
     hub: str, tls_ca: str | None, insecure: bool, tls: bool
 ) -> None:
     assert dial_options(hub, "mine", token="own", token_file=None, tls_ca=tls_ca, insecure=insecure)().tls == tls
@@ -54,5 +54,5 @@ def test_a_token_file_that_lacks_the_environment_is_named(tmp_path: Path) -> Non
     file.chmod(0o600)
     options = dial_options("hub:1", "mine", token=None, token_file=str(file), tls_ca=None, insecure=False)()
     assert options.token is not None
-    with pytest.raises(ConfigError, match="has no line for 'environment mine'"):
+    with pytest.raises(ConfigError, match="'environment mine'"):
         options.token()

@@ -142,7 +142,7 @@ TASKS = sorted(set(DATASETS) - {"composite"})
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_scores_an_entry_from_the_wire_as_it_scores_its_own(task: str) -> None:
+def test_every_task_scores_an_entry_from_the_wire_as_its_own(task: str) -> None:
     dataset = reasoning_gym.create_dataset(task, size=1, seed=3)
     entry = dataset[0]
     answer = str(entry["answer"])
@@ -249,7 +249,7 @@ def test_math_multi_reward_takes_numbers_and_no_answer_is_invalid() -> None:
         assert components("132", answer).status == "INVALID"
 
 
-def test_what_was_cut_off_has_0_of_every_component_where_an_end_is_required() -> None:
+def test_what_was_cut_off_has_0_where_an_end_is_required() -> None:
     cut = components("132", finish_reason="length", require_stop=True)
     assert (cut.status, cut.reward) == ("SCORED", 0)
     assert cut.components == {"correctness": 0, "format": 0, "integer": 0}

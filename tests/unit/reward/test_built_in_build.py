@@ -131,9 +131,7 @@ def test_no_option_is_forgotten_here() -> None:
 
 
 @pytest.mark.parametrize(("kind", "option", "env"), [pytest.param(*each, id="-".join(each[:2])) for each in accepted()])
-def test_law_3_one_build_each_option_that_decides_a_reward_is_in_the_build_and_no_other(
-    kind: str, option: str, env: EnvConfig
-) -> None:
+def test_law_3_one_build_has_each_option_that_decides_a_reward(kind: str, option: str, env: EnvConfig) -> None:
     former, now = (compute_build("mine", each) for each in (environment(kind), env))
     assert (now != former) == (option not in IDLE or (kind, option) in DECIDING)
 
@@ -159,9 +157,7 @@ GYM = {"task": "countdown", "entry": ENTRY, "task_config": {}}
         ("repetition", "ngram", Sample("", completion_token_ids=(1, 1, 1))),
     ],
 )
-def test_law_3_one_build_where_a_reward_changes_with_an_option_the_build_does(
-    kind: str, option: str, sample: Sample
-) -> None:
+def test_law_3_one_build_changes_where_an_option_changes_a_reward(kind: str, option: str, sample: Sample) -> None:
     former, now = make("mine", environment(kind)), make("mine", environment(kind, **OTHER[option]))
     assert reward(former.score(sample)) != reward(now.score(sample))
     assert former.build != now.build
@@ -171,7 +167,7 @@ def reward(said: Any) -> float:
     return float(getattr(said, "reward", said))
 
 
-def test_it_is_the_same_in_every_process_whatever_its_name_and_the_order_of_the_options() -> None:
+def test_it_is_the_same_in_every_process_name_and_order() -> None:
     one = EnvConfig.model_validate({"type": "combine", "parts": {"a": 1.0, "b": 2.0}, "gate": "a"})
     same = EnvConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
     assert compute_build("one", one) == compute_build("two", same)

@@ -74,7 +74,7 @@ def test_law_7_failure_is_not_zero_what_is_no_reward_is_failed(value: object, wo
         (2.0, None, 1.0, "reward_min (none) and reward_max 1"),
     ],
 )
-def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_its_range_is_failed(
+def test_law_7_failure_is_not_zero_a_reward_out_of_range_is_failed(
     reward: float, least: float | None, most: float | None, said: str
 ) -> None:
     for value in (reward, Score("SCORED", reward, {"part": 1.0})):
@@ -83,14 +83,14 @@ def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_its_range_is_fail
         assert said in score.message
 
 
-def test_the_ends_of_the_range_are_in_it_and_what_is_no_reward_has_none() -> None:
+def test_the_ends_of_the_range_are_in_it() -> None:
     for value, status in ((0, "SCORED"), (1, "SCORED"), (Score("INVALID", message="no answer"), "INVALID")):
         (score,) = scorer(environment(lambda _, value=value: value, reward_min=0.0, reward_max=1.0), "x")
         assert score.status == status
 
 
 def test_a_range_that_holds_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Mine\.reward_min is 1 and its reward_max 0: no reward is between them"):
+    with pytest.raises(ConfigError, match=r"reward_min is 1.*reward_max 0"):
         BatchScorer(environment(lambda _: 1.0, reward_min=1, reward_max=0))
 
 
@@ -102,7 +102,7 @@ def test_what_it_promises_is_described() -> None:
     assert not bounded.HasField("reward_max")
 
 
-def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_their_rewards() -> None:
+def test_law_7_failure_is_not_zero_an_exception_is_failed_alone() -> None:
     def score(sample: Sample) -> float:
         if sample.completion == "exit":
             raise SystemExit(3)
@@ -162,7 +162,7 @@ def test_plain_scores_run_at_the_same_time_in_threads() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_it_begins_on_no_more_than_concurrency_and_says_so_of_the_others(concurrency: int) -> None:
+def test_it_begins_no_more_than_concurrency_and_says_so(concurrency: int) -> None:
     lock, running, most = threading.Lock(), 0, 0
     together = threading.Barrier(concurrency)
 
@@ -224,7 +224,7 @@ def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
     assert after.reward == 1
 
 
-def test_what_is_not_done_when_the_grace_of_a_shutdown_is_over_was_not_started() -> None:
+def test_what_a_shutdowns_grace_leaves_undone_was_not_started() -> None:
     class Half(Environment):
         async def score(self, sample: Sample) -> float:
             if sample.completion == "slow":
@@ -267,7 +267,7 @@ def test_a_batch_is_scored_at_once() -> None:
 @pytest.mark.parametrize(
     ("values", "words"), [([1.0], "1 results for 2 samples"), (None, "TypeError"), (KeyError("x"), "KeyError")]
 )
-def test_law_7_failure_is_not_zero_a_batch_that_went_wrong_is_failed_whole(values: Any, words: str) -> None:
+def test_law_7_failure_is_not_zero_a_bad_batch_is_failed_whole(values: Any, words: str) -> None:
     def score_batch(self: Environment, samples: Sequence[Sample]) -> Any:
         if isinstance(values, Exception):
             raise values
@@ -282,7 +282,7 @@ def test_an_empty_batch_has_no_scores() -> None:
     assert scorer(environment(lambda _: 1.0)) == []
 
 
-def test_a_failure_is_logged_once_with_what_caused_it_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_once_with_its_cause_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     def score(sample: Sample) -> float | Score:
         if sample.completion == "refused":
             return Score("INVALID", message=f"no answer in problem {sample.index}")

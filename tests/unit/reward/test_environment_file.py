@@ -56,9 +56,7 @@ def test_a_class_is_loaded_with_the_modules_beside_its_file(file: Path) -> None:
         ),
     ],
 )
-def test_what_can_be_seen_without_running_the_file_is_refused_before_anything_starts(
-    file: Path, text: str | None, said: str
-) -> None:
+def test_what_shows_without_running_the_file_is_refused_first(file: Path, text: str | None, said: str) -> None:
     file.unlink() if text is None else file.write_text(text)
     config = Config.model_validate({"env": {"mine": {"target": f"{file}:Exact"}}})
     with pytest.raises(ConfigError) as refused:
@@ -111,7 +109,7 @@ def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str)
 
 @pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
 def test_what_names_no_python_file_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{target} is not a Python file; give FILE.py, or FILE.py:CLASS"):
+    with pytest.raises(ConfigError, match=rf"^{target} .*FILE.py:CLASS"):
         environment_file.load(environment_file.complete_target(target))
 
 
@@ -142,13 +140,13 @@ def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said:
     assert said in str(refused.value)
 
 
-def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
+def test_a_program_that_is_not_there_is_refused_first() -> None:
     config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
-    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge' is not a program"):
+    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge'"):
         environment_processes.check(config)
 
 
-def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file: Path) -> None:
+def test_config_check_says_who_starts_it_and_what_is_missing(file: Path) -> None:
     config = file.with_suffix(".yaml")
     config.write_text("data: {train: {dataset_name: arithmetic, env_name: math}}\nenv: {math: {}}")
     arguments = [
@@ -177,9 +175,7 @@ def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file:
         ("1 / 0", "raised ZeroDivisionError: division by zero when it was loaded", 2),
     ],
 )
-def test_what_the_file_raises_is_said_with_the_remedy_and_its_own_frames_alone(
-    file: Path, text: str, said: str, frames: int
-) -> None:
+def test_what_the_file_raises_is_said_with_its_own_frames_alone(file: Path, text: str, said: str, frames: int) -> None:
     file.write_text(f"import headrace\nclass Exact(headrace.Environment):\n    {text}\n")
     with pytest.raises(ConfigError) as refused:
         environment_file.load(f"{file}:Exact")

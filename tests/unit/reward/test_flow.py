@@ -128,11 +128,11 @@ def test_a_piece_returns_its_credit_once() -> None:
     flow = Flow(4)
     flow.grant(4)
     flow.send("a", 3)
-    with pytest.raises(CodecError, match="credit of 1 is an overdraft: of the capacity 4, 3 are not answered"):
+    with pytest.raises(CodecError, match=r"credit of 1.*overdraft.*capacity 4"):
         flow.grant(1)
     assert (flow.answer("a"), flow.answer("a"), flow.answer("unknown")) == (True, False, False)
     flow.grant(3)
     with pytest.raises(CodecError, match="overdraft"):
         flow.grant(1)
-    with pytest.raises(CodecError, match="work 'b' of 5 is an overdraft"):
+    with pytest.raises(CodecError, match=r"'b' of 5.*overdraft"):
         flow.send("b", 5)

@@ -46,7 +46,7 @@ from headrace_services.reward.free_memory import free_memory
         ("", {}, None),
     ],
 )
-def test_it_is_what_the_groups_leave_if_that_is_less_than_the_machine_has(
+def test_it_is_what_the_groups_leave_if_less_than_the_machines(
     line: str, files: dict[str, str], left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():

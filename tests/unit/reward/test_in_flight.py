@@ -42,7 +42,7 @@ def test_an_environment_that_answers_at_once_gets_all_in_one_call() -> None:
     assert two_calls.batch == 64
 
 
-def test_an_environment_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
+def test_one_that_scores_whole_calls_gets_no_more_than_it_takes() -> None:
     room = stated(128, calls=2)
     assert (room.free, room.batch) == (128, 64)
     room.send(3)
@@ -51,7 +51,7 @@ def test_an_environment_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_
     assert room.free == 0
 
 
-def test_overload_halves_what_is_sent_and_success_raises_it_step_by_step() -> None:
+def test_overload_halves_what_is_sent_and_success_raises_it() -> None:
     room = stated(64)
     room.hear(["SCORED", "NOT_STARTED"])
     assert room.free == 32
@@ -73,7 +73,7 @@ def test_another_capacity_is_taken_over() -> None:
     assert room.free == 8
 
 
-def test_a_capacity_that_changes_does_not_end_the_restraint_of_an_overload() -> None:
+def test_a_changed_capacity_does_not_end_the_restraint() -> None:
     room = stated(8)
     room.hear(["NOT_STARTED"])
     room.state(16, 0, 64, 60.0)

@@ -52,9 +52,7 @@ def test_a_box_is_taken_whole(completion: str, answer: str | None) -> None:
         ("", None),
     ],
 )
-def test_the_letter_of_a_choice_is_the_one_that_is_said_last_to_be_the_answer(
-    completion: str, letter: str | None
-) -> None:
+def test_the_letter_of_a_choice_is_the_last_one_said(completion: str, letter: str | None) -> None:
     assert choice(completion) == letter
 
 
@@ -85,7 +83,7 @@ def test_math_takes_what_is_near_enough(said: str, reward: float) -> None:
     assert scored("math", said, "3.14159", tolerance=0.01).reward == reward
 
 
-def test_the_tolerance_is_a_share_of_the_expected_number_and_of_1_where_that_is_0() -> None:
+def test_the_tolerance_is_a_share_of_the_expected_number() -> None:
     assert scored("math", "1009", "1000", tolerance=0.01).reward == 1
     assert scored("math", "1011", "1000", tolerance=0.01).reward == 0
     assert scored("math", "0.009", "0", tolerance=0.01).reward == 1

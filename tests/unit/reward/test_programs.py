@@ -174,7 +174,7 @@ async def test_past_the_deadline_it_is_cancelled_and_timed_out() -> None:
     assert programs.busy == 0
 
 
-async def test_a_caller_that_goes_cancels_the_program_and_its_call_of_the_policy() -> None:
+async def test_a_caller_that_goes_cancels_the_program_and_its_call() -> None:
     asked, hung_up = threading.Event(), threading.Event()
 
     def never(_: Any) -> str:
@@ -195,7 +195,7 @@ async def test_a_caller_that_goes_cancels_the_program_and_its_call_of_the_policy
         hung_up.set()
 
 
-async def test_what_it_has_no_room_for_is_not_started_and_a_thread_keeps_its_room() -> None:
+async def test_what_has_no_room_is_not_started_and_a_thread_keeps_its_own() -> None:
     go = threading.Event()
     freed = asyncio.Event()
 
@@ -218,7 +218,7 @@ async def test_what_it_has_no_room_for_is_not_started_and_a_thread_keeps_its_roo
     assert scored(await programs.run(given())).reward == 1
 
 
-async def test_a_program_that_shuts_down_begins_nothing_and_gives_up_what_is_left() -> None:
+async def test_a_program_that_shuts_down_gives_up_what_is_left() -> None:
     programs = Programs(program(lambda e: asyncio.sleep(3600)))
     running = asyncio.create_task(programs.run(given()))
     await asyncio.sleep(0)
@@ -228,7 +228,7 @@ async def test_a_program_that_shuts_down_begins_nothing_and_gives_up_what_is_lef
 
 
 def test_no_room_for_any_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mine.episodes is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"mine\.episodes is 0"):
         Programs(program(lambda _: 1.0, episodes=0))
 
 
@@ -239,7 +239,7 @@ def test_an_environment_without_a_program_says_that_it_runs_none(serve_environme
         def score(self, sample: headrace.Sample) -> float:
             return 1.0
 
-    with pytest.raises(Exception, match="Exact does not run episodes; define `async def episode"):
+    with pytest.raises(Exception, match=r"Exact.*`async def episode"):
         serve_environment(Exact()).episode([])
 
 
@@ -328,7 +328,7 @@ async def test_all_calls_share_the_authorities(tmp_path: Path, monkeypatch: pyte
     assert len(loaded) == 1
 
 
-async def test_an_answer_that_is_too_large_is_an_error_that_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_too_large_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.env.chat.MOST_BYTES", 50)
     with ScriptedPolicy() as policy:
         session = policy.session(["x" * 50, "y"])
@@ -376,7 +376,7 @@ def test_a_malformed_episode_is_refused(fields: dict[str, Any], said: str) -> No
         episode_from_wire(wire)
 
 
-def test_an_outcome_survives_the_wire_and_what_cannot_be_sent_is_failed() -> None:
+def test_an_outcome_survives_the_wire_or_is_failed() -> None:
     for outcome in (EpisodeOutcome(Score("SCORED", 1.0, components={"a": 2.0}), {"end": [1]}), EpisodeOutcome(None)):
         assert outcome_from_wire(outcome_to_wire(outcome)) == outcome
     spoilt = outcome_from_wire(outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0), {"end": {1}})))

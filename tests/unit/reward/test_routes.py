@@ -35,7 +35,7 @@ AWAY = EnvironmentStatus(ready=False, message="nobody is attached")
         ([], []),
     ],
 )
-def test_work_goes_where_the_environment_is_ready_and_of_the_newest_build(
+def test_work_goes_to_the_newest_build_where_it_is_ready(
     statuses: list[EnvironmentStatus | None], places: list[int]
 ) -> None:
     assert routes(statuses) == places

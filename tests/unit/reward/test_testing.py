@@ -37,7 +37,7 @@ def test_a_sample_is_as_a_run_sends_it() -> None:
     assert sample(extra_env_info={}).extra_env_info == {}
 
 
-def test_a_golden_sample_of_an_episode_has_its_conversation_and_artifacts(tmp_path: Path) -> None:
+def test_a_golden_episode_has_its_conversation_and_artifacts(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     line = {"completion": "4", "conversation": [*said, *said], "artifacts": {"board": [1, 2]}, "reward": 4}
     path = tmp_path / "golden.jsonl"

@@ -21,9 +21,7 @@ from headrace.config import Config
         ("code", {}, 60),
     ],
 )
-def test_a_hostile_formula_holds_a_worker_for_ten_seconds_and_no_other_environment_is_hurried(
-    name: str, env: dict[str, Any], expected: float
-) -> None:
+def test_a_hostile_formula_hurries_no_other_environment(name: str, env: dict[str, Any], expected: float) -> None:
     config = Config.model_validate({"env": {name: env}})
     assert config.env[name].timeout_s == expected
     assert Config.model_validate(config.model_dump(mode="json")).env[name].timeout_s == expected

@@ -109,7 +109,7 @@ async def ends(mine: Environment, times: int = 1) -> list[Score]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_every_exception_there_is_fails_its_sample_with_type_and_place_and_frees_its_slot(road: str) -> None:
+def test_every_exception_fails_its_sample_and_frees_its_slot(road: str) -> None:
     async def run() -> None:
         for kind in ERRORS:
             error = made(kind)

@@ -109,11 +109,9 @@ def test_the_end_of_the_traceback_goes_along() -> None:
 def test_one_agent_is_the_policy() -> None:
     mine, other = Made(client=None), Made(client="https://…")
     assert find_policy({"judge": other, "solver": mine}) == "solver"
-    with pytest.raises(
-        UnsupportedEnvironment, match="its agents solver and judge would all be the policy, each with its own reward"
-    ):
+    with pytest.raises(UnsupportedEnvironment, match=r"solver and judge.*reward"):
         find_policy({"solver": mine, "judge": mine})
-    with pytest.raises(UnsupportedEnvironment, match=r"its agents \(judge\) have a client each, so none is the policy"):
+    with pytest.raises(UnsupportedEnvironment, match=r"\(judge\).*none is the policy"):
         find_policy({"judge": other})
 
 
@@ -166,7 +164,7 @@ class Two:
         return map(task, range(2))
 
 
-def test_a_task_is_found_by_its_place_and_has_the_key_that_its_row_has() -> None:
+def test_a_task_is_found_by_its_place_and_has_its_rows_key() -> None:
     endless = Tasks(Endless())
     assert [endless.find({"index": index, "key": f"k{index}"}).key for index in (7, 0, 7)] == ["k7", "k0", "k7"]
     assert Tasks(Two()).find({"index": 1, "key": "k1"}).data.idx == 1
@@ -193,7 +191,7 @@ def test_a_task_set_that_raises_says_so() -> None:
             yield task(0)
             raise OSError("the hub is away")
 
-    with pytest.raises(UnsupportedEnvironment, match="its task set can't be loaded: OSError: the hub is away"):
+    with pytest.raises(UnsupportedEnvironment, match=r"task set.*OSError: the hub is away"):
         Tasks(Broken())
 
 
@@ -291,7 +289,7 @@ def test_a_python_that_cannot_play_is_refused_with_the_remedy(python: str, why: 
 # -- the way of its calls ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_call_goes_to_the_episode_of_its_trace_with_the_key_that_verifiers_never_has() -> None:
+async def test_a_call_goes_to_its_traces_episode_with_a_private_key() -> None:
     relay = Relay()
     with ScriptedPolicy() as policy:
         mine, other = policy.session(["one"]), policy.session(["two"])

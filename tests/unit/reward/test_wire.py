@@ -72,7 +72,7 @@ def test_what_an_episode_said_and_left_survives_the_wire(artifacts: dict[str, ob
     assert sample_from_wire(pb.Trajectory.FromString(sample_to_wire(sample).SerializeToString())) == sample
 
 
-def test_the_conversation_of_a_single_completion_is_its_prompt_and_itself_and_is_not_sent() -> None:
+def test_a_single_completions_conversation_is_not_sent() -> None:
     sample = Sample("132", messages=CONVERSATION[:1], environment="math")
     assert sample.conversation == ({"role": "user", "content": "47+85"}, {"role": "assistant", "content": "132"})
     assert sample.artifacts == {}
@@ -82,7 +82,7 @@ def test_the_conversation_of_a_single_completion_is_its_prompt_and_itself_and_is
     assert sample_from_wire(wire) == sample
 
 
-def test_a_grader_gets_the_conversation_and_the_artifacts_of_an_episode() -> None:
+def test_a_grader_gets_an_episodes_conversation_and_artifacts() -> None:
     prompt = {"role": "user", "content": "47+85"}
     calls = [
         call(-1, [1, 2], [3, 4], messages=(prompt,), answer={"role": "assistant", "content": "Hm."}),
@@ -153,14 +153,14 @@ def test_a_score_survives_the_wire(score: Score) -> None:
         (pb.Result(status=pb.STATUS_UNSPECIFIED, reward=1), ""),
     ],
 )
-def test_law_7_failure_is_not_zero_a_result_against_the_contract_is_failed(result: pb.Result, words: str) -> None:
+def test_law_7_failure_is_not_zero_a_result_off_contract_is_failed(result: pb.Result, words: str) -> None:
     score = score_from_wire(result)
     assert (score.status, score.reward) == ("FAILED", None)
     assert words in score.message
 
 
 @pytest.mark.parametrize("metadata", [{"x": object()}, {"x": float("nan")}, {"x": {1, 2}}])
-def test_law_7_failure_is_not_zero_a_score_that_cannot_be_sent_is_failed(metadata: dict[str, object]) -> None:
+def test_law_7_failure_is_not_zero_an_unsendable_score_is_failed(metadata: dict[str, object]) -> None:
     result = score_to_wire(Score("SCORED", 1.0, metadata=metadata, environment="mine"))
     assert result.status == pb.STATUS_FAILED
     assert not result.HasField("reward")
@@ -222,7 +222,7 @@ def test_a_time_that_is_none_breaks_the_contract(took_ms: float) -> None:
     assert f"took_ms {took_ms}" in score.message
 
 
-def test_law_7_failure_is_not_zero_a_status_that_is_not_an_environments_to_give_is_failed() -> None:
+def test_law_7_failure_is_not_zero_a_status_not_its_own_is_failed() -> None:
     assert score_from_wire(score_to_wire(Score("UNSENDABLE", message="mine"))).status == "FAILED"
 
 

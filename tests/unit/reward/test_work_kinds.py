@@ -84,5 +84,5 @@ def test_offers_that_cannot_be_taken(registered: pb.Register, said: str) -> None
 def test_two_builds_under_one_name_are_refused() -> None:
     both = register((pb.WORK_KIND_SCORE, 1))
     both.offers.extend(register((pb.WORK_KIND_EPISODE, 1), build="2").offers)
-    with pytest.raises(CodecError, match="offers of 'mine' have builds '1' and '2'; give a single build"):
+    with pytest.raises(CodecError, match=r"'mine'.*'1' and '2'"):
         AttachedStream(both, 1024**2)

@@ -106,7 +106,7 @@ os.waitpid(pid, 0)
 """
 
 
-def test_a_forked_child_reports_its_failure_and_ends_when_its_service_is_killed(tmp_path: Path) -> None:
+def test_a_forked_child_reports_its_failure_and_ends_with_its_service(tmp_path: Path) -> None:
     report = tmp_path / "errors"
     process = subprocess.Popen([sys.executable, "-c", FORKING, report], stdout=subprocess.PIPE, text=True)
     assert process.stdout

@@ -62,7 +62,7 @@ def test_the_engine_makes_room_for_an_adapter_that_comes_alone() -> None:
     assert arguments(refit="adapter", dim=512)["max_lora_rank"] == 512
     assert "enable_lora" not in arguments()
     assert "enable_lora" not in arguments(refit="adapter", enabled=False)
-    with pytest.raises(ValidationError, match=r"dim 513 with refit adapter: .*; set refit to merged"):
+    with pytest.raises(ValidationError, match=r"dim 513 .*merged"):
         arguments(refit="adapter", dim=513)
 
 
@@ -109,7 +109,7 @@ def test_a_large_gpu_computes_more_sequences_at_once() -> None:
 
 
 def test_a_batch_has_a_token_of_each_sequence_and_of_the_probe() -> None:
-    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 64 is not more than max_num_seqs 64: .* raise"):
+    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 64 .*max_num_seqs 64"):
         config(max_num_seqs=64, max_num_batched_tokens=64)
 
 
@@ -212,7 +212,7 @@ def test_a_choice_of_plugins_keeps_the_one_that_watches_the_children(
     assert environment["VLLM_RPC_BASE_PATH"] == str(tmp_path), "TMPDIR may be too long for a socket"
 
 
-def test_an_error_of_vllm_names_the_variables_that_the_shell_sets_for_it() -> None:
+def test_an_error_of_vllm_names_the_shells_variables() -> None:
     said = explain(config(), "ValueError: Unable to configure handler 'vllm'", ["VLLM_LOGGING_LEVEL"], on_cpu=True)
     assert "unset what you don't need of VLLM_LOGGING_LEVEL" in said
     assert "unset" not in explain(config(), "ValueError: no", on_cpu=True)
@@ -266,7 +266,7 @@ def vllm_config(
         ),
     ],
 )
-def test_a_model_that_can_not_be_refitted_safely_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
+def test_a_model_that_cant_be_refitted_safely_is_refused(changes: dict[str, Any], said: str) -> None:
     assert said in str(refit_problem(vllm_config(**changes)))
 
 
@@ -301,7 +301,7 @@ def test_float32_is_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"
 
 
-def test_its_groups_of_nccl_and_its_model_runner_are_chosen_before_vllm_is_imported(
+def test_nccl_and_model_runner_are_chosen_before_vllm_is_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
@@ -315,7 +315,7 @@ def test_its_groups_of_nccl_and_its_model_runner_are_chosen_before_vllm_is_impor
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
-def test_a_child_that_ended_is_known_by_the_words_that_vllm_has_for_it() -> None:
+def test_a_child_that_ended_is_known_by_vllms_words() -> None:
     said = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}"
     assert engine.child_ended(RuntimeError(said))
     assert not engine.child_ended(RuntimeError("the model has no layers"))

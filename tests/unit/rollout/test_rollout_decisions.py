@@ -100,7 +100,7 @@ def test_an_idle_replica_acknowledges_at_once() -> None:
     assert decide(worker_state("STALE", epoch=announced)) == [Acknowledge(announced)]
 
 
-def test_without_in_flight_updates_running_generations_are_drained_first() -> None:
+def test_without_in_flight_updates_generations_are_drained_first() -> None:
     assert decide(worker_state(epoch=epoch(), held=HELD)) == []
 
 
@@ -232,13 +232,13 @@ def test_in_every_situation(now: WorkerState) -> None:
         assert aborted in ([], [now.held & set(now.reply.lost)])
 
 
-def test_a_lease_that_ended_because_its_group_is_complete_is_told_apart() -> None:
+def test_a_lease_of_a_complete_group_is_told_apart() -> None:
     reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=("a", "b", "gone"), epoch=None, complete=("b", "gone"))
     now = dataclasses.replace(worker_state(held=frozenset("abc")), reply=reply)
     assert decide(now)[0] == Abort(frozenset("ab"), complete=frozenset("b"))
 
 
-def test_a_quarantined_replica_lets_go_of_what_it_held_and_does_nothing_more() -> None:
+def test_a_quarantined_replica_lets_go_and_does_nothing_more() -> None:
     now = worker_state(
         "QUARANTINED", lost=("a",), epoch=epoch(members=("rollout-other",)), held=frozenset({"a"}), torn=True
     )
@@ -258,7 +258,7 @@ def fenced(now: WorkerState, timeline: str = "t", min_version: int = 2) -> str |
     return None if found is None else found.reason
 
 
-def test_law_4_a_call_is_sampled_with_verified_weights_of_its_timeline_that_are_new_enough() -> None:
+def test_law_4_a_call_needs_verified_weights_new_enough() -> None:
     assert fenced(worker_state()) is None
     assert fenced(worker_state(), min_version=3) == "stale"
     assert fenced(worker_state(), timeline="u") == "timeline"
@@ -271,7 +271,7 @@ def test_law_4_a_call_is_sampled_with_verified_weights_of_its_timeline_that_are_
         assert fenced(worker_state(state)) == "unhealthy"
 
 
-def test_a_refit_drains_calls_as_it_drains_leases_and_takes_no_new_ones() -> None:
+def test_a_refit_drains_calls_as_leases_and_takes_no_new_ones() -> None:
     announced = epoch()
     assert decide(worker_state(epoch=announced, calls=CALLS)) == []
     assert fenced(worker_state(epoch=announced, calls=CALLS)) == "refit"
@@ -282,7 +282,7 @@ def test_a_refit_drains_calls_as_it_drains_leases_and_takes_no_new_ones() -> Non
     assert fenced(worker_state(epoch=transfer, attempted="e1", weights=("t", 3))) is None
 
 
-def test_with_in_flight_updates_calls_are_taken_until_the_engine_is_paused() -> None:
+def test_in_flight_updates_take_calls_until_the_engine_is_paused() -> None:
     announced = epoch(acknowledged=(ME,))
     now = worker_state(epoch=announced, calls=CALLS, in_flight_updates=True)
     assert fenced(now) is None
@@ -296,7 +296,7 @@ def test_weights_that_are_held_already_interrupt_no_call() -> None:
     assert decide(worker_state(epoch=epoch(), calls=CALLS, weights=("t", 3))) == [Acknowledge(epoch())]
 
 
-def test_law_4_calls_of_an_abandoned_timeline_are_ended_before_anything_else() -> None:
+def test_law_4_calls_of_an_abandoned_timeline_are_ended_first() -> None:
     transfer = epoch(state="transfer", acknowledged=(ME,))
     both = frozenset({"t", "u"})
     ended = EndCalls(frozenset({"u"}))

@@ -46,7 +46,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_no_more_run_than_there_are_slots_and_the_others_follow_in_order() -> None:
+async def test_no_more_run_than_there_are_slots_and_others_follow_in_order() -> None:
     them = Sequences(2)
     for name in "abcd":
         await them.ask(name)
@@ -68,7 +68,7 @@ async def test_the_runs_own_come_before_those_from_outside() -> None:
     assert them.running == ["outside"]
 
 
-async def test_a_request_of_several_sequences_waits_for_as_many_slots_and_is_not_overtaken() -> None:
+async def test_a_request_of_several_sequences_is_not_overtaken() -> None:
     them = Sequences(3)
     await them.ask("a")
     await them.ask("b")
@@ -80,7 +80,7 @@ async def test_a_request_of_several_sequences_waits_for_as_many_slots_and_is_not
     assert them.running == ["three"]
     await them.end("three")
     assert them.running == ["c"]
-    with pytest.raises(ValueError, match=r"n: 4 sequences in one request; a replica computes at most 3 at once"):
+    with pytest.raises(ValueError, match=r"n: 4 .*most 3"):
         await them.slots.take(4).__aenter__()
 
 
@@ -96,7 +96,7 @@ async def test_a_sequence_that_is_cancelled_gives_its_slot_or_its_place_up() -> 
     assert them.running == ["b", "c"]
 
 
-async def test_a_slot_that_was_given_to_a_sequence_just_cancelled_is_not_lost() -> None:
+async def test_a_slot_given_to_a_cancelled_sequence_is_not_lost() -> None:
     them = Sequences(1)
     async with them.slots.take():
         await them.ask("b")

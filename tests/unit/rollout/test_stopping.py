@@ -36,7 +36,7 @@ def test_a_replica_that_has_left_ends_at_once_with_what_it_has_said() -> None:
         assert (done.returncode, done.stdout) == (0, "left"), done.stderr
 
 
-def test_a_signal_that_python_loses_while_the_replica_starts_ends_it_still() -> None:
+def test_a_signal_that_python_loses_at_the_start_ends_it_still() -> None:
     done = ended("    main._LEAVING_S = 1\n    Stopped()\n    signal.pause()")
     assert "Exception ignored in" in done.stderr
     assert done.returncode == -signal.SIGALRM

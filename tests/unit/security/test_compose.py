@@ -84,7 +84,7 @@ def test_a_configuration_means_in_a_container_what_its_variables_say(
     assert config.run.id == "compose"
 
 
-def test_on_gpus_trainer_and_replica_see_their_own_and_are_one_host_to_nccl() -> None:
+def test_on_gpus_trainer_and_replica_are_one_host_to_nccl() -> None:
     assert ON_GPU.keys() == {"secrets", "rollout", "trainer"}
     for name, other in (("rollout", "trainer"), ("trainer", "rollout")):
         service, environment = ON_GPU[name], ON_GPU[name]["environment"]

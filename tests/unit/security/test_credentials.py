@@ -46,7 +46,7 @@ def test_all_tokens_of_a_role_are_accepted_and_the_first_is_presented(tmp_path: 
     assert known.make_token_source("scorer") is None
 
 
-def test_a_deleted_line_is_revoked_at_once_and_a_file_that_is_gone_revokes_all(tmp_path: Path) -> None:
+def test_a_deleted_line_is_revoked_at_once_and_a_gone_file_all(tmp_path: Path) -> None:
     path = tmp_path / "credentials"
     path.write_text("reader one\noperator two\n")
     known = Credentials(path)
@@ -69,7 +69,7 @@ def test_a_line_that_is_none_is_named_without_what_it_says(tmp_path: Path, text:
     assert "tökén" not in str(refused.value)
 
 
-def test_a_run_has_a_token_for_each_environment_of_its_own_and_for_each_user_of_its_server() -> None:
+def test_a_run_has_a_token_for_each_environment_and_server_user() -> None:
     config = config_of(None, env={"math": {"type": "math"}, "mine": {"target": "127.0.0.1:50400"}})
     assert list_roles(config, redis=False) == ["operator", "reader", "scorer", "environment mine"]
     assert list_roles(config, redis=True)[4:] == [f"redis {role}" for role in REDIS_ROLES]

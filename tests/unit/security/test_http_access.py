@@ -75,7 +75,7 @@ def test_everything_else_takes_the_operators(access: HttpAccess, method: str) ->
     assert status(access, method, "/v1/completions", JSON, bearer("boss")) == 200
 
 
-def test_a_role_that_a_service_opens_paths_to_may_post_there_and_nothing_else(access: HttpAccess, file: Path) -> None:
+def test_a_role_may_post_to_its_open_paths_and_nothing_else(access: HttpAccess, file: Path) -> None:
     file.write_text(file.read_text() + "agents runner\n")
     replica = dataclasses.replace(access, posts={"agents": frozenset({"/sample", "/render"})})
     runner = bearer("runner")
@@ -120,7 +120,7 @@ def test_a_foreign_host_name_is_refused_with_credentials_and_without(
     assert status(access, "GET", "/", bearer("boss"), {"host": host}) == expected
 
 
-def test_a_write_comes_from_this_site_and_is_json_even_where_nobody_needs_a_token(open_to_all: HttpAccess) -> None:
+def test_a_write_is_json_from_this_site_even_without_tokens(open_to_all: HttpAccess) -> None:
     assert status(open_to_all, "GET", "/") == 200
     assert status(open_to_all, "POST", "/v1/x", JSON) == 200
     assert status(open_to_all, "POST", "/v1/x", JSON, HERE) == 200
@@ -164,9 +164,7 @@ def test_a_session_reads_and_writes_from_its_own_pages_until_it_ends(access: Htt
     assert status(access, "GET", "/", session, now=NOW + 8 * 24 * 3600) == 401
 
 
-def test_a_session_is_of_one_run_can_not_be_made_up_and_ends_with_the_operators_token(
-    access: HttpAccess, file: Path, tmp_path: Path
-) -> None:
+def test_a_session_is_of_one_run_and_ends_with_its_token(access: HttpAccess, file: Path, tmp_path: Path) -> None:
     session = signed_in(access, tmp_path)
     name, _, value = session["cookie"].partition("; ")[2].partition("=")
     expires, _, signature = value.partition(".")

@@ -28,26 +28,22 @@ def named(**settings: list[str]) -> list[str]:
     return targets(LAYERS, LoRAConfig(enabled=True, **settings))
 
 
-def test_layers_are_named_by_the_last_part_or_by_a_pattern_of_the_whole() -> None:
+def test_layers_are_named_by_their_last_part_or_a_whole_pattern() -> None:
     assert named() == LAYERS
     assert named(target_modules=["q_proj"]) == [LAYERS[0], LAYERS[7]]
     assert named(target_modules=["*.layers.0.*.q_proj", "down_proj"]) == [LAYERS[0], LAYERS[6], LAYERS[13]]
     assert named(target_modules=["*_proj"], exclude_modules=["*.mlp.*"]) == [*LAYERS[:4], *LAYERS[7:11]]
 
 
-def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> None:
+def test_a_name_that_no_layer_has_is_an_error_with_those_there_are() -> None:
     there = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    with pytest.raises(
-        ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn' is not a linear layer .*{there}"
-    ):
+    with pytest.raises(ServiceError, match=rf"policy\.lora_cfg\.target_modules: 'c_attn'.*{there}"):
         named(target_modules=["q_proj", "c_attn"])
-    with pytest.raises(ServiceError, match=r"target_modules: 'lm_head' .*The head is never adapted"):
+    with pytest.raises(ServiceError, match=r"target_modules: 'lm_head'.*never"):
         named(target_modules=["lm_head"])
-    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj' is not a linear layer"):
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj'"):
         named(exclude_modules=["proj"])
-    with pytest.raises(
-        ServiceError, match=r"policy\.lora_cfg\.enabled true: the policy has no layers of torch's Linear"
-    ):
+    with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.enabled true.*Linear"):
         targets([], LoRAConfig(enabled=True, target_modules=["q_proj"]))
-    with pytest.raises(ServiceError, match=f"no linear layer is left for an adapter; the policy has {there}"):
+    with pytest.raises(ServiceError, match=rf"no linear layer.*{there}"):
         named(exclude_modules=["*"])

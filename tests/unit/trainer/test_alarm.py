@@ -94,7 +94,7 @@ WRONG = {"on_policy_token_mult_prob_error": 1.08, "on_policy_gen_kl_error": 0.00
     [("float32", None, True), ("bfloat16", (0.03, 0.01), True), ("bfloat16", (0.4, 0.08), False)],
     ids=["float32", "bfloat16, in which a small model differs little", "bfloat16, in which a model differs by as much"],
 )
-def test_an_on_policy_error_of_eight_percent_is_an_alarm_at_once_where_rounding_does_not_explain_it(
+def test_an_on_policy_error_beyond_rounding_is_an_alarm_at_once(
     precision: str, rounding: tuple[float, float] | None, expected: bool
 ) -> None:
     chosen = config(policy={"precision": precision})

@@ -119,7 +119,7 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_tokens() -> None:
 
 
 @given(sizes=st.tuples(st.integers(1, 6), st.integers(1, 5)), ranks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_an_optimizer_step_has_the_same_trajectories_for_any_number_of_ranks(
+def test_a_steps_trajectories_are_the_same_for_any_number_of_ranks(
     sizes: tuple[int, int], ranks: int, seed: int
 ) -> None:
     size, count = sizes
@@ -156,9 +156,7 @@ def equal(ours: Batch, theirs: Batch) -> None:
 
 
 @given(whole=batches(), data=st.data())
-def test_a_share_has_its_trajectories_with_all_their_columns_and_rank_0_gathers_the_whole(
-    whole: Batch, data: st.DataObject
-) -> None:
+def test_a_share_has_all_columns_and_rank_0_gathers_the_whole(whole: Batch, data: st.DataObject) -> None:
     whole.advantages = np.random.default_rng(0).normal(size=whole.trajectory.size)
     order = data.draw(st.permutations(range(len(whole))))
     cut = data.draw(st.integers(0, len(whole)))
@@ -181,7 +179,7 @@ def test_a_share_has_its_trajectories_with_all_their_columns_and_rank_0_gathers_
 
 
 @given(given_batch=batches())
-def test_sums_lengths_and_places_of_tokens_are_those_of_each_trajectory(given_batch: Batch) -> None:
+def test_sums_lengths_and_places_are_those_of_each_trajectory(given_batch: Batch) -> None:
     tokens = np.arange(given_batch.trajectory.size)
     each = by_trajectory(given_batch, tokens)
     assert given_batch.lengths.tolist() == [len(own) for own in each]
@@ -192,7 +190,7 @@ def test_sums_lengths_and_places_of_tokens_are_those_of_each_trajectory(given_ba
     assert given_batch.tokens_of(order).tolist() == [token for i in order for token in each[i]]
 
 
-def test_a_micro_batch_has_the_columns_of_its_trajectories_in_its_order() -> None:
+def test_a_micro_batch_has_its_trajectories_columns_in_its_order() -> None:
     one, two = (
         trajectory([1], [2, 3], logprobs=[-1, -2], group="a"),
         trajectory([1], [4, 5, 6], own=[1, 0, 1], group="b"),

@@ -73,7 +73,7 @@ def test_what_was_published_is_read_back(checkpoints: Checkpoints, publish: Publ
     assert (folder / "policy" / "weights").read_text() == "9"
 
 
-def test_half_written_checkpoints_are_never_listed_and_the_next_writer_removes_them(
+def test_half_written_checkpoints_are_never_listed_and_removed_later(
     checkpoints: Checkpoints, publish: Publish
 ) -> None:
     publish(1)
@@ -114,7 +114,7 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
     checkpoints: Checkpoints, publish: Publish, content: str
 ) -> None:
     (publish(1) / "state.json").write_text(content)
-    with pytest.raises(ServiceError, match=r"state\.json can't be read .*; remove .*step_1 to continue"):
+    with pytest.raises(ServiceError, match=r"state\.json.*remove .*step_1 "):
         checkpoints.state(1)
 
 
@@ -163,7 +163,7 @@ def emptied(path: Path) -> None:
         TRAINED,
     ],
 )
-def test_a_damaged_newest_checkpoint_is_set_aside_with_words_and_the_one_before_is_used(
+def test_a_damaged_newest_checkpoint_is_set_aside_with_words(
     checkpoints: Checkpoints,
     publish: Publish,
     caplog: pytest.LogCaptureFixture,
@@ -224,7 +224,7 @@ def all_in_one(folder: Path) -> str | None:
         (SUMS, emptied),
     ],
 )
-def test_whatever_file_of_the_newest_has_changed_it_is_set_aside_and_the_one_before_is_used(
+def test_a_change_of_any_file_of_the_newest_sets_it_aside(
     checkpoints: Checkpoints,
     publish: Publish,
     find: Callable[[Path], str | None],
@@ -265,7 +265,7 @@ def test_sha256sum_checks_a_checkpoint(checkpoints: Checkpoints, publish: Publis
 
 
 @pytest.mark.parametrize("file", ["state.json", "metrics-t1.json"])
-def test_retention_sets_an_older_checkpoint_aside_whose_metrics_cant_be_read(
+def test_retention_sets_an_unreadable_older_checkpoint_aside(
     checkpoints: Checkpoints, publish: Publish, file: str
 ) -> None:
     publish(2)
@@ -279,12 +279,10 @@ def test_retention_sets_an_older_checkpoint_aside_whose_metrics_cant_be_read(
     assert file in line
 
 
-def test_retention_ends_the_run_if_what_was_just_published_cant_be_read(
-    checkpoints: Checkpoints, publish: Publish
-) -> None:
+def test_retention_ends_the_run_if_the_newest_cant_be_read(checkpoints: Checkpoints, publish: Publish) -> None:
     publish(2)
     emptied(checkpoints.path(2) / "state.json")
-    with pytest.raises(ServiceError, match=r"step_2/state\.json can't be read"):
+    with pytest.raises(ServiceError, match=r"step_2/state\.json"):
         checkpoints.add_metrics(2, "t1", {"val:accuracy": 0.5})
     assert checkpoints.find_published() == [2]
 
@@ -296,9 +294,7 @@ def test_a_missing_file_of_weights_is_damage(checkpoints: Checkpoints, publish: 
     assert checkpoints.newest() == 2
 
 
-def test_no_usable_checkpoint_is_an_error_that_says_what_is_wrong_with_each(
-    checkpoints: Checkpoints, publish: Publish
-) -> None:
+def test_no_usable_checkpoint_is_an_error_with_each_ones_reason(checkpoints: Checkpoints, publish: Publish) -> None:
     for version in (2, 4):
         real(publish(version))
     emptied(checkpoints.path(2) / "ledger.json")
@@ -325,7 +321,7 @@ def test_a_checkpoint_of_another_build_is_not_damaged(checkpoints: Checkpoints, 
 def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointingConfig())
-    with pytest.raises(ServiceError, match=r"can't write a checkpoint .*checkpointing\.checkpoint_dir"):
+    with pytest.raises(ServiceError, match=r"write a checkpoint.*checkpointing\.checkpoint_dir"):
         checkpoints.start("t1", 0)
 
 
@@ -366,7 +362,7 @@ def of(timeline: str, version: int) -> CheckpointState:
     return CheckpointState(version=version, timeline=timeline, cursor=9, run_id="r")
 
 
-def test_a_trainer_that_wakes_up_after_its_successor_has_started_harms_nothing(
+def test_a_trainer_that_wakes_after_its_successor_harms_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, new = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
@@ -387,9 +383,7 @@ def test_a_trainer_that_wakes_up_after_its_successor_has_started_harms_nothing(
         lambda: old.begin(8, "old"),
         lambda: old.add_metrics(4, "old", {"val:accuracy": 1.0}),
     ):
-        with pytest.raises(
-            ServiceError, match=r"timeline old is not the newest of the chain \(timeline new continued from"
-        ):
+        with pytest.raises(ServiceError, match=r"old.*newest of the chain.*new"):
             late()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     new.publish(of("new", 6), {})
@@ -467,9 +461,7 @@ class FrozenInAddMetrics(Checkpoints):
 
 
 @pytest.mark.parametrize("goes_on_from", [2, 4])
-def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change_nothing_of_the_successor(
-    tmp_path: Path, goes_on_from: int
-) -> None:
+def test_metrics_of_a_trainer_that_wakes_late_change_nothing(tmp_path: Path, goes_on_from: int) -> None:
     """The successor has published a checkpoint of the same version, or has added its own metrics to the one that it went on from."""
     config = CheckpointingConfig(keep_top_k=None)
     old, new = FrozenInAddMetrics(tmp_path, config), Checkpoints(tmp_path, config)
@@ -490,7 +482,7 @@ def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change
         new.add_metrics(4, "new", {"val:accuracy": 0.75})
 
     old.meanwhile = take_over
-    with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
+    with pytest.raises(ServiceError, match=r"old.*newest of the chain"):
         old.add_metrics(4, "old", {"val:accuracy": 0.125})
     third = Checkpoints(tmp_path, CheckpointingConfig())
     assert third.find_published() == [2, 4]
@@ -526,9 +518,7 @@ class FrozenInRetain(Checkpoints):
 
 
 @pytest.mark.parametrize("goes_on_from", [0, 2, 4])
-def test_a_trainer_frozen_anywhere_in_retention_touches_nothing_of_its_successor(
-    tmp_path: Path, goes_on_from: int
-) -> None:
+def test_a_trainer_frozen_in_retention_spares_its_successor(tmp_path: Path, goes_on_from: int) -> None:
     """The successor publishes another checkpoint of the version that was to be removed, or goes on from that one, or keeps it."""
     for before in itertools.count():
         folder = tmp_path / str(before)
@@ -570,9 +560,7 @@ class FrozenInSetAside(Checkpoints):
             super()._set_aside(*args)
 
 
-def test_a_trainer_frozen_anywhere_while_it_sets_a_checkpoint_aside_touches_nothing_of_its_successor(
-    tmp_path: Path,
-) -> None:
+def test_a_trainer_frozen_while_it_sets_aside_spares_its_successor(tmp_path: Path) -> None:
     """The successor publishes another checkpoint of the version that was abandoned."""
     for before in itertools.count():
         folder = tmp_path / str(before)
@@ -618,7 +606,7 @@ def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["abandoned-step_4-old", "chain.jsonl", "step_2"]
 
 
-def test_a_start_from_what_another_trainer_removed_or_abandoned_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_start_from_what_is_gone_or_abandoned_is_refused(tmp_path: Path) -> None:
     one, other = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
     one.start("one", 0)
     for version in (2, 4):
@@ -630,7 +618,7 @@ def test_a_start_from_what_another_trainer_removed_or_abandoned_meanwhile_is_ref
         other.publish(of("other", version + 4), {})
     assert other.find_published() == [8]
     for version in (2, 4, 6):
-        with pytest.raises(Restartable, match=rf"step_{version}, which this trainer should continue from, is gone"):
+        with pytest.raises(Restartable, match=rf"step_{version},.*gone"):
             one.start(f"late-{version}", version)
     assert other.find_published() == [8]
     other.require_newest("other")

@@ -140,9 +140,7 @@ async def reached(disk: Disk) -> None:
     await asyncio.to_thread(disk.reached.wait)
 
 
-async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_committed_once_it_is_published(
-    tmp_path: Path,
-) -> None:
+async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     await case.save(2)
     await reached(case.disk)
@@ -176,9 +174,7 @@ async def test_a_second_checkpoint_waits_until_the_first_is_committed(tmp_path: 
     assert case.buffer.commits == [(1, {0: ["g1"]}, [1]), (2, {1: ["g2"]}, [1, 2])]
 
 
-async def test_metrics_of_a_version_that_is_being_written_come_into_its_checkpoint_and_retention_knows_them(
-    tmp_path: Path,
-) -> None:
+async def test_metrics_of_a_version_being_written_come_into_its_checkpoint(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     await case.saved(1)
     case.writer.add_metrics(1, {"val:accuracy": 0.5})
@@ -232,7 +228,7 @@ async def polls(writer: CheckpointWriter) -> None:
 
 @pytest.mark.parametrize("notice", [CheckpointWriter.finish, polls], ids=["waits", "polls"])
 @pytest.mark.parametrize("fail", [part_fails, publication_fails, folder_is_lost])
-async def test_a_write_that_fails_is_the_run_s_error_and_the_earlier_checkpoint_stays(
+async def test_a_write_that_fails_ends_the_run_and_keeps_the_earlier_one(
     tmp_path: Path, fail: Callable[[Case], None], notice: Callable[[CheckpointWriter], Awaitable[None]]
 ) -> None:
     case = case_of(tmp_path, Unwritable)
@@ -241,7 +237,7 @@ async def test_a_write_that_fails_is_the_run_s_error_and_the_earlier_checkpoint_
     await reached(case.disk)
     fail(case)
     case.disk.may_write.set()
-    with pytest.raises(ServiceError, match=r"can't write a checkpoint to .*the earlier ones are untouched"):
+    with pytest.raises(ServiceError, match=r"write a checkpoint.*untouched"):
         await notice(case.writer)
     assert case.checkpoints.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]
@@ -261,15 +257,13 @@ async def test_a_buffer_that_lost_the_steps_is_said_to_have(tmp_path: Path) -> N
     case.buffer.refuses = True
     case.disk.may_write.set()
     await case.save(1)
-    with pytest.raises(Restartable, match="the buffer's server lost a step that was trained"):
+    with pytest.raises(Restartable, match="lost a step"):
         await case.writer.finish()
     assert case.checkpoints.find_published() == [1]
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["its folder is gone", "its library makes the folder again"])
-async def test_law_4_a_trainer_whose_successor_starts_while_it_writes_publishes_nothing(
-    tmp_path: Path, written: bool
-) -> None:
+async def test_law_4_a_trainer_with_a_successor_publishes_nothing(tmp_path: Path, written: bool) -> None:
     case = case_of(tmp_path)
     await case.saved(1)
     await case.save(2)
@@ -279,14 +273,14 @@ async def test_law_4_a_trainer_whose_successor_starts_while_it_writes_publishes_
     if written:
         case.checkpoints.locate_unfinished(2, "t").mkdir()
     case.disk.may_write.set()
-    with pytest.raises(ServiceError, match=r"timeline t is not the newest of the chain .*another trainer has taken"):
+    with pytest.raises(ServiceError, match=r"t is not the newest.*another trainer"):
         await case.writer.finish()
     assert successor.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_after_another_error_what_is_being_written_is_completed_or_its_own_error_said(
+async def test_after_another_error_what_is_being_written_is_completed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     case = case_of(tmp_path)
@@ -331,7 +325,7 @@ async def two_ranks(tmp_path: Path) -> tuple[Case, TwoRanks]:
     return case, lead
 
 
-async def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_published_once_every_rank_has_written(tmp_path: Path) -> None:
     case, lead = await two_ranks(tmp_path)
     several_polls = polled(case.writer)
     finishing = asyncio.create_task(case.writer.finish())

@@ -91,5 +91,5 @@ def test_each_command_reaches_the_other_ranks_with_its_arguments() -> None:
 def test_a_command_of_another_build_is_an_error() -> None:
     ranks = Wire()
     ranks.send(msgspec.msgpack.encode(["extents"]))
-    with pytest.raises(ServiceError, match=r"unknown command 'extents'; start all ranks from one build"):
+    with pytest.raises(ServiceError, match=r"'extents'"):
         follow(Follower(ranks))  # type: ignore[arg-type]

@@ -57,9 +57,7 @@ async def test_a_run_that_has_just_begun_is_not_drawn_before_its_end(tmp_path: P
     assert run.page.exists()
 
 
-async def test_it_is_drawn_without_a_validation_and_once_until_its_pauses_are_over(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_it_is_drawn_without_a_validation_and_once_per_pause(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step()
     await run.drawn()
     first = run.page.read_text()
@@ -90,7 +88,7 @@ async def test_a_page_that_can_not_be_written_is_an_error_that_names_it(run: Run
     run.page.mkdir()
     run.step()
     await run.drawn()
-    with pytest.raises(ServiceError, match=rf"can't write the curves to {run.page} .*; free space there"):
+    with pytest.raises(ServiceError, match=rf"{run.page}"):
         run.step()
 
 

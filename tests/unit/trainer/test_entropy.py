@@ -24,7 +24,7 @@ def test_the_entropy_is_that_of_the_softmax(count: int, vocabulary: int, scale: 
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-6)
 
 
-def test_a_choice_of_n_alike_has_an_entropy_of_log_n_and_a_certain_one_of_0() -> None:
+def test_n_alike_have_an_entropy_of_log_n_and_a_certain_one_has_0() -> None:
     logits = torch.full((2, 8), -torch.inf)
     logits[0, :4] = 3.0
     logits[1, 2] = -5.0

@@ -93,7 +93,7 @@ def test_a_batch_without_branches_is_whole_in_every_micro_batch() -> None:
     assert (tokens.elsewhere, tokens.share, tokens.trajectory.tolist()) == (None, None, [0, 0])
 
 
-def test_a_batch_of_both_kinds_is_taken_apart_and_gathered_with_all_its_columns() -> None:
+def test_a_batch_of_both_kinds_is_gathered_with_all_its_columns() -> None:
     trees, rewards = random_episodes(5)
     whole = batch([*trees, trajectory([1], [2, 3], index=5)], [*rewards, 0.5])
     whole.old_logprobs = np.arange(whole.trajectory.size, dtype=np.float32)
@@ -117,7 +117,7 @@ def test_the_disagreement_of_a_token_is_its_own_replica_s() -> None:
     assert errors["a"].error == errors["r"].error == 1
 
 
-def test_a_line_about_an_episode_says_of_every_token_of_its_calls_how_it_counted() -> None:
+def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     found = step_four()
     found.advantages = np.arange(8, dtype=np.float64)
     line = training_record(4, PROMPT, found, 1)

@@ -106,7 +106,7 @@ def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_o
 
 
 @given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans(), weighed=st.booleans())
-def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_batch(
+def test_gdpo_weighs_components_and_normalises_over_the_batch(
     batch: Batch, leave_one_out: bool, normalize: bool, weighed: bool
 ) -> None:
     weights = [2.0, -0.5] if weighed else None
@@ -129,7 +129,7 @@ def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_ba
         check(found.advantages, expected)
 
 
-def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -> None:
+def test_gdpo_gives_no_advantage_where_components_are_equal() -> None:
     batch = made([0.0] * 6, n=3, components={"correct": 0.1, "format": 0.7})
     found = estimates(batch, configured(GRPOAdvEstimatorConfig(name="gdpo"), n=3))
     np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
@@ -179,7 +179,7 @@ def discounted_differences(rewards: list[float], values: Float64, gamma: float, 
     alpha=st.sampled_from([0.0, 0.05, 0.7]),
     normalize=st.booleans(),
 )
-def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
+def test_gae_is_the_sum_of_discounted_differences(
     loss_fn: LossConfig,
     batch: Batch,
     gamma: float,
@@ -226,7 +226,7 @@ def test_what_hardly_varies_is_not_blown_up() -> None:
         check(estimates(tiny, configured(PPOAdvEstimatorConfig(name=name))).advantages, [[0.01], [-0.01]])
 
 
-def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> None:
+def test_gae_without_discount_is_the_reward_less_the_value() -> None:
     values = np.array([0.5, -1.0, 2.0])
     estimator = PPOAdvEstimatorConfig(gae_lambda=1.0, normalize_advantages=False)
     found = estimates(made([3.0], values=values), configured(estimator))

@@ -65,7 +65,7 @@ def test_tokens_over_age_are_seen_like_the_others(estimator: Estimator, batch: B
 
 @EACH
 @given(batch=batches(least=2), low=st.floats(-1, -0.1), high=st.floats(0.1, 1))
-def test_advantages_are_clamped_last_and_measured_as_they_are_trained_on(
+def test_advantages_are_clamped_last_and_measured_as_trained(
     estimator: Estimator, batch: Batch, low: float, high: float
 ) -> None:
     free = estimates(batch, with_kl(estimator, batch))
@@ -103,10 +103,10 @@ def test_the_share_of_trivial_baselines_is_measured() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("owners", [(), (1, 0, 2, 1)], ids=["one-rank", "three-ranks"])
-def test_values_that_are_not_finite_are_an_error_that_every_rank_raises(value: float, owners: tuple[int, ...]) -> None:
+def test_values_that_are_not_finite_are_an_error_on_every_rank(value: float, owners: tuple[int, ...]) -> None:
     values = np.zeros((4, 3))
     values[3, 1] = value
-    with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values that are not finite"):
+    with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values.*finite"):
         estimates(made([0.0] * 4, 2, values=values), configured(PPOAdvEstimatorConfig(), n=2), owners)
 
 
@@ -124,7 +124,7 @@ def test_the_first_of_several_is_named_whichever_rank_holds_it(
     batch = made([0.0] * 4, 2, old_logprobs=old, ref_logprobs=-np.ones(12), teacher_logprobs=-np.ones(12))
     with pytest.raises(
         ServiceError,
-        match=r"^trajectory 'p0'\[1\] and 1 more of the 4 trajectories: log-probabilities that are not finite",
+        match=r"^trajectory 'p0'\[1\] and 1 more of the 4.*log-prob",
     ):
         estimates(batch, configured(estimator, loss_fn, 2), owners)
 
@@ -204,7 +204,7 @@ def test_loss_and_optimizer_steps_ask_for_passes_of_their_own(
     assert algorithms.required_passes(config, optimizer_steps) == expected
 
 
-def test_the_configuration_takes_from_grpo_what_the_estimator_leaves_open() -> None:
+def test_the_configuration_takes_from_grpo_what_is_left_open() -> None:
     grpo = {"normalize_rewards": False, "use_leave_one_out_baseline": True, "advantage_clip_high": 3.0}
     own = {"adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": False}}
     for section, expected in ((grpo, (False, True)), ({**grpo, **own}, (True, False))):

@@ -82,7 +82,7 @@ def test_frozen_weights_take_no_gradients() -> None:
     assert trained.training_flops(sequences([30])) - frozen.training_flops(sequences([30])) == 2 * weights * 30
 
 
-def test_of_whole_sequences_the_formula_is_the_one_that_nemo_rl_has_for_llama() -> None:
+def test_whole_sequences_have_nemo_rls_formula_for_llama() -> None:
     hidden, layers, groups, heads, width, vocabulary, length = 64, 3, 2, 4, 112, 97, 50
     theirs = (
         length * layers * hidden**2

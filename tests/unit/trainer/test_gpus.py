@@ -62,7 +62,7 @@ class FakeNVML:
         return SimpleNamespace(used=gpu.memory, reserved=MIB, total=80 * 1024 * MIB)
 
 
-def test_a_step_gets_the_mean_use_and_the_largest_memory_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_gets_mean_use_and_largest_memory_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = FakeGPU(50, 1024 * MIB), FakeGPU(None, 512 * MIB)
     FakeNVML([first, second]).install(monkeypatch)
     monitor = GPUMonitor(10.0)

@@ -29,7 +29,7 @@ def test_tensors_arrive_whole_through_pieces_of_any_size(sources: list[Tensor], 
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
 
 
-def test_copies_do_not_follow_their_source_and_a_rank_that_keeps_none_goes_through_all() -> None:
+def test_copies_do_not_follow_their_source() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     produced = []
 

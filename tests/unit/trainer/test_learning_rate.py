@@ -75,7 +75,7 @@ def test_gone_through_again_it_is_the_same_to_the_last_bit() -> None:
 
 def test_arguments_that_torch_refuses_name_the_section() -> None:
     linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 7.0}}
-    with pytest.raises(ServiceError, match=r"^value\.scheduler: torch refuses .*LinearLR .*correct its kwargs"):
+    with pytest.raises(ServiceError, match=r"^value\.scheduler: .*LinearLR"):
         LearningRate(1e-3, schedule(linear), "value")
 
 

@@ -47,7 +47,7 @@ def test_the_ledger_of_prompts_trained_in_any_order_stays_small() -> None:
 def test_law_1_the_ledger_refuses_a_prompt_that_comes_again() -> None:
     ledger = Ledger(range(4))
     ledger.record(2, ["a", "b"], [4, 6])
-    with pytest.raises(ServiceError, match="prompt 4 of the run's order came to the trainer a second time"):
+    with pytest.raises(ServiceError, match=r"prompt 4 .*second time"):
         ledger.record(3, ["c"], [4])
 
 
@@ -57,7 +57,7 @@ def test_a_ledger_that_is_damaged_is_refused(data: bytes) -> None:
         Ledger.decode(data)
 
 
-def test_steps_trained_while_a_checkpoint_is_written_belong_to_the_next() -> None:
+def test_steps_trained_during_a_write_belong_to_the_next_checkpoint() -> None:
     ledger = Ledger()
     ledger.record(0, ["a"], [0])
     first = ledger.cut()

@@ -50,7 +50,7 @@ def made_on(found: GroupLineage | None) -> list[tuple[int, str | None]]:
     return [(r.version, r.timeline) for r in found.trajectories[0].ranges]
 
 
-def test_a_trained_group_is_found_with_its_step_and_its_trajectories_in_order(tmp_path: Path) -> None:
+def test_a_trained_group_is_found_with_its_step_and_trajectories(tmp_path: Path) -> None:
     lineage = LineageWriter(tmp_path / "lineage", "one")
     train(lineage, 0, 4, 2)
     train(lineage, 1, 3)
@@ -71,9 +71,7 @@ def test_a_trained_group_is_found_with_its_step_and_its_trajectories_in_order(tm
     assert files.read(2) == []
 
 
-def test_what_a_rewind_abandons_is_moved_aside_and_weights_are_named_by_the_timeline_that_made_them(
-    tmp_path: Path,
-) -> None:
+def test_what_a_rewind_abandons_is_moved_aside_by_timeline(tmp_path: Path) -> None:
     first = LineageWriter(tmp_path, "one")
     for step in range(4):
         train(first, step, step, versions=(step,))
@@ -127,17 +125,17 @@ def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> No
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "step_0-one.jsonl.gz").write_bytes(damage)
-    with pytest.raises(CodecError, match=r"step_0-one\.jsonl\.gz: not a lineage file"):
+    with pytest.raises(CodecError, match=r"step_0-one\.jsonl\.gz:"):
         LineageFiles(tmp_path).find("g0")
 
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "lineage").write_text("a file")
-    with pytest.raises(ServiceError, match="can't write the lineage of a step"):
+    with pytest.raises(ServiceError, match="write the lineage"):
         train(LineageWriter(tmp_path / "lineage", "one"), 0, 0)
 
 
-def test_the_origin_of_a_trajectory_says_who_wrote_what_and_who_scored_it() -> None:
+def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
     trajectory = Trajectory(
         group_id="g",
         attempt=2,
@@ -174,7 +172,7 @@ def test_the_origin_of_a_trajectory_says_who_wrote_what_and_who_scored_it() -> N
     )
 
 
-def test_what_is_written_while_another_thread_flushes_is_flushed_the_next_time(
+def test_what_is_written_during_a_flush_is_flushed_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage, flushed = LineageWriter(tmp_path, "one"), []

@@ -75,13 +75,13 @@ def test_the_initial_model_needs_no_checkpoint() -> None:
     assert at(version=0, refitted=False, reply=None) is Action.REFIT
 
 
-def test_the_fleet_gets_a_version_before_it_is_validated_or_trained_on() -> None:
+def test_the_fleet_gets_a_version_before_it_is_validated_or_trained() -> None:
     assert at(version=5, refitted=False, reply=None) is Action.REFIT
     assert at(version=5, reply=None) is Action.VALIDATE
     assert at(version=5, reply=None, validated=True) is Action.RESERVE
 
 
-def test_a_validation_that_is_due_waits_for_a_fleet_and_holds_the_step_back() -> None:
+def test_a_due_validation_waits_for_a_fleet_and_holds_the_step_back() -> None:
     assert at(version=5, healthy=0, reply=Reservation(5, (), ())) is Action.WAIT
 
 
@@ -96,7 +96,7 @@ def test_a_validation_whose_fleet_died_is_given_up_at_once() -> None:
     assert at(refitted=False, reply=None, healthy=0, validating=2, awaited_since=None) is Action.ABANDON_VALIDATION
 
 
-def test_a_validation_of_this_version_whose_fleet_died_waits_for_another_fleet() -> None:
+def test_a_validation_whose_fleet_died_waits_for_another_fleet() -> None:
     end = {"version": 10, "saved": True, "validated": True, "validating": 10, "healthy": 0}
     assert at(**end) is Action.WAIT
     assert at(**end, refit_due=True) is Action.REFIT
@@ -109,12 +109,12 @@ def test_training_goes_on_while_its_own_version_is_validated() -> None:
     assert at(**running) is Action.WAIT
 
 
-def test_replicas_that_are_behind_are_refitted_while_there_is_no_batch() -> None:
+def test_replicas_behind_are_refitted_while_there_is_no_batch() -> None:
     assert at(refit_due=True) is Action.REFIT
     assert at(refit_due=True, reply=Reservation(3, (), ())) is Action.TRAIN
 
 
-def test_an_empty_fleet_is_not_refitted_but_waited_for_up_to_the_deadline() -> None:
+def test_an_empty_fleet_is_waited_for_up_to_the_deadline() -> None:
     nobody = {"refitted": False, "members": 0, "healthy": 0}
     assert at(**nobody, healthy_at=70.1) is Action.WAIT
     assert at(**nobody, healthy_at=70.0) is Action.FAIL
@@ -138,7 +138,7 @@ def test_episodes_that_nobody_runs_are_waited_for_up_to_the_deadline() -> None:
     assert "no runner for 30 s (trainer.fleet_deadline_s) at step 3, and 2 groups" in reason
 
 
-def test_a_validation_of_episodes_that_nobody_runs_ends_the_run_as_well() -> None:
+def test_a_validation_of_episodes_that_nobody_runs_ends_the_run() -> None:
     validating = {"refitted": False, "reply": None, "validating": 2, "awaited_since": None, "episodes": 1}
     assert at(**validating, runner_at=70.1) is Action.AWAIT_VALIDATION
     assert at(**validating, runner_at=70.0) is Action.FAIL
@@ -189,14 +189,14 @@ def test_when_versions_are_validated() -> None:
     assert [version for version in range(12) if late.validates(version, final=version == 11)] == [0, 10, 11]
 
 
-def test_a_validation_that_reaches_its_threshold_ends_the_run_with_a_checkpoint() -> None:
+def test_a_validation_at_its_threshold_ends_the_run_with_a_checkpoint() -> None:
     reached = {"target_reached": True, "reply": Reservation(3, (), ())}
     assert at(**reached) is Action.CHECKPOINT
     assert at(**reached, saved=True) is Action.VALIDATE  # val_at_end
     assert at(**reached, saved=True, validated=True) is Action.FINISH
 
 
-def test_a_checkpoint_comes_out_of_turn_where_time_runs_out_and_training_goes_on() -> None:
+def test_a_checkpoint_comes_early_where_time_runs_out() -> None:
     assert at(must_save=True) is Action.CHECKPOINT
     assert at(must_save=True, saved=True, reply=Reservation(3, (), ())) is Action.TRAIN
     assert at(must_save=True, version=0) is Action.WAIT  # the initial model needs none
@@ -239,7 +239,7 @@ states = st.builds(
 
 
 @given(states)
-def test_nothing_is_trained_on_weights_that_the_fleet_could_have_had_and_was_not_offered(state: LoopState) -> None:
+def test_nothing_is_trained_on_weights_that_the_fleet_was_not_offered(state: LoopState) -> None:
     action = decide(PLAN, state).action
     if action is Action.TRAIN:
         assert state.refitted or not state.members
@@ -270,7 +270,7 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
     assert behind(fleet, 4, "now") == ["old", "of another timeline", "new"]
 
 
-def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -> None:
+def test_a_replica_that_keeps_refusing_is_tried_less_often() -> None:
     backoffs: dict[str, Backoff] = {}
     assert refit_due(["a"], backoffs, 0.0)
     waits = []
@@ -326,7 +326,7 @@ def test_a_run_that_trained_nothing_ends_as_an_error() -> None:
     assert decide(PLAN, dataclasses.replace(nothing, target_reached=True)).action is Action.FINISH
 
 
-def test_a_run_that_only_evaluates_ends_with_its_validation_however_long_that_takes() -> None:
+def test_a_run_that_only_evaluates_ends_with_its_validation() -> None:
     config = Config.model_validate(
         {"data": {"evaluate": {"validation": None}}, "grpo": {"val_period": 0, "val_at_end": True}}
     )

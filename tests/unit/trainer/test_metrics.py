@@ -60,7 +60,7 @@ def test_batch_metrics_say_what_the_batch_was_like() -> None:
     assert metrics["truncation_rate"] == 0.25
 
 
-def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_once_for_each() -> None:
+def test_an_episode_takes_its_calls_contexts_and_shared_parts_once() -> None:
     assert extent(BRANCHES) == Extent(
         prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2, rendered_again=3
     )
@@ -86,7 +86,7 @@ def test_environments_with_programs_say_what_an_episode_came_to() -> None:
     assert unknown(metrics) == []
 
 
-def test_dynamic_sampling_says_how_many_batches_were_generated_for_one() -> None:
+def test_dynamic_sampling_says_how_many_batches_made_one() -> None:
     batch = msgspec.structs.replace(reservation("a", "b"), scored=9, filtered=7)
     assert sampling_metrics(batch, generation_batch=3.0) == {
         "dynamic_sampling_num_gen_batches": 3.0,
@@ -110,7 +110,7 @@ def test_gauges_hold_the_newest_value_of_each_metric() -> None:
     }
 
 
-def test_components_and_environments_are_labels_and_those_that_are_gone_are_not_shown() -> None:
+def test_components_and_environments_that_are_gone_are_not_shown() -> None:
     gauges, registry = Gauges(), CollectorRegistry()
     gauges.update("train", 3, {"reward": 0.5, "reward/gone": 1.0})
     gauges.update("train", 4, {"reward": 0.5, 'reward/a"b': 1.0, "reward_std/std": 0.25, "scoring_wait/math": 2.0})
@@ -125,7 +125,7 @@ def test_components_and_environments_are_labels_and_those_that_are_gone_are_not_
     ]
 
 
-def test_components_have_mean_and_spread_over_those_that_have_them_and_scores_their_times() -> None:
+def test_components_have_mean_and_spread_and_scores_have_times() -> None:
     scores = [
         score_of({"format": 1.0, "correct": 0.0}, {"waiting": 1.0, "environment": 0.5}),
         score_of({"format": 1.0, "correct": 1.0}, {"waiting": 2.0, "environment": 1.5}),

@@ -49,7 +49,7 @@ def complaint(tmp_path: Path, **sections: Any) -> str:
     ],
     ids=["policy", "teacher", "value"],
 )
-def test_a_model_that_is_not_there_is_refused_by_its_key_before_anything_else(
+def test_a_model_that_is_not_there_is_refused_by_its_key_first(
     tmp_path: Path, sections: dict[str, Any], key: str, name: str
 ) -> None:
     assert complaint(tmp_path, **sections).startswith(f"{key}: the directory {name} does not exist;")

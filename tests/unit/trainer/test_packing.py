@@ -89,7 +89,7 @@ def with_policy_tokens(trajectories: list[Trajectory]) -> list[int]:
 
 
 @given(trajectories=made(), packing=packings(), data=st.data())
-def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
+def test_every_trajectory_with_a_policy_token_is_planned_once(
     trajectories: list[Trajectory], packing: Packing, data: st.DataObject
 ) -> None:
     chosen = [i for i in range(len(trajectories)) if data.draw(st.booleans())]
@@ -227,7 +227,7 @@ def test_a_row_of_tokens_counts_all_but_the_first() -> None:
 
 def test_a_trajectory_that_does_not_fit_is_refused() -> None:
     packing = Packing("padded", None, 4, "first_fit_decreasing", 1, share_prompts=False)
-    with pytest.raises(ValueError, match="a path of 5 tokens does not fit into 4"):
+    with pytest.raises(ValueError, match=r"path of 5 .*4"):
         plan([trajectory([1, 2], [3, 4, 5])], packing)
 
 
@@ -266,7 +266,7 @@ def test_modified_first_fit_tops_up_large_items_by_class() -> None:
 
 @pytest.mark.parametrize("fill", [first_fit_decreasing, modified_first_fit_decreasing])
 def test_an_item_larger_than_a_bin_is_refused(fill: Callable[[list[int], int], list[list[int]]]) -> None:
-    with pytest.raises(ValueError, match="an item of 9 does not fit into a bin of 8"):
+    with pytest.raises(ValueError, match=r"item of 9 .*8"):
         fill([1, 9], 8)
 
 

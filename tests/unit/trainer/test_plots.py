@@ -198,7 +198,7 @@ def test_a_page_is_written_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["curves.html"]
 
 
-def test_each_reward_component_has_a_curve_under_its_name_whatever_it_is() -> None:
+def test_each_reward_component_has_a_curve_under_its_name() -> None:
     names = ["correct", "it's <b>", *(f"c{number}" for number in range(9))]
     lines = [line(step, **{f"reward/{name}": float(step) for name in names}) for step in range(3)]
     page = render([replace(one, metrics={"reward": 0.0, **one.metrics}) for one in lines], "run")
@@ -252,7 +252,7 @@ def test_a_short_run_is_shown_as_it_is(tmp_path: Path) -> None:
     assert repr(read_shown(journal.path).lines) == repr(surviving(journal.read()))  # NaN is not itself
 
 
-def test_a_long_run_is_shown_by_means_of_neighbours_and_what_is_said_of_it_stays_exact(tmp_path: Path) -> None:
+def test_a_long_run_is_drawn_by_means_and_its_text_stays_exact(tmp_path: Path) -> None:
     steps, restarts = 12 * POINTS, 4
     journal = written(tmp_path, steps, restarts=restarts, validated=50)
     shown, whole = read_shown(journal.path), surviving(journal.read())

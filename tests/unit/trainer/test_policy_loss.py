@@ -103,7 +103,7 @@ def test_dual_clip_bounds_the_ratio_where_the_advantage_is_negative() -> None:
     close(gradient, 0, 2 / 3, 0)
 
 
-def test_sequence_ratio_is_the_geometric_mean_and_its_gradient_is_shared_by_the_tokens() -> None:
+def test_sequence_ratio_is_the_geometric_mean_shared_by_the_tokens() -> None:
     old = row(-1, -1, -1)
     logprobs = old + row(0.1, -0.3, 0.05)
     parts, gradient = run(LossConfig(**NO_KL, **GSPO), logprobs, old, row(1, 1, 2), lengths=(2, 1))
@@ -112,7 +112,7 @@ def test_sequence_ratio_is_the_geometric_mean_and_its_gradient_is_shared_by_the_
     close(gradient, -first / 4, -first / 4, -2 * second / 2)
 
 
-def test_tokens_over_age_stay_in_the_sequence_ratio_and_leave_the_loss() -> None:
+def test_tokens_over_age_stay_in_the_ratio_and_leave_the_loss() -> None:
     old = row(-1, -1)
     logprobs = old + row(0.1, -0.3)
     parts, gradient = run(LossConfig(**NO_KL, **GSPO), logprobs, old, row(1, 1), mask=row(1, 0))
@@ -123,7 +123,7 @@ def test_tokens_over_age_stay_in_the_sequence_ratio_and_leave_the_loss() -> None
     close(gradient, -math.exp(0.1), 0)
 
 
-def test_cispo_weighs_the_log_probability_by_the_clipped_ratio_and_drops_no_token() -> None:
+def test_cispo_weighs_by_the_clipped_ratio_and_drops_no_token() -> None:
     config = LossConfig(**NO_KL, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=5.0)
     old = row(-3, -1)
     logprobs = old + log(10, 0.5)
@@ -198,7 +198,7 @@ def test_importance_weights_of_sequences(how: str, first: float) -> None:
     close(parts.sums["sampling_importance_ratio"], (first + 4) / 2)
 
 
-def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> None:
+def test_decoupled_ppo_clips_and_weighs_by_the_proximal_policy() -> None:
     config = LossConfig(**NO_KL, proximal="recompute")
     old = row(-1, -1)
     parts, gradient = run(config, old + log(1.5, 1.1), old, row(1, 1), old - log(2, 2))
@@ -219,7 +219,7 @@ def test_an_interpolated_proximal_policy_lies_between_by_age() -> None:
     close(parts.sums["sampling_importance_ratio"], float(proximal.mean()))
 
 
-def test_probability_difference_drops_what_the_advantage_pushes_further_away() -> None:
+def test_probability_difference_drops_what_is_pushed_further_away() -> None:
     config = LossConfig(
         **NO_KL, probability_difference_mask=0.1, prev_logprobs_source="generation", disable_ppo_ratio=True
     )
@@ -277,7 +277,7 @@ def test_a_trainer_and_a_generator_that_disagree() -> None:
     assert float(parts.sums["approx_entropy"]) == pytest.approx(5 * math.exp(10))
 
 
-def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_taken_against() -> None:
+def test_metrics_compare_trainer_and_generator_for_any_ratio() -> None:
     """With the behaviour policy as the ratio's denominator, ratio and metrics would else agree with it by definition."""
     config = LossConfig(**NO_KL, prev_logprobs_source="generation")
     rollout, old = row(-1, -2), row(-1.5, -2.25)
@@ -289,7 +289,7 @@ def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_ta
 
 @settings(max_examples=50)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
-def test_without_old_log_probabilities_they_are_those_of_the_only_pass(config: LossConfig, case: Case) -> None:
+def test_without_old_log_probabilities_those_of_the_only_pass_serve(config: LossConfig, case: Case) -> None:
     given = dataclasses.replace(case, old_logprobs=case.logprobs).tokens()
     expected = policy_loss(config, case.output(), given, case.counts)
     found = policy_loss(config, case.output(), dataclasses.replace(given, old_logprobs=None), case.counts)
@@ -322,7 +322,7 @@ def shares(
 
 @settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases, data=st.data())
-def test_the_split_into_micro_batches_and_the_order_of_sequences_change_nothing(
+def test_micro_batches_and_the_order_of_sequences_change_nothing(
     config: LossConfig, case: Case, data: st.DataObject
 ) -> None:
     case = case.under(config)

@@ -131,7 +131,7 @@ def test_a_ratio_that_overflows_is_cut_by_the_dual_clip() -> None:
     assert gradient == pytest.approx([0, -0.5])
 
 
-def test_a_ratio_that_overflows_and_is_not_clipped_makes_the_loss_infinite() -> None:
+def test_an_unclipped_ratio_that_overflows_makes_the_loss_infinite() -> None:
     loss, _ = gradient_of(LossConfig(**NO_KL), [-1], tokens([-1.0], **logprobs_of([-1e30])))
     assert loss == math.inf
 
@@ -188,7 +188,7 @@ def test_a_log_probability_that_is_not_a_number_makes_the_loss_none(
     assert math.isnan(policy_loss(config, output, tokens([advantage, 1.0], **columns), counts(2)).loss)
 
 
-def test_minus_infinity_without_top_k_or_top_p_is_a_log_probability_as_any_other() -> None:
+def test_minus_infinity_without_top_k_or_top_p_is_as_any_other() -> None:
     gone, batch = [-math.inf, -1], tokens([1.0, 1.0])
     reinforce = LossConfig(**NO_KL, disable_ppo_ratio=True)
     assert policy_loss(reinforce, PolicyOutput(torch.tensor(gone)), batch, counts(2)).loss == math.inf
@@ -253,7 +253,7 @@ NOTHING = (math.nan, math.inf, -math.inf, 1e30)
      {"force_on_policy_ratio": True}],
     ids=lambda keys: "+".join(keys) or "default",
 )  # fmt: skip
-def test_tokens_of_trajectories_that_count_nothing_are_never_looked_at(keys: dict[str, object]) -> None:
+def test_tokens_of_uncounted_trajectories_are_never_looked_at(keys: dict[str, object]) -> None:
     config = LossConfig(**keys, positive_example_nll_weight=0.1)
     nothing = torch.tensor([-1.0, *NOTHING])
     leaf = nothing.clone().requires_grad_()

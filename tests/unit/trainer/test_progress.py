@@ -42,7 +42,7 @@ def test_idle_is_never_silence_and_each_mark_is_a_sign_of_life() -> None:
         ([(3, 9), (3, 9), (3, 9)], [(6, 9), (3, 9), (3, 9)], [1, 2]),
     ],
 )
-def test_the_rank_whose_process_stands_still_is_named_before_one_that_is_behind(
+def test_the_rank_that_stands_still_is_named_before_one_behind(
     before: list[tuple[int, int]], after: list[tuple[int, int]], silent: list[int]
 ) -> None:
     assert silent_ranks([Heartbeat(*beat) for beat in before], [Heartbeat(*beat) for beat in after]) == silent

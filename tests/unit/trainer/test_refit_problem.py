@@ -46,7 +46,7 @@ def model(folder: Path, family: str, **special: Any) -> Config:
         ("deepseek_v3", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
     ],
 )
-def test_a_model_that_can_not_be_refitted_is_refused_by_its_configuration(
+def test_a_model_that_cant_be_refitted_is_refused(
     tmp_path: Path, family: str, special: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ServiceError) as refused:
@@ -75,7 +75,7 @@ def test_other_models_are_not(tmp_path: Path, family: str, special: dict[str, An
 
 
 def test_a_head_that_can_not_be_computed_apart_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"^policy\.model_name .*the head of OPTForCausalLM"):
+    with pytest.raises(ServiceError, match=r"^policy\.model_name .*head of OPTForCausalLM"):
         check_refit(model(tmp_path, "opt", ffn_dim=16, word_embed_proj_dim=16))
 
 
@@ -88,5 +88,5 @@ def test_each_such_tensor_is_named_with_what_it_is(end: str, what: str) -> None:
 
 def test_what_is_no_language_model_is_refused_there_too(tmp_path: Path) -> None:
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
-    with pytest.raises(ServiceError, match=r"can't load a causal language model \(Unrecognized configuration class"):
+    with pytest.raises(ServiceError, match=r"Unrecognized configuration class"):
         check_refit(Config.model_validate({"policy": {"model_name": str(tmp_path)}}))

@@ -15,7 +15,7 @@ from tests.unit.trainer.loop_cases import run_state
 CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
 
 
-def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> None:
+def test_start_rewinds_where_the_buffer_knows_the_checkpoint() -> None:
     assert restore_reason(CHECKPOINT, run_state()) is None
     # one that was set back to an older checkpoint
     assert restore_reason(CHECKPOINT, run_state(next_step=9, committed=8)) is None
@@ -39,7 +39,7 @@ def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object],
     assert reason in found
 
 
-def test_start_restores_where_the_checkpoint_before_is_not_known_to_be_published() -> None:
+def test_start_restores_where_the_checkpoint_before_is_in_doubt() -> None:
     """A copy of `reserve` that came late may have brought back the steps in between, with other groups."""
     assert restore_reason(CHECKPOINT, run_state(committed=2), before=2) is None
     found = restore_reason(CHECKPOINT, run_state(committed=1), before=2)
@@ -64,9 +64,7 @@ def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
         ({"timeline": "other", "committed": 0}, False),
     ],
 )
-def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_over(
-    changes: dict[str, object], lost: bool
-) -> None:
+def test_a_buffer_that_lost_writes_is_told_from_one_taken_over(changes: dict[str, object], lost: bool) -> None:
     resumed = ResumeState(
         version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=BitMap(),
         enqueued=20, refill=False, previous_timeline="before",
@@ -79,7 +77,5 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
     check_prompts(CHECKPOINT, folder, "now")  # of a build that took no digest
     taken = CHECKPOINT.model_copy(update={"prompts": "then"})
     check_prompts(taken, folder, "then")
-    with pytest.raises(
-        ServiceError, match=r"Restore it; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
-    ):
+    with pytest.raises(ServiceError, match=r"Restore.*policy\.model_name=runs/r/checkpoints/step_4/policy"):
         check_prompts(taken, folder, "now")

@@ -83,7 +83,7 @@ def test_rewards_stay_as_they_are_unless_shaping_is_turned_on() -> None:
     assert shape_rewards(rewards, np.array([999]), ~NONE, shaping, 10) is rewards
 
 
-def test_truncated_completions_leave_the_loss_only_where_that_is_asked_for() -> None:
+def test_truncated_completions_leave_the_loss_only_on_request() -> None:
     multipliers, truncated = np.array([1.0, 0.5, 0.0]), np.array([True, False, False])
     np.testing.assert_array_equal(mask_truncated(multipliers, truncated, True), [0.0, 0.5, 0.0])
     np.testing.assert_array_equal(mask_truncated(multipliers, truncated, False), multipliers)
@@ -97,7 +97,7 @@ def test_truncated_completions_leave_the_loss_only_where_that_is_asked_for() -> 
     ],
     ids=["scaled", "shaped"],
 )
-def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
+def test_rewards_are_measured_as_trained_and_before_shaping(
     tiny_model: Path, shaping: dict[str, object], expected: dict[str, float]
 ) -> None:
     config = configured(
@@ -146,7 +146,7 @@ def test_components_are_scaled_and_ordered_by_name() -> None:
     ],
     ids=["none", "one", "different", "weights"],
 )
-def test_components_that_gdpo_cannot_weigh_are_an_error_that_names_the_environment(
+def test_components_that_gdpo_cant_weigh_name_their_environment(
     scores: list[dict[str, float]], weights: list[float] | None, words: str
 ) -> None:
     with pytest.raises(ServiceError, match=words):
@@ -156,9 +156,7 @@ def test_components_that_gdpo_cannot_weigh_are_an_error_that_names_the_environme
 def test_a_group_with_odd_components_is_rejected_and_the_run_goes_on() -> None:
     usual = {"a": 1.0, "b": 0.0}
     reject_odd_ones([(usual, "math", "g0"), (usual, "math", "g1"), ({"x": 0.0, "y": 1.0}, "code", "g2")])
-    with pytest.raises(
-        BatchRejected, match="'g1' has reward components a, where environment 'math' usually gives a, b"
-    ) as caught:
+    with pytest.raises(BatchRejected, match=r"'g1'.*components a,.*'math'.*a, b") as caught:
         reject_odd_ones(
             [(usual, "math", "g0"), (usual, "math", "g0"), ({"a": 1.0}, "math", "g1"), (usual, "math", "g1")]
         )
@@ -181,7 +179,7 @@ def mean_errors(batch: Batch) -> list[float]:
     far=st.sampled_from([0.0, 0.5, 2.0, 80.0]),
     data=st.data(),
 )
-def test_trajectories_whose_mean_error_is_above_the_threshold_leave_the_loss(
+def test_trajectories_of_too_large_a_mean_error_leave_the_loss(
     batch: Batch, threshold: float | None, far: float, data: st.DataObject
 ) -> None:
     size = len(batch)
@@ -219,7 +217,7 @@ def test_trajectories_whose_mean_error_is_above_the_threshold_leave_the_loss(
     assert metrics == pytest.approx(expected)
 
 
-def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() -> None:
+def test_a_trajectory_with_log_probabilities_not_numbers_is_left_out() -> None:
     batch = made([0.0, 0.0], old_logprobs=[0.0, np.nan, 0.0, 0.0, 0.0, 0.0])
     batch.rollout_logprobs = np.zeros(6, np.float32)
     metrics = mask_by_logprob_error(batch, 2.0, Ranks())
@@ -234,7 +232,7 @@ def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
     np.testing.assert_array_equal(batch.multipliers, [1.0])
 
 
-def test_a_token_that_top_k_or_top_p_leaves_out_says_nothing_of_the_disagreement() -> None:
+def test_a_token_outside_top_k_or_top_p_is_no_disagreement() -> None:
     batch = made([0.0], old_logprobs=[-1.0, -np.inf, -1.0])
     metrics = mask_by_logprob_error(batch, 1.5, Ranks())
     np.testing.assert_array_equal(batch.multipliers, [1.0])

@@ -74,11 +74,11 @@ def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
     assert (record["input_lengths"], record["finish_reason"], record["components"]) == (7, "length", {"exact": 0.0})
 
 
-def test_a_trajectory_that_needed_no_pass_has_no_log_probabilities_of_the_trainer() -> None:
+def test_a_trajectory_without_a_pass_has_no_trainers_probabilities() -> None:
     assert training_record(4, PROMPT, trained((np.nan,) * 4), 0)["prev_logprobs"] is None
 
 
-def test_what_was_written_is_read_and_a_token_of_the_environment_is_null(tmp_path: Path) -> None:
+def test_what_was_written_is_read_and_environment_tokens_are_null(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path / "logs", keep=3)
     files.write("train", 4, [training_record(4, PROMPT, trained(), 0)])
     (record,) = files.read("train", 4)
@@ -108,7 +108,7 @@ def test_none_or_all_may_be_kept(tmp_path: Path, keep: int | None, left: int) ->
     assert len(list(tmp_path.iterdir())) == left
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file stands in the way")
     with pytest.raises(ServiceError, match="keep_step_data=0"):
         SampleFiles(tmp_path / "logs", keep=1).write("train", 1, [{}])

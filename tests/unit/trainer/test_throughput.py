@@ -74,7 +74,7 @@ def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
     assert metrics["performance/train_fp_utilization"] == pytest.approx(done / 0.5)
 
 
-def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_policy() -> None:
+def test_a_step_of_the_value_model_alone_has_no_policy_utilisation() -> None:
     metrics = metrics_of({"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], 1, 1, MODEL, None)
     assert (
         not {"performance/train_flops_per_gpu", "performance/policy_training_tokens_per_sec_per_gpu"} & metrics.keys()

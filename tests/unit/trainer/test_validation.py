@@ -19,7 +19,7 @@ def evaluated(name: str, rewards: Sequence[float], version: int, task: str = "su
     return Evaluated(group(name, len(rewards), task), tuple((written, Score("SCORED", reward)) for reward in rewards))
 
 
-def test_law_7_failed_and_pending_validation_groups_are_counts_never_zeros() -> None:
+def test_law_7_failed_validation_groups_are_counts_never_zeros() -> None:
     groups = [evaluated("a", [1.0], 4), evaluated("b", [0.0], 4, "words")]
     metrics = summarize(groups, failed=2, pending=3)
     assert metrics["accuracy"] == 0.5
@@ -48,7 +48,7 @@ def test_accuracy_is_a_mean_reward_where_rewards_are_not_0_or_1(rewards: list[fl
     assert unknown(metrics) == []
 
 
-def test_reward_components_and_scoring_times_are_of_the_held_out_prompts_too() -> None:
+def test_components_and_times_are_of_held_out_prompts_too() -> None:
     base = evaluated("a", [0.0], 4)
     score = Score("SCORED", 1.5, {"format": 0.5}, timings={"waiting": 2.0, "environment": 0.25})
     one = Evaluated(base.group, ((base.trajectories[0][0], score),))
@@ -67,7 +67,7 @@ def test_reward_components_and_scoring_times_are_of_the_held_out_prompts_too() -
         (None, None, False),
     ],
 )
-def test_a_validation_ends_the_run_at_its_threshold_and_never_without_its_metric(
+def test_a_validation_ends_the_run_at_its_threshold_only(
     metric: str | None, threshold: float | None, ends: bool
 ) -> None:
     assert reaches_target({"accuracy": 0.5}, metric, threshold) is ends

@@ -103,7 +103,7 @@ configs = st.builds(
 
 @settings(max_examples=150)
 @given(config=configs, case=loss_cases.cases, seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 4))
-def test_loss_gradient_and_metrics_are_those_of_the_formula_under_any_split(
+def test_loss_gradient_and_metrics_follow_the_formula_in_any_split(
     config: ValueLossConfig, case: Case, seed: int, cut: int
 ) -> None:
     rng = np.random.default_rng(seed)

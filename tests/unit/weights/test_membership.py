@@ -56,7 +56,7 @@ A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
         ([], {"one": A}, "the trainer names no GPU (it runs on a CPU, or NVML can't be reached there)"),
     ],
 )
-def test_nccl_carries_weights_between_whole_gpus_none_of_which_is_shared(
+def test_nccl_needs_whole_gpus_none_of_which_is_shared(
     trainer: list[str], replicas: dict[str, list[str]], problem: str | None
 ) -> None:
     assert membership.nccl_problem(trainer, replicas) == problem
@@ -67,9 +67,7 @@ def test_the_backend_follows_the_devices_unless_it_is_configured() -> None:
     assert membership.choose_backend("auto", "they share GPU-a") == "gloo"
     assert membership.choose_backend("gloo", None) == "gloo"
     assert membership.choose_backend("nccl", None) == "nccl"
-    with pytest.raises(
-        ServiceError, match=r"weight_channel\.backend: nccl, but they share GPU-a; set it to auto or gloo"
-    ):
+    with pytest.raises(ServiceError, match=r"weight_channel\.backend: nccl.*GPU-a"):
         membership.choose_backend("nccl", "they share GPU-a")
 
 
@@ -88,7 +86,7 @@ RENDEZVOUS = Rendezvous(
 )
 
 
-def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_otherwise() -> None:
+def test_the_group_is_reused_until_the_membership_changes() -> None:
     assert RENDEZVOUS.derive_group(("a", "b")) == RENDEZVOUS.derive_group(("b", "a")) == "old"
     for members in (("b",), ("a",), ("a", "b", "c")):
         assert RENDEZVOUS.derive_group(members) == "new"

@@ -17,7 +17,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     return environment
 
 
-def test_a_group_that_fails_neither_ends_the_process_later_nor_waits_for_a_report(environment: dict[str, str]) -> None:
+def test_a_group_that_fails_neither_ends_the_process_nor_waits(environment: dict[str, str]) -> None:
     nccl.prepare_environment(60.0)
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"

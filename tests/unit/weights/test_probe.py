@@ -119,7 +119,7 @@ def test_differences_are_the_largest_and_the_mean() -> None:
         (40_000, 2**30, 4096, 32),
     ],
 )
-def test_a_probe_is_longer_than_the_window_and_fits_engine_memory_and_report(
+def test_a_probe_exceeds_the_window_and_fits_engine_and_report(
     most: int, vocabulary: int, window: int | None, length: int
 ) -> None:
     assert probe_length(most, vocabulary, window) == length
