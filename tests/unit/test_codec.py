@@ -353,6 +353,12 @@ def test_a_score_without_a_finite_reward_is_refused() -> None:
         Score(status="SCORED", reward=1.0, components={"exact": float("nan")})
 
 
+def test_the_traceback_in_the_metadata_of_a_failure_that_an_earlier_build_stored_is_its_traceback() -> None:
+    early = Score("FAILED", message="KeyError", metadata={"traceback": "line 3", "seen": 1}, environment="adder")
+    read = Score.decode(changed(early, lambda fields: fields.pop("traceback")))
+    assert read == Score("FAILED", message="KeyError", metadata={"seen": 1}, environment="adder", traceback="line 3")
+
+
 def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
     with pytest.raises(CodecError, match="can't be packed"):
         msgspec.structs.replace(GROUP, extra_env_info={"answer": object()}).encode()
@@ -370,6 +376,10 @@ def test_a_score_with_much_metadata_keeps_its_reward_and_says_what_was_left_out(
     }
     failed = Score("FAILED", message="x" * 2 * SCORE_BYTES).fit()
     assert len(failed.message) == 2000
+    raised = Score("FAILED", message="é" * SCORE_BYTES, metadata={"seen": 1}, traceback="é" * SCORE_BYTES + "KeyError")
+    assert Score.decode(raised.fit().encode()) == raised.fit()
+    assert raised.fit().traceback.endswith("éKeyError")
+    assert Score("FAILED", message="x", traceback="é" * SCORE_BYTES).fit().traceback == "é" * 2000
     small = Score("SCORED", 1.0, metadata={"log": "x"})
     assert small.fit() is small
     with pytest.raises(CodecError):  # components are never left out: they may be trained on
