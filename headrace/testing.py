@@ -71,7 +71,7 @@ class Played:
 
 
 def _reward_of(score: Score) -> float:
-    assert score.reward is not None, f"{score.status}: {score.message}\n{score.metadata.get('traceback', '')}"
+    assert score.reward is not None, f"{score.status}: {score.message}\n{score.traceback}"
     return score.reward
 
 

@@ -172,15 +172,15 @@ def _format(value: float | None) -> str:
 
 def make_failed(environment: Environment, reason: object) -> Score:
     """Return a FAILED score that names the environment. `reason` is a message, or the exception that `score` raised. For an exception the
-    message says where it was raised, and the traceback is in the metadata."""
-    metadata = {}
+    message says where it was raised, and the score has its traceback."""
+    trace = ""
     if isinstance(reason, BaseException):
         message = describe_error(reason)[: _LONGEST_MESSAGE // 2] + find_place(environment, reason)
-        metadata = {"traceback": encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])}
+        trace = encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])
     else:
         message = str(reason)
     message = encodable(message[:_LONGEST_MESSAGE])
-    return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
+    return Score("FAILED", message=message, environment=environment.label, build=environment.build, traceback=trace)
 
 
 def describe_error(error: BaseException) -> str:

@@ -30,7 +30,7 @@ class FailureLog:
         """Log `error`, which was raised during work on `given`; `score` is the result. The kind of failure is the error's type and the
         environment's line where it was raised."""
         kind = f"{type(error).__name__}{find_place(self._environment, error)}"
-        self._log(kind, f"raised {kind}", given[0], len(given), str(score.metadata["traceback"]))
+        self._log(kind, f"raised {kind}", given[0], len(given), score.traceback)
 
     def note(self, given: Sequence[Sample | Episode], scores: Sequence[Score]) -> None:
         """Log those of `given` whose `scores` are not rewards."""

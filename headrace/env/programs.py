@@ -110,5 +110,5 @@ class Programs:
 def _without_key(score: Score, episode: Episode) -> Score:
     if not episode.api_key:
         return score
-    hidden = {name: str(text).replace(episode.api_key, _KEY) for name, text in score.metadata.items()}
-    return msgspec.structs.replace(score, message=score.message.replace(episode.api_key, _KEY), metadata=hidden)
+    hidden = {name: getattr(score, name).replace(episode.api_key, _KEY) for name in ("message", "traceback")}
+    return msgspec.structs.replace(score, **hidden)

@@ -115,6 +115,7 @@ def score_to_wire(score: Score) -> pb.Result:
             environment=score.environment,
             build=score.build,
             took_ms=1000 * score.timings["environment"] if "environment" in score.timings else None,
+            traceback=score.traceback,
         )
     except Exception as error:  # noqa: BLE001  # the values are the user's
         reason = str(error) if isinstance(error, CodecError) else describe_error(error)
@@ -136,7 +137,7 @@ def score_from_wire(result: pb.Result) -> Score:
                 raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
         if not 0 <= result.took_ms < math.inf:
             raise CodecError(f"the environment answered took_ms {result.took_ms}, not a number of milliseconds")
-        return Score(
+        score = Score(
             status,
             reward=result.reward if status == "SCORED" else None,
             components=dict(result.components),
@@ -145,7 +146,9 @@ def score_from_wire(result: pb.Result) -> Score:
             environment=result.environment,
             build=result.build,
             timings={"environment": result.took_ms / 1000} if result.HasField("took_ms") else {},
+            traceback=result.traceback,
         )
+        return score.with_early_traceback()
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
 

@@ -2,10 +2,12 @@
 
 A record is a msgpack map. It has `schema` first (the tag of its Struct), then the fields of its Struct in order. Records inside it are maps
 of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so that an older reader accepts a newer writer's record of the
-same schema. A missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the
-port where it arrived. Nothing is ever pickled.
+same schema. A field that has a default may be missing, so that a newer reader accepts an older writer's record. Any other missing field, a
+wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never gets past the port where it arrived. Nothing is
+ever pickled.
 
-Every record has schema 1, except an episode of several calls or with artifacts, which has schema 2; `read_schema` tells them apart.
+So a new field needs a default, and the schema changes only if the meaning of a record does. Every record has schema 1, except an episode of
+several calls or with artifacts, which has schema 2; `read_schema` tells them apart.
 """
 
 from __future__ import annotations
@@ -35,8 +37,6 @@ class Codec(Generic[R]):
     """Encodes and decodes the records of one Struct.
 
     The fields are declared once, in the Struct. Those with an array type travel as bytes, also inside a field `tuple[Record, ...]`.
-    Decoding requires every field, including those with a default, except the fields that a Struct with `omit_defaults` omits when they
-    are empty.
     """
 
     def __init__(self, record: type[R]) -> None:
@@ -53,13 +53,7 @@ class Codec(Generic[R]):
         ]
         types: dict[str, Any] = {f.name: bytes if f.type in _DTYPES else f.type for f in fields}
         types |= {name: GenericAlias(tuple, (codec._stored, ...)) for _, name, codec in self._records}
-        omits = record.__struct_config__.omit_defaults
-        stored: list[Any] = [
-            (f.name, types[f.name], msgspec.field(default_factory=dict))
-            if omits and f.default_factory is dict
-            else (f.name, types[f.name])
-            for f in fields
-        ]
+        stored: list[Any] = [(f.name, types[f.name], _default(f)) for f in fields]
         self._stored: Any = msgspec.defstruct(record.__name__, [("schema", Literal[self._schema]), *stored])
         self._decode = msgspec.msgpack.Decoder(self._stored).decode
 
@@ -120,6 +114,12 @@ def read_schema(data: bytes) -> Any:
         return _tagged(data).schema
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the default of a field as it is stored, if it has one."""
+    default = field.default.tobytes() if isinstance(field.default, np.ndarray) else field.default
+    return msgspec.field(default=default, default_factory=field.default_factory)
 
 
 def _holds_records(kind: Any) -> bool:

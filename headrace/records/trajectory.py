@@ -541,6 +541,8 @@ Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INT
 
 # The most bytes of an encoded score in the buffer (score.lua); leases reserve them.
 SCORE_BYTES = 8192
+# What msgpack adds to an empty text when it becomes one of up to `SCORE_BYTES`.
+_TEXT_HEADER_BYTES = 2
 # The most bytes of an environment's build, in UTF-8 (score.lua).
 BUILD_BYTES = 256
 # The largest magnitude of a reward and of its components.
@@ -567,6 +569,8 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     `NOT_STARTED`: the environment did not start on it. `INTERRUPTED`: its process died, or the connection to it was lost, while it worked
     on it. `UNSENDABLE` is set by the scorer: no environment can be sent this trajectory.
 
+    `message` says why there is no reward, and `traceback` is that of the exception behind it, if there was one.
+
     `timings` are seconds: `environment` is the environment's own time, and `waiting` the rest of the time since the trajectory was pushed
     (or last tried), mainly for a place in the environment.
     """
@@ -579,6 +583,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     environment: str = ""
     build: str = ""
     timings: dict[str, float] = {}
+    traceback: str = ""
 
     def __post_init__(self) -> None:
         if (self.status == "SCORED") != (self.reward is not None):
@@ -591,17 +596,20 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         record = _SCORE.encode(self)
         if len(record) > SCORE_BYTES:
             raise CodecError(
-                f"score: {len(record)} bytes; with metadata, components and message it has at most {SCORE_BYTES}"
+                f"score: {len(record)} bytes; with metadata, components, message and traceback it has at most {SCORE_BYTES}"
             )
         return record
 
     def fit(self) -> Score:
-        """Return the score as it is, or, if it is too large, with a note in place of its metadata and with 2,000 characters of its
-        message."""
+        """Return the score as it is, or, if it is too large, with a note in place of its metadata, with 2,000 characters of its message,
+        and with as much of the end of its traceback as there is room for, at most 2,000 characters."""
         if len(_SCORE.encode(self)) <= SCORE_BYTES:
             return self
         note = f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
-        return msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000])
+        short = msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000], traceback="")
+        room = SCORE_BYTES - len(_SCORE.encode(short)) - _TEXT_HEADER_BYTES
+        end = self.traceback[-2000:].encode()[-room:] if room > 0 else b""
+        return msgspec.structs.replace(short, traceback=end.decode(errors="ignore"))
 
     def storable(self) -> Score:
         """Return the score in a form that the buffer can keep: `fit`, or FAILED with the reason if that is not enough (an integer of
@@ -619,7 +627,15 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         """Decode a score. Raises `CodecError` for bytes that are not a score, and for more than `SCORE_BYTES`."""
         if len(data) > SCORE_BYTES:
             raise CodecError(f"score: {len(data)} bytes; it has at most {SCORE_BYTES}")
-        return _SCORE.decode(data)
+        return _SCORE.decode(data).with_early_traceback()
+
+    def with_early_traceback(self) -> Score:
+        """Return the score with the traceback that earlier builds and their environments put into the metadata of a failure."""
+        said = self.metadata.get("traceback")
+        if self.status == "SCORED" or self.traceback or not isinstance(said, str):
+            return self
+        others = {name: value for name, value in self.metadata.items() if name != "traceback"}
+        return msgspec.structs.replace(self, metadata=others, traceback=said)
 
 
 _GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)

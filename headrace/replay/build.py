@@ -1,3 +1,3 @@
 """The build of the buffer's functions that this client calls. Generated from services/replay/functions: run `make build`."""
 
-BUILD = "95839852"
+BUILD = "0567c004"

@@ -319,12 +319,14 @@ def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason:
     """Return a line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is not a reward."""
     return {
         **record(group, trajectory, score),
-        "status": score.status,
-        "message": score.message,
-        "traceback": str(score.metadata.get("traceback") or ""),
+        **_failure_of(score),
         "reason": reason,
         "time": time.time(),
     }
+
+
+def _failure_of(score: Score) -> dict[str, Any]:
+    return {"status": score.status, "message": score.message, "traceback": score.traceback}
 
 
 def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
@@ -336,7 +338,7 @@ def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") ->
 def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
     """Return the sample that a line about this trajectory would contain. Without a score it has no reward."""
     scored = score or Score("NOT_STARTED")
-    fields = {**record(group, trajectory, scored), "status": scored.status, "message": scored.message}
+    fields = {**record(group, trajectory, scored), **_failure_of(scored)}
     return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
 
 

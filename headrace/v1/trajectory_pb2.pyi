@@ -242,6 +242,7 @@ class Result(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     TOOK_MS_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
     status: Global___Status.ValueType
     reward: _builtins.float
     """Present if and only if status is STATUS_SCORED; a finite number. 0 is a reward like any other."""
@@ -254,6 +255,8 @@ class Result(_message.Message):
     build: _builtins.str
     took_ms: _builtins.float
     """How long the environment was at work on it, in milliseconds. Absent if it does not say; the time of the call then counts."""
+    traceback: _builtins.str
+    """The traceback of the exception behind `message`, for people; about 2,000 characters of its end are kept. Empty if there is none."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named parts of the reward, for people and metrics; finite numbers. They need not add up to it."""
@@ -269,10 +272,11 @@ class Result(_message.Message):
         environment: _builtins.str = ...,
         build: _builtins.str = ...,
         took_ms: _builtins.float | None = ...,
+        traceback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_took_ms", b"_took_ms", "reward", b"reward", "took_ms", b"took_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_took_ms", b"_took_ms", "build", b"build", "components", b"components", "environment", b"environment", "message", b"message", "metadata_json", b"metadata_json", "reward", b"reward", "status", b"status", "took_ms", b"took_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_took_ms", b"_took_ms", "build", b"build", "components", b"components", "environment", b"environment", "message", b"message", "metadata_json", b"metadata_json", "reward", b"reward", "status", b"status", "took_ms", b"took_ms", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

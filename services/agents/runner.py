@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.base.backoff import pause_after
 from headrace.base.errors import (
     CodecError,
@@ -409,15 +411,11 @@ class EpisodeRunner:
         if episode.imposed:
             metadata["headrace_asked"] = episode.imposed
         name = episode.lease.group.env_name
-        completed = Score(
-            score.status,
-            score.reward,
-            score.components,
-            metadata,
-            score.message,
-            score.environment or name,
-            score.build,
-            {**score.timings, "environment": seconds},
+        completed = msgspec.structs.replace(
+            score,
+            metadata=metadata,
+            environment=score.environment or name,
+            timings={**score.timings, "environment": seconds},
         )
         return completed.storable()
 

@@ -104,7 +104,11 @@ class CombineBackend:
         if failures:
             part, worst = min(failures.items(), key=lambda item: _WORST.index(item[1].status))
             return Score(
-                worst.status, message=f"{part}: {worst.message}", metadata=worst.metadata, environment=self._name
+                worst.status,
+                message=f"{part}: {worst.message}",
+                traceback=worst.traceback,
+                metadata=worst.metadata,
+                environment=self._name,
             )
         components = {part: scores[part].reward or 0.0 if part in scores else 0.0 for part in self._parts}
         weighted = [weight * components[part] for part, weight in self._env.parts.items()]

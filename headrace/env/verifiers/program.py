@@ -114,8 +114,7 @@ class VerifiersProgram(Environment):
 def score_of(outcome: dict[str, Any]) -> Score:
     """Return the score of an outcome. Raises `CodecError` for a reward, or a component, that is not a finite number."""
     if outcome["status"] != "SCORED":
-        metadata = {"traceback": said} if (said := outcome.get("traceback")) else {}
-        return Score(outcome["status"], message=outcome["message"], metadata=metadata)
+        return Score(outcome["status"], message=outcome["message"], traceback=outcome.get("traceback", ""))
     return Score("SCORED", outcome["reward"], outcome["components"], outcome["metadata"])
 
 

@@ -35,8 +35,7 @@ local function parse_score(run, entry, given, record)
       refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' does not say what went wrong')
     end
     text(entry.message, 'message')
-    entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
-    if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end
+    entry.traceback = text(score_field(record, 'traceback', 'string') or '', 'traceback')
   end
   return entry
 end

@@ -1,7 +1,7 @@
 -- score: store the results of the environment. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
 -- ARGV     scores: for each, group (its id), index, token, status, and if SCORED reward and build (of the environment); then for each its
---          record (msgpack), with a message unless SCORED, and the traceback among its metadata
+--          record (msgpack), with a message unless SCORED, and the traceback of the failure if there is one
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --

@@ -17,7 +17,7 @@ from tests.support.kept_run import kept_run
 from tests.support.stored_samples import sample, write
 
 TRACE = 'File "judge.py", line 3, in score'
-BROKE = Score("UNSENDABLE", message="no number in it", metadata={"traceback": TRACE})
+BROKE = Score("UNSENDABLE", message="no number in it", traceback=TRACE)
 
 
 def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) -> None:

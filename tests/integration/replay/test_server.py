@@ -226,7 +226,7 @@ async def test_the_service_names_a_broken_environment_and_stays_ready(
         await enqueue(replay, [0], n=8)
         (lease,) = await replay.lease(await healthy_replica(replay), 1)
         await push_all(replay, lease)
-        no = Score("INVALID", message="no answer", metadata={"traceback": "Traceback: here"})
+        no = Score("INVALID", message="no answer", traceback="Traceback: here")
         jobs = await replay.take_scoring({"math": 8})
         assert await replay.score_many([(job, no) for job in jobs]) == [None] * 8
 

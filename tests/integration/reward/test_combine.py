@@ -112,6 +112,7 @@ async def test_law_7_failure_is_not_zero_a_failed_part_fails_the_whole() -> None
     assert (right.reward, right.components) == (1.25, {"math": 1.0, "odd": 0.5})
     assert (raised.status, raised.reward) == ("FAILED", None)
     assert raised.message.startswith("odd: ZeroDivisionError")
+    assert raised.traceback.endswith("division by zero\n")
     assert (never.status, never.message) == ("INVALID", "odd: it can't be scored")
     assert described["both"].description.capacity == 16
     assert described["both"].ready

@@ -112,7 +112,7 @@ def test_law_7_failure_is_not_zero_an_exception_is_failed_alone() -> None:
     assert fine.reward == 0.5
     here = f"{__file__}:{score.__code__.co_firstlineno + 3}, in score: return 1 / len(sample.completion)"
     assert (exception.status, exception.message) == ("FAILED", f"ZeroDivisionError: division by zero ({here})")
-    assert exception.metadata["traceback"].endswith("ZeroDivisionError: division by zero\n")
+    assert exception.traceback.endswith("ZeroDivisionError: division by zero\n")
     assert ended.status == "FAILED"
     assert ended.message.startswith("SystemExit: 3")
 
@@ -124,7 +124,7 @@ def test_what_an_exception_says_is_kept_short() -> None:
     (long,) = scorer(environment(score), "x")
     assert f"{__file__}:{score.__code__.co_firstlineno + 1}, in score" in long.message
     assert len(long.message) <= 2000
-    assert len(long.metadata["traceback"]) <= 2000
+    assert len(long.traceback) <= 2000
 
 
 def test_invalid_is_the_environments_own_word() -> None:

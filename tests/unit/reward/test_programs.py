@@ -139,8 +139,8 @@ async def test_what_it_raises_is_failed_with_the_place_and_without_the_key() -> 
     assert f"{Path(__file__).name}:" in score.message
     assert "in raises" in score.message
     assert key not in str(score)
-    assert "raises" in score.metadata["traceback"]
-    assert "slots.py" not in score.metadata["traceback"]
+    assert "raises" in score.traceback
+    assert "slots.py" not in score.traceback
     assert key not in repr(episode)
 
 

@@ -121,7 +121,7 @@ def test_every_exception_fails_its_sample_and_frees_its_slot(road: str) -> None:
                 assert (score.status, score.reward) == ("FAILED", None), kind
                 assert score.message.startswith(type(error).__name__), kind
                 assert __file__ in score.message, kind
-                assert "act" in score.metadata["traceback"], kind
+                assert "act" in score.traceback, kind
 
     asyncio.run(run())
 

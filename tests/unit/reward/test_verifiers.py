@@ -20,7 +20,7 @@ from headrace.base.errors import ConfigError
 from headrace.config.data import EnvConfig
 from headrace.env.kit.scripted_policy import ScriptedPolicy
 from headrace.env.programs import Programs
-from headrace.env.verifiers.program import VerifiersProgram, check
+from headrace.env.verifiers.program import VerifiersProgram, check, score_of
 from headrace.env.verifiers.verifiers_worker import (
     Relay,
     Tasks,
@@ -248,6 +248,11 @@ async def test_an_episode_is_a_connection_that_asks_and_is_answered(tmp_path: Pa
     score = await played(str(tmp_path / "s"), answer)
     assert (score.status, score.reward, score.components) == ("SCORED", 1.0, {"right": 1.0})
     assert score.build.startswith("verifiers 0.4.0, ")
+
+
+def test_a_failure_has_the_traceback_of_its_process() -> None:
+    failed = score_of({"status": "FAILED", "message": "it broke", "traceback": "there"})
+    assert (failed.message, failed.traceback, failed.metadata) == ("it broke", "there", {})
 
 
 def line(**said: Any) -> Callable[[dict[str, Any]], bytes]:

@@ -133,10 +133,19 @@ def test_artifacts_without_an_end_are_a_failure_of_the_episode(left: str) -> Non
         Score("SCORED", 0.1, {"format": 0.5, "answer": -2.0}, {"n": 2**70, "steps": [1, "é"]}),
         Score("TIMED_OUT", message="late"),
         Score("INVALID", message="no"),
+        Score("FAILED", message="KeyError", metadata={"seen": 1}, traceback="line 3 é"),
     ],
 )
 def test_a_score_survives_the_wire(score: Score) -> None:
     assert score_from_wire(pb.Result.FromString(score_to_wire(score).SerializeToString())) == score
+
+
+def test_an_environment_of_an_earlier_build_has_the_traceback_in_the_metadata() -> None:
+    metadata = '{"traceback": "line 3", "seen": 1}'
+    failed = score_from_wire(pb.Result(status=pb.STATUS_FAILED, message="KeyError", metadata_json=metadata))
+    assert (failed.traceback, failed.metadata) == ("line 3", {"seen": 1})
+    scored = score_from_wire(pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json=metadata))
+    assert (scored.traceback, scored.metadata) == ("", {"traceback": "line 3", "seen": 1})
 
 
 @pytest.mark.parametrize(

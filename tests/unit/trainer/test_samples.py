@@ -131,6 +131,11 @@ def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> No
     assert [sample.reward for sample in choose(samples, count)] == chosen
 
 
+def test_a_sample_without_a_reward_has_the_reason_and_the_traceback() -> None:
+    failed = sample_of(PROMPT, TRAJECTORY, Score("FAILED", message="KeyError", traceback="line 3"))
+    assert (failed.status, failed.message, failed.traceback) == ("FAILED", "KeyError", "line 3")
+
+
 def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
     one = sample_of(PROMPT, TRAJECTORY, SCORE)
     plain, coloured = io.StringIO(), io.StringIO()
