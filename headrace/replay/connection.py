@@ -384,10 +384,8 @@ class BufferConnection:
                 await self.redis.execute_command(*report)
 
     def _error_of(self, error: Exception) -> ReplayError:
-        """Return the error for a call that got no reply. A server that has answered before and now refuses the login or the certificate is
-        waited for, like any other outage: what it refuses can be put right there. `make_refusal` does the same for rights."""
-        failed = unavailable(error, self._user)
-        return ReplayUnavailable(str(failed)) if self._answered and isinstance(failed, ReplayDenied) else failed
+        """Return the error for a call that got no reply."""
+        return self._waited_for(unavailable(error, self._user))
 
     def make_refusal(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
         """Return the error for a call that the server refuses."""
@@ -404,13 +402,16 @@ class BufferConnection:
             return refusal(words)
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
         why = f"inside it, the right to {words.removeprefix(_DENIED_INSIDE)} is missing" if inside else words
-        denied = (
+        denied = ReplayDenied(
             f"user {self._user or 'default'!r} of the Redis server may not run {what} ({why}); connect as the user of the right role, or "
             "load the ACL that `headrace acl` of this version prints"
         )
-        if self._answered and command[0] in ("FCALL", "SUBSCRIBE"):  # as in `_error_of`
-            return ReplayUnavailable(denied)
-        return ReplayDenied(denied)
+        return self._waited_for(denied)
+
+    def _waited_for(self, error: ReplayError) -> ReplayError:
+        """Return the error of a call as one that is waited for if it can be put right at the server: one that has answered before, and now
+        refuses the login, the certificate or a right, is away like in any other outage."""
+        return ReplayUnavailable(str(error)) if self._answered and isinstance(error, ReplayDenied) else error
 
 
 class WakeupSubscription:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
 
-from headrace.base.errors import ReplayDenied, ReplayUnavailable
+from headrace.base.errors import ReplayUnavailable
 from headrace.replay.connection import BufferConnection
 
 _log = logging.getLogger("headrace.replay")
@@ -35,9 +34,15 @@ class AofRewrites:
         self._warned = False
 
     async def watch(self) -> None:
+        unseen = False
         while True:
-            with contextlib.suppress(ReplayUnavailable):
+            try:
                 await self.look()
+                unseen = False
+            except ReplayUnavailable as error:
+                if not unseen:
+                    _log.warning("can't see whether the server's append-only file is in order: %s", error)
+                unseen = True
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
@@ -65,7 +70,7 @@ class AofRewrites:
             self._back_off("the newest rewrite failed; see the server's log")
         try:
             await self._command("BGREWRITEAOF")
-        except (ReplayUnavailable, ReplayDenied) as error:
+        except ReplayUnavailable as error:
             self._back_off(str(error))
 
     def _back_off(self, why: str) -> None:

@@ -229,12 +229,13 @@ def source() -> str:
 
 async def load(redis: Redis) -> None:
     """Load the library unless the server has it. Libraries of other builds stay. Raises `ReplayUnavailable`, `ReplayDenied`."""
-    connection, code, name = BufferConnection(redis, "none"), source(), built_in().name
-    if await connection.command("FUNCTION", "LIST", "LIBRARYNAME", name):
+    code, name = source(), built_in().name
+    if await BufferConnection(redis, "none").command("FUNCTION", "LIST", "LIBRARYNAME", name):
         return
     try:
-        # REPLACE: another service may load the same one at the same moment
-        await connection.command("FUNCTION", "LOAD", "REPLACE", code)
+        # On a connection that had no answer yet: without this right, an administrator has to act, and nothing is waited for.
+        # REPLACE: another service may load the same one at the same moment.
+        await BufferConnection(redis, "none").command("FUNCTION", "LOAD", "REPLACE", code)
     except ReplayDenied as error:
         raise ReplayDenied(
             f"the Redis server has no functions of this build ({name}), and this service may not load them; have an administrator do that: "

@@ -181,7 +181,9 @@ class WorkerPool:
     async def _serve(self, worker: ScoringWorker) -> None:
         while True:
             await self._room(worker)
-            jobs = [job for job in await self._queue.get() if not job.result.done()]  # the others were withdrawn
+            queued = await self._queue.get()
+            await self._room(worker)  # there was some before, but memory may have become short since
+            jobs = [job for job in queued if not job.result.done()]  # the others were withdrawn
             if not jobs:
                 continue
             if not worker.alive:  # it died while idle, through no fault of these trajectories

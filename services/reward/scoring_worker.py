@@ -11,6 +11,7 @@ what sleeps.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import select
 import signal
@@ -159,7 +160,7 @@ class _Worker:
         decoder = msgspec.msgpack.Decoder(ScoreRequest)
         self._poll.register(self._requests, select.POLLIN)
         while True:
-            for end, _ in self._poll.poll():
+            for end, _ in self._poll.poll(self._end_unused()):
                 if end != self._requests.fileno():
                     if scoring := self._waiting.pop(end, None):
                         self._poll.unregister(end)
@@ -168,6 +169,11 @@ class _Worker:
                     self._take(decoder.decode(request))
                 else:
                     return
+
+    def _end_unused(self) -> float | None:
+        """End what the environments don't use any more. Return the milliseconds until there may be more."""
+        left_s = [left for environment in self._environments.values() if (left := environment.end_unused()) is not None]
+        return math.ceil(1000 * min(left_s)) if left_s else None
 
     def _take(self, request: ScoreRequest) -> None:
         match request.trajectories:

@@ -67,6 +67,11 @@ class BuiltInEnvironment(Environment):
         yield from ()
         return None
 
+    def end_unused(self) -> float | None:
+        """End what was kept for `observe` and is not used any more. Return the seconds until there may be more to end, None if there is
+        nothing."""
+        return None
+
     def judge(self, sample: Sample) -> float | Score:
         raise NotImplementedError
 

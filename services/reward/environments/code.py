@@ -29,6 +29,7 @@ from headrace_services.reward.environments.base import (
     shorten_answer,
 )
 from headrace_services.reward.frames import read_frame, write_frame
+from headrace_services.reward.spares import Spares
 
 # Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
 # don't reach that output.
@@ -71,7 +72,8 @@ class Code(BuiltInEnvironment):
         super().__init__(name, env, python if env.runs_with is None else env.runs_with[0])
         self.description = "tests of a program, or of a Python function"
         self._spawner: socket.socket | None = None  # forks a code worker for each socket that it is sent
-        self._idle: list[_CodeWorker] = []
+        # a scoring worker runs one program in its place, and others only while it waits for programs that sleep
+        self._spares = Spares(_CodeWorker.close, floor=1)
         self._outcomes: list[ProgramResult] = []
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
@@ -96,7 +98,7 @@ class Code(BuiltInEnvironment):
                     f"env.{self.name}.runs_with can't be started ({error}); programs see only /usr, /bin and /lib of the system, so "
                     "install it there"
                 ) from error
-        self._idle.append(worker)
+        self._spares.put(worker)
 
     def observe(self, sample: Sample, deadline: float) -> Observation:
         """Run the program on each test's input. Stop at the first failure if that decides the reward."""
@@ -107,14 +109,17 @@ class Code(BuiltInEnvironment):
         program = extract_program(sample.completion, self.env)
         if program is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no program"})
-        worker = self._idle.pop() if self._idle else self._start()
+        worker = self._spares.take() or self._start()
         try:
             decided = yield from self._run(worker, program, tests, deadline)
         except BaseException:  # among others `GeneratorExit`: nobody waits for the result any more
             worker.close()
             raise
-        self._idle.append(worker)
+        self._spares.put(worker)
         return decided
+
+    def end_unused(self) -> float | None:
+        return self._spares.end_unused()
 
     def _run(self, worker: _CodeWorker, program: str, tests: Tests, deadline: float) -> Observation:
         outcomes: list[ProgramResult] = []

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from headrace import Environment, Sample
 from headrace.base.errors import ReplayDenied, ReplayUnavailable
 from headrace.cli.app import app
+from headrace.env.server import serving
 from headrace.net.credentials import REDIS_ROLES
 from headrace.records.trajectory import Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
@@ -23,8 +25,18 @@ from headrace.replay.leases import CARRIED_BYTES
 from headrace.replay.retry import BufferRetry
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.support.buffer import make_call, make_group, make_trajectory, nonce, reserve
+from tests.support.buffer import (
+    eventually,
+    healthy_replica,
+    make_call,
+    make_group,
+    make_trajectory,
+    nonce,
+    push_all,
+    reserve,
+)
 from tests.support.ports import free_port
+from tests.support.reward_hub import scoring, start_hub, until
 
 RUN = "guarded"
 PASSWORDS = {role: f"secret of {role}" for role in REDIS_ROLES}
@@ -330,6 +342,78 @@ async def test_rights_taken_away_while_a_service_runs_are_waited_for(opened: Emb
             finally:
                 await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-rollout", f"+{right}")
             await asyncio.wait_for(waits, 60)
+
+
+@contextlib.asynccontextmanager
+async def without_right(server: EmbeddedServer, role: str, right: str) -> AsyncIterator[None]:
+    async with connected(server, "admin") as admin:
+        await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-{role}", f"-{right}")
+        try:
+            yield
+        finally:
+            await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-{role}", f"+{right}")
+
+
+@pytest.mark.parametrize(
+    ("role", "command"),
+    [
+        ("rollout", ("MGET", f"hr:{{{RUN}}}:x")),
+        ("rollout", ("SET", f"hr:{{{RUN}}}:x", "1", "PX", "1")),
+        ("replay", ("GET", "headrace:run")),
+        ("replay", ("INFO", "persistence")),
+        ("replay", ("SMEMBERS", f"hr:{{{RUN}}}:old")),
+        ("trainer", ("SCAN", 0, "MATCH", f"hr:{{{RUN}}}:x")),
+        ("trainer", ("UNLINK", f"hr:{{{RUN}}}:x")),
+        ("up", ("XRANGE", f"hr:{{{RUN}}}:metrics", "-", "+")),
+        ("reader", ("XREVRANGE", f"hr:{{{RUN}}}:metrics", "+", "-")),
+        ("reader", ("XREAD", "STREAMS", f"hr:{{{RUN}}}:events", "$")),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case[0],
+)
+async def test_any_command_whose_right_is_taken_away_is_waited_for(
+    opened: EmbeddedServer, role: str, command: tuple[object, ...]
+) -> None:
+    async with connected(opened, role) as client:
+        await client.state()
+        async with without_right(opened, role, str(command[0]).lower()):
+            for send in (client._connection.command(*command), client._connection.pipeline([command])):
+                with pytest.raises(
+                    ReplayUnavailable, match=f"'{RUN}-{role}' .* may not run {command[0]} .* load the ACL"
+                ):
+                    await send
+        await client._connection.command(*command)
+
+
+class Constant(Environment):
+    """Gives every completion 1."""
+
+    build = "1"
+
+    def score(self, sample: Sample) -> float:
+        return 1.0
+
+
+async def test_the_scorer_waits_for_a_right_to_read_and_says_so(
+    opened: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        connected(opened, "up") as up,
+        connected(opened, "replay") as replay,
+        serving(Constant()) as port,
+        start_hub({"math": {"target": f"127.0.0.1:{port}"}}) as hub,
+    ):
+        await up.enqueue([make_group(0, n=2)], (await up.state()).timeline)
+        (lease,) = await up.lease(await healthy_replica(up), 1)
+        async with scoring(replay, hub.port) as scorer:
+            async with without_right(opened, "replay", "mget"):
+                await push_all(up, lease)
+                await until(lambda: scorer.done() or "may not run MGET" in caplog.text)
+                assert not scorer.done()
+            await eventually(lambda: is_ready(up))
+
+
+async def is_ready(replay: ReplayClient) -> bool:
+    return (await replay.state()).counts.get("ready") == 1
 
 
 async def test_a_user_that_may_not_subscribe_is_told_so_by_its_wait(opened: EmbeddedServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from headrace.base.errors import ReplayDenied, ServiceError
+from headrace.base.errors import ReplayUnavailable, ServiceError
 from headrace.replay.connection import BufferConnection
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
@@ -175,7 +175,7 @@ async def test_a_file_is_rewritten_once_after_a_start_or_a_failed_write() -> Non
     assert server.asked == 5
 
 
-@pytest.mark.parametrize("refuses", [None, ReplayDenied("user 'run-replay' may not")], ids=["fails", "is refused"])
+@pytest.mark.parametrize("refuses", [None, ReplayUnavailable("user 'run-replay' may not")], ids=["fails", "is refused"])
 async def test_a_failed_rewrite_is_requested_again_a_minute_later(
     refuses: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:

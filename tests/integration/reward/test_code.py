@@ -21,7 +21,7 @@ from headrace.config.data import EnvConfig
 from headrace.env.wire import sample_to_wire
 from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
 from headrace_services.reward.environments.code import Code, refusal
-from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import Level
 from tests.support.reward_hub import WAIT_S, start_hub, until
 
@@ -502,6 +502,11 @@ def submitted(pool: WorkerPool, program: str, times: int) -> list[asyncio.Future
     return [pool.submit([sample_to_wire(sample(program, ONE))], 240.0)[0] for _ in range(times)]
 
 
+def code_workers() -> int:
+    """Return the number of processes that are only there to run programs, whether or not they run one now."""
+    return sum("code_worker" in command_of(each) for each in psutil.Process().children(recursive=True))
+
+
 def programs_running() -> int:
     return sum(command_of(each) == "/tmp/program" for each in psutil.Process().children(recursive=True))
 
@@ -548,12 +553,24 @@ async def test_while_memory_is_short_no_program_starts_beside_sleepers(monkeypat
         (asleep,) = submitted(pool, "import time; time.sleep(999)", 1)
         await until(lambda: pool.asleep == 1)
         free[0] = 200 << 20  # less than memory_mb, more than half of it
-        await asyncio.wait_for(submitted(pool, "print(1)", 1)[0], WAIT_S)  # the worker may have been waiting for this
         (good,) = submitted(pool, "print(1)", 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(good), 0.5)
         asleep.cancel()
         assert (await asyncio.wait_for(good, WAIT_S)).reward == 1
+
+
+async def test_what_a_burst_made_ends_in_the_quiet_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = "from headrace_services.reward import scoring_worker, spares; spares._QUIET_S = 0.05; scoring_worker.main()"
+    monkeypatch.setattr(ScoringWorker, "program", ("-P", "-c", hasty))
+    async with started(1) as pool:
+        before = code_workers()
+        burst = submitted(pool, "import time; time.sleep(1); print(1)", 3)
+        await until(lambda: code_workers() >= 3 * before)
+        assert [result.reward for result in await asyncio.wait_for(asyncio.gather(*burst), WAIT_S)] == [1] * 3
+        await until(lambda: code_workers() == before)
+        (other,) = submitted(pool, "print(1)", 1)
+        assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
 
 
 async def test_law_7_failure_is_not_zero_sleepers_of_a_dead_worker_rerun() -> None:
