@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -317,6 +318,10 @@ class WeightChannelExtension:
         """Return the names of the backends that compute this worker's attention."""
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+
+    def environment_variable(self, name: str) -> str:
+        """Return the variable as this worker's process has it; empty if it isn't set."""
+        return os.environ.get(name, "")
 
     def _failure_of(self, call: Callable[[], None]) -> RefitFailure | None:
         try:

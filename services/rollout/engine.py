@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 # Saving a process halves the memory and makes the start 10 seconds shorter.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+# How Triton's kernels multiply float32 unless they say so themselves.
+_TRITON_PRECISION = "TRITON_F32_DEFAULT"
 
 
 @contextlib.contextmanager
@@ -76,7 +78,18 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ.setdefault(threads.VARIABLE, str(planned.rollout))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if rollout_dtype(config) == "float32":
-        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are as large as a wrong refit's
+        # No TF32: its errors are as large as a wrong refit's. The first variable is for torch's products, the second for those of Triton's
+        # kernels: experts, and attention, because FlashAttention and FlashInfer take no float32.
+        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"
+        given = os.environ.get(_TRITON_PRECISION)
+        if not given:
+            os.environ[_TRITON_PRECISION] = "ieee"
+        elif given != "ieee":
+            log.warning(
+                "%s=%s is set, so Triton's kernels may not compute float32 as the trainer does, and no refit may be verified; unset it",
+                _TRITON_PRECISION,
+                given,
+            )
     if config.policy.generation.vllm_cfg.tensor_parallel_size > 1:
         # on a CPU vLLM binds each worker to its own NUMA node, and refuses to start if there are fewer nodes than workers
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -229,12 +242,16 @@ async def describe(engine: AsyncLLM) -> str:
     """Describe in one line what the engine computes with, including vLLM's own choices."""
     vllm = engine.vllm_config
     backends = {name for of_worker in await engine.collective_rpc("attention_backends") for name in of_worker}
+    products = ""
+    if vllm.model_config.dtype.itemsize == 4:
+        precisions = await engine.collective_rpc("environment_variable", args=(_TRITON_PRECISION,))
+        products = f"Triton's products of float32 are in {', '.join(sorted(set(precisions)))} ({_TRITON_PRECISION}); "
     return (
         f"the engine's weights are in {str(vllm.model_config.dtype).removeprefix('torch.')}, its KV cache in "
         f"{vllm.cache_config.cache_dtype} (policy.generation.vllm_cfg.kv_cache_dtype), {vllm.cache_config.num_gpu_blocks} blocks of it; "
-        f"attention by {', '.join(sorted(backends)) or 'no backend'}; vLLM's model runner is V{2 if vllm.use_v2_model_runner else 1} "
-        f"({_MODEL_RUNNER}); async scheduling is {'on' if vllm.scheduler_config.async_scheduling else 'off'} "
-        "(policy.generation.vllm_cfg.async_scheduling)"
+        f"attention by {', '.join(sorted(backends)) or 'no backend'}; {products}vLLM's model runner is "
+        f"V{2 if vllm.use_v2_model_runner else 1} ({_MODEL_RUNNER}); async scheduling is "
+        f"{'on' if vllm.scheduler_config.async_scheduling else 'off'} (policy.generation.vllm_cfg.async_scheduling)"
     )
 
 

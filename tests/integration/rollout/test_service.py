@@ -62,8 +62,12 @@ async def test_without_verified_weights_it_is_not_ready_and_leases_nothing(fleet
 
 
 async def test_its_log_names_what_the_engine_computes_with(first: Process) -> None:
-    line = r"weights are in float32, its KV cache in auto .*, [1-9]\d* blocks of it; attention by CPU_ATTN; vLLM's model runner is V1 "
-    assert re.search(line, first.log.read_text())
+    log = first.log.read_text()
+    assert re.search(
+        r"weights are in float32, its KV cache in auto .*, [1-9]\d* blocks of it; attention by CPU_ATTN; ", log
+    )
+    assert "products of float32 are in ieee (TRITON_F32_DEFAULT)" in log  # as the worker's process has it
+    assert "vLLM's model runner is V1 " in log
 
 
 async def test_completions_as_openai_clients_ask_for_them(first: Process, fleet: Fleet) -> None:

@@ -297,8 +297,25 @@ def test_float32_is_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(os, "environ", environment)
     prepare_environment(config(), tmp_path)
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"
+    assert "TRITON_F32_DEFAULT" not in environment
     prepare_environment(config(precision="float32"), tmp_path)
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"
+    assert environment["TRITON_F32_DEFAULT"] == "ieee"
+
+
+@pytest.mark.parametrize(("given", "there", "warned"), [("", "ieee", 0), ("ieee", "ieee", 0), ("tf32", "tf32", 1)])
+def test_what_the_shell_says_of_tritons_products_stays_and_is_no_secret(
+    given: str,
+    there: str,
+    warned: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"TRITON_F32_DEFAULT": given})
+    prepare_environment(config(precision="float32"), tmp_path)
+    assert os.environ["TRITON_F32_DEFAULT"] == there
+    assert len([line for line in caplog.messages if "TRITON_F32_DEFAULT=tf32" in line]) == warned
 
 
 def test_nccl_and_model_runner_are_chosen_before_vllm_is_imported(
