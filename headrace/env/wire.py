@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import time
-from typing import Any
-
-import msgspec
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_type_hints
 
 from headrace.base import strict_json
 from headrace.base.errors import CodecError
 from headrace.env.environment import Sample, describe_error, encodable, single_conversation
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.records.trajectory import BUILD_BYTES, AnyTrajectory, EpisodeTrajectory, Group, Message, Score
+from headrace.records.codec import pack
+from headrace.records.trajectory import (
+    BUILD_BYTES,
+    AnyTrajectory,
+    FinishReason,
+    Group,
+    Message,
+    Score,
+)
 from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
@@ -39,63 +47,37 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
     """Return a trajectory as its environment receives it. Its idempotency key is the same each time that the sample is made in `scope`: a
     run, or a smaller scope.
 
-    For an episode, the completion is its last answer, with the tokens of all its calls, its conversation and its artifacts.
+    A field that the group or the trajectory has under the same name is taken from there. For an episode, the completion is its last answer,
+    with the tokens of all its calls, its conversation and its artifacts.
     """
     flat = trajectory.flat()
-    tokens = flat.completion_token_ids
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8)
-    conversation: tuple[Message, ...] = ()
-    artifacts: dict[str, Any] = {}
-    if isinstance(trajectory, EpisodeTrajectory):
-        conversation, artifacts = trajectory.conversation, trajectory.artifacts
-        digest.update(msgspec.msgpack.encode((conversation, artifacts)))
-    return Sample(
-        completion=trajectory.text,
-        extra_env_info=group.extra_env_info,
-        messages=group.messages,
-        completion_token_ids=tuple(tokens.tolist()),
-        finish_reason=flat.finish_reason,
-        environment=group.env_name,
-        task_name=group.task_name,
-        group_id=group.id,
-        index=trajectory.index,
-        # What is scored is part of the key: after a rewind another attempt may have the same number.
-        idempotency_key=f"{scope}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest.hexdigest()}",
-        conversation=conversation,
-        artifacts=artifacts,
+    sources = (group, flat, trajectory)
+    named = {name: getattr(source, name) for source in sources for name in _SAMPLE if hasattr(type(source), name)}
+    sample = Sample(
+        **{
+            **named,
+            "completion": trajectory.text,
+            "completion_token_ids": tuple(flat.completion_token_ids.tolist()),
+            "environment": group.env_name,
+        }
     )
+    # All that a grader sees is part of the key: after a rewind another attempt may have the same number.
+    digest = hashlib.blake2b(pack(sample, "a sample"), digest_size=8).hexdigest()
+    key = f"{scope}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}"
+    return dataclasses.replace(sample, idempotency_key=key)
 
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
     """Convert a sample. Raises `CodecError` if `extra_env_info`, `artifacts` or a message has anything but JSON types."""
-    is_single = sample.conversation == single_conversation(sample.messages, sample.completion)
-    return pb.Trajectory(
-        group_id=sample.group_id,
-        index=sample.index,
-        environment=sample.environment,
-        task_name=sample.task_name,
-        messages=[_message_to_wire(message) for message in sample.messages],
-        completion=sample.completion,
-        completion_token_ids=sample.completion_token_ids,
-        finish_reason=_FINISH[sample.finish_reason],
-        extra_env_info_json=_dump(sample.extra_env_info, "extra_env_info"),
-        idempotency_key=sample.idempotency_key,
-        conversation=[] if is_single else [_message_to_wire(message) for message in sample.conversation],
-        artifacts_json=_dump(sample.artifacts, "artifacts"),
-    )
+    fields = {form.place: form.write(getattr(sample, name), name) for name, form in _SAMPLE.items()}
+    if sample.conversation == single_conversation(sample.messages, sample.completion):
+        del fields["conversation"]
+    return pb.Trajectory(**fields)
 
 
 def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
-    return Sample(
-        **_read_fields(trajectory),
-        completion=trajectory.completion,
-        completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # slicing reads all numbers at once
-        environment=trajectory.environment,
-        task_name=trajectory.task_name,
-        group_id=trajectory.group_id,
-        index=trajectory.index,
-        idempotency_key=trajectory.idempotency_key,
-    )
+    tokens = tuple(trajectory.completion_token_ids[:])  # slicing reads all numbers at once
+    return Sample(**_read_fields(trajectory), completion_token_ids=tokens)
 
 
 def check_trajectory(trajectory: pb.Trajectory) -> None:
@@ -251,20 +233,21 @@ def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
 
 
 def _read_fields(trajectory: pb.Trajectory) -> dict[str, Any]:
-    """Return the fields of a sample that may be malformed: finish reason, messages, and everything that is JSON."""
+    """Return the fields of a sample but for its tokens."""
     where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
-    finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
-    if finish_reason is None:
-        raise CodecError(f"{where}: finish_reason is {trajectory.finish_reason}; send FINISH_REASON_STOP or _LENGTH")
     if not trajectory.environment:
         raise CodecError(f"{where}: environment is empty; send the name of the environment that scores it")
     return {
-        "finish_reason": finish_reason,
-        "extra_env_info": _load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json"),
-        "messages": tuple(_message_from_wire(message, where) for message in trajectory.messages),
-        "conversation": tuple(_message_from_wire(message, where) for message in trajectory.conversation),
-        "artifacts": _load(trajectory.artifacts_json, f"{where}: artifacts_json"),
+        name: form.read(getattr(trajectory, form.place), f"{where}: {form.place}")
+        for name, form in _SAMPLE.items()
+        if name != "completion_token_ids"
     }
+
+
+def _finish_reason(value: Any, where: str) -> str:
+    if value not in _FINISH_NAMES:
+        raise CodecError(f"{where} is {value}; send FINISH_REASON_STOP or _LENGTH")
+    return _FINISH_NAMES[value]
 
 
 def _message_to_wire(message: Message) -> pb.ChatMessage:
@@ -300,3 +283,34 @@ def _load(text: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CodecError(f"{what} is a JSON {type(value).__name__}, not an object")
     return value
+
+
+class _Form(NamedTuple):
+    """How a field of a sample travels: the name of the message's field, and what writes its value and what reads it. Both are told the
+    field's name."""
+
+    place: str
+    write: Callable[[Any, str], Any]
+    read: Callable[[Any, str], Any]
+
+
+def _keep(value: Any, _: str) -> Any:
+    return value
+
+
+def _form(name: str, kind: Any) -> _Form:
+    if kind == dict[str, Any]:
+        return _Form(f"{name}_json", _dump, _load)
+    if kind == tuple[Message, ...]:
+        return _Form(
+            name,
+            lambda messages, _: list(map(_message_to_wire, messages)),
+            lambda messages, where: tuple(_message_from_wire(message, where) for message in messages),
+        )
+    if kind == FinishReason:
+        return _Form(name, lambda value, _: _FINISH[value], _finish_reason)
+    return _Form(name, _keep, _keep)
+
+
+# The fields of a sample.
+_SAMPLE = {name: _form(name, kind) for name, kind in get_type_hints(Sample).items()}

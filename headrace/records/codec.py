@@ -44,7 +44,6 @@ class Codec(Generic[R]):
         self._record = record
         self._schema = record.__struct_config__.tag
         self._what = re.sub(r"(?<!^)(?=[A-Z])", " ", record.__name__).lower()
-        self._encode = msgspec.msgpack.Encoder(enc_hook=_to_array).encode
         # (position in the record, name, dtype) of each array field
         self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
         # (position in the record, name, codec) of each field of records
@@ -65,12 +64,20 @@ class Codec(Generic[R]):
             own |= codec.dtypes
         return own
 
+    @property
+    def records(self) -> frozenset[str]:
+        """The names of the fields of records."""
+        return frozenset(name for _, name, _ in self._records)
+
+    @property
+    def free(self) -> frozenset[str]:
+        """The names of the fields that hold values of others (of any type), including those of the records inside."""
+        own = {f.name for f in msgspec.structs.fields(self._record) if f.type not in _DTYPES and _holds_any(f.type)}
+        return frozenset(own).union(*(codec.free for _, _, codec in self._records))
+
     def encode(self, record: R) -> bytes:
         """Encode a record. Raises `CodecError` on a value that msgpack can't carry."""
-        try:
-            return self._encode(record)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise CodecError(f"a {self._what} can't be packed: {error}") from error
+        return pack(record, f"a {self._what}")
 
     def decode(self, data: bytes) -> R:
         """Decode a record; its arrays are read-only. Raises `CodecError` naming the field."""
@@ -101,6 +108,14 @@ class Codec(Generic[R]):
         return f"schema {schema!r:.80}; this build reads schema {self._schema}"
 
 
+def pack(value: Any, what: str) -> bytes:
+    """Pack a value. Raises `CodecError`, with `what` it is, if msgpack can't carry it."""
+    try:
+        return _encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CodecError(f"{what} can't be packed: {error}") from error
+
+
 class _Tagged(msgspec.Struct):
     schema: Any = None
 
@@ -119,12 +134,17 @@ def read_schema(data: bytes) -> Any:
 def _default(field: msgspec.structs.FieldInfo) -> Any:
     """Return the default of a field as it is stored, if it has one."""
     default = field.default.tobytes() if isinstance(field.default, np.ndarray) else field.default
-    return msgspec.field(default=default, default_factory=field.default_factory)
+    given: dict[str, Any] = {"default": default, "default_factory": field.default_factory}
+    return msgspec.field(**given)
 
 
 def _holds_records(kind: Any) -> bool:
     item = next(iter(get_args(kind)), None)
     return isinstance(item, type) and issubclass(item, msgspec.Struct)
+
+
+def _holds_any(kind: Any) -> bool:
+    return kind is Any or any(map(_holds_any, get_args(kind)))
 
 
 def _to_array(value: Any) -> Any:
@@ -137,3 +157,6 @@ def _to_array(value: Any) -> Any:
     if dtype not in _WRITTEN:
         raise TypeError(f"an array of {value.dtype}; give int32, float32 or uint8")
     return value.astype(dtype).tobytes()
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_to_array).encode

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import CodecError
-from headrace.records.codec import Codec, Float32, Int32, UInt8, read_schema
+from headrace.records.codec import Codec, Float32, Int32, UInt8, pack, read_schema
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Lane = Literal["train", "validation"]
@@ -306,10 +306,7 @@ JSON_DEPTH = 64
 
 def artifacts_bytes(artifacts: dict[str, Any]) -> int:
     """Return the size of artifacts in a record. Raises `CodecError` if a record can't hold them."""
-    try:
-        return len(msgspec.msgpack.encode(artifacts))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CodecError(f"artifacts can't be packed: {error}") from error
+    return len(pack(artifacts, "artifacts"))
 
 
 def _is_json(value: Any, depth: int = 0) -> bool:
@@ -451,9 +448,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
             edge = end
         last_call = self.calls[numbers[-1]]
         return Trajectory(
-            group_id=self.group_id,
-            attempt=self.attempt,
-            index=self.index,
+            **{name: getattr(self, name) for name in _SHARED},
             prompt_token_ids=self.calls[numbers[0]].context_token_ids,
             completion_token_ids=np.concatenate(tokens),
             logprobs=np.concatenate(logprobs),
@@ -463,7 +458,6 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
             text=last_call.text,
             replica=last_call.replica,
             turns=tuple(turns),
-            timings=self.timings,
             writers=tuple(writers),
         )
 
@@ -500,6 +494,8 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
         return None
 
 
+# The fields that an episode has in common with a single completion.
+_SHARED = [name for name in EpisodeTrajectory.__struct_fields__ if name in Trajectory.__struct_fields__]
 # The record of an attempt at a group's prompt.
 AnyTrajectory = Trajectory | EpisodeTrajectory
 
@@ -641,5 +637,8 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 _GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)
 _CALL, _EPISODE = Codec(Call), Codec(EpisodeTrajectory)
 
-# The array fields, and the encoding of their elements.
+# What the fields of all records hold, by name: arrays, with the encoding of their elements; values of data sets and environments, of any
+# type; records.
 ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes, **_EPISODE.dtypes}
+FREE = _GROUP.free | _TRAJECTORY.free | _EPISODE.free | _SCORE.free
+RECORDS = _EPISODE.records

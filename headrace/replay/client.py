@@ -8,7 +8,6 @@ them visible: a function moves ids, never megabytes.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 
 from redis.asyncio import Redis
@@ -91,44 +90,10 @@ class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, 
         return True
 
     async def _open(self, limits: Limits) -> RunState:
-        low, high = limits.reward_min, limits.reward_max
-        bounds = f"{-math.inf if low is None else low} {math.inf if high is None else high}"
-        bounds += " components" if limits.filter_components else ""
         reply = await self._connection.call(
-            "open_run",
-            timeline=self._opened,
-            incarnation=secrets.token_hex(16),
-            prompts_per_step=limits.prompts_per_step,
-            generations_per_prompt=limits.generations_per_prompt,
-            max_age=limits.max_age,
-            max_attempts=limits.max_attempts,
-            max_scoring_attempts=limits.max_scoring_attempts,
-            lease_ms=_milliseconds(limits.lease_s),
-            group_deadline_ms=_milliseconds(limits.group_deadline_s),
-            scoring_deadline_ms=_milliseconds(limits.scoring_deadline_s),
-            replica_dead_ms=_milliseconds(limits.replica_dead_s),
-            max_bytes=limits.max_bytes,
-            ahead_steps=limits.max_age if limits.ahead_steps is None else limits.ahead_steps,
-            redundant=limits.redundant,
-            max_scored=limits.max_scored_per_step,
-            retain_steps=limits.retain_steps,
-            max_episode_bytes=limits.max_episode_bytes,
-            staleness_policy=limits.staleness_policy,
-            filter=bounds if limits.filter_equal else "",
-            environments={
-                name: {
-                    "failure_share": float(env.failure_share),
-                    "episodes": env.episodes,
-                    "give_up_ms": None if env.give_up_after_s is None else _milliseconds(env.give_up_after_s),
-                }
-                for name, env in limits.environments.items()
-            },
+            "open_run", timeline=self._opened, incarnation=secrets.token_hex(16), **limits.arguments()
         )
         if await self._connection.command("GET", CURRENT_RUN) != self.run_id.encode():
             await self._connection.command("SET", CURRENT_RUN, self.run_id)
         await self._sweep_old_incarnations()
         return self._note(reply)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))

@@ -4,7 +4,7 @@
 episode's `calls`. `score` is null before there is one. The round trip is exact. `state` is the group's. `lineage` is a
 `headrace.records.origin.Origin`, for readers.
 
-Values of data sets and environments (`extra_env_info`, `messages`, `answer`, `metadata`) may be more than JSON has. Bytes are
+Values of data sets and environments (`extra_env_info`, `messages`, `metadata`, …) may be more than JSON has. Bytes are
 `{"__bytes__": BASE64}`, numbers that are not finite `{"__float__": "nan"}`, and a map whose keys are not text (or are one of these names)
 `{"__map__": [[KEY, VALUE], …]}`.
 """
@@ -25,11 +25,9 @@ import numpy as np
 
 from headrace.base.errors import CodecError
 from headrace.records.origin import Origin, origin_of, with_timelines
-from headrace.records.trajectory import ARRAYS, AnyTrajectory, Group, Score, decode_trajectory
+from headrace.records.trajectory import ARRAYS, FREE, RECORDS, AnyTrajectory, Group, Score, decode_trajectory
 from headrace.replay import ReplayClient
 
-# Fields with values of data sets and environments.
-_FREE = frozenset({"messages", "answer", "extra_env_info", "metadata"})
 _BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
 _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
 
@@ -105,9 +103,9 @@ def plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
 
 
 def _with_tags(fields: dict[str, Any]) -> dict[str, Any]:
-    free = {name: _tag(fields[name]) for name in _FREE & fields.keys()}
-    calls = {"calls": list(map(_with_tags, fields["calls"]))} if "calls" in fields else {}
-    return {**fields, **free, **calls}
+    free = {name: _tag(fields[name]) for name in FREE & fields.keys()}
+    records = {name: list(map(_with_tags, fields[name])) for name in RECORDS & fields.keys()}
+    return {**fields, **free, **records}
 
 
 def _pack(fields: dict[str, Any]) -> bytes:
@@ -116,9 +114,9 @@ def _pack(fields: dict[str, Any]) -> bytes:
 
 def _without_tags(fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
-    free = {name: _untag(fields[name]) for name in _FREE & fields.keys()}
-    calls = {"calls": list(map(_without_tags, fields["calls"]))} if "calls" in fields else {}
-    return {**fields, **arrays, **free, **calls}
+    free = {name: _untag(fields[name]) for name in FREE & fields.keys()}
+    records = {name: list(map(_without_tags, fields[name])) for name in RECORDS & fields.keys()}
+    return {**fields, **arrays, **free, **records}
 
 
 def _tag(value: Any) -> Any:

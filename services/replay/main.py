@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -56,17 +57,12 @@ def limits_of(config: Config) -> Limits:
             f"{algorithm.num_generations_per_prompt} trajectories; set it to at least {needed}"
         )
     return Limits(
+        **replay.model_dump(include={field.name for field in dataclasses.fields(Limits)}),
         prompts_per_step=algorithm.num_prompts_per_step,
         generations_per_prompt=algorithm.num_generations_per_prompt,
         max_age=algorithm.max_age,
         staleness_policy=algorithm.asynchrony.staleness_policy,
-        max_attempts=replay.max_attempts,
-        max_scoring_attempts=replay.max_scoring_attempts,
-        lease_s=replay.lease_s,
-        group_deadline_s=replay.group_deadline_s,
-        scoring_deadline_s=replay.scoring_deadline_s,
         replica_dead_s=config.rollout.dead_after_s,
-        max_bytes=replay.max_bytes,
         ahead_steps=algorithm.ahead_steps,
         redundant=replay.redundant_generations,
         filter_equal=algorithm.use_dynamic_sampling,
@@ -74,7 +70,6 @@ def limits_of(config: Config) -> Limits:
         reward_min=algorithm.reward_scaling.source_min if algorithm.reward_scaling.enabled else None,
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
-        retain_steps=replay.retain_steps,
         max_episode_bytes=config.agents.max_episode_bytes,
         environments={
             name: EnvironmentLimits(env.failure_share, env.give_up_after, env.episodes)

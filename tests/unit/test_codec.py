@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgpack
 import msgspec
@@ -80,7 +80,6 @@ EPISODE = EpisodeTrajectory(
     runner="runner-1",
     timings={"episode": 1.5},
 )
-RECORDS = [GROUP, TRAJECTORY, SCORE, CALL, EPISODE, msgspec.structs.replace(EPISODE, artifacts={"board": [1, None]})]
 KINDS = [Group, Trajectory, Score, Call, EpisodeTrajectory]
 Record = Group | Trajectory | Score | Call | EpisodeTrajectory
 
@@ -105,6 +104,46 @@ def changed(record: Record, change: Callable[[dict[str, Any]], Any]) -> bytes:
     fields = msgpack.unpackb(record.encode())
     change(fields)
     return bytes(msgpack.packb(fields))
+
+
+def with_default(record: Record, name: str) -> Record | None:
+    """The record with the default of a field; None if it has none, or if that makes it invalid."""
+    for field in msgspec.structs.fields(type(record)):
+        if field.name == name and not field.required:
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            with contextlib.suppress(CodecError):
+                return msgspec.structs.replace(record, **{name: default})
+    return None
+
+
+def example(kind: Any, default: Any) -> Any:
+    """A value of a field's type that is not its default."""
+    kinds = {str: "x", int: 7, float: 0.5, bool: not default, Any: ["x", 1, None]}
+    if kind in kinds:
+        return kinds[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is dict:
+        return {example(args[0], None): example(args[1], None)}
+    if origin is tuple:
+        return tuple(example(each, None) for each in args if each is not ...)
+    if origin is np.ndarray:
+        return np.ones(1, get_args(args[1])[0])
+    return next(
+        each if origin is Literal else example(each, None) for each in args if each not in (default, type(None))
+    )
+
+
+def filled(record: Any) -> Any:
+    """The record with a value other than the default in every field, so that a new field is in each test below. A field with a rule
+    that this value breaks needs one in the record above."""
+    for field in msgspec.structs.fields(type(record)):
+        plain = with_default(record, field.name)
+        if plain is not None and same(plain, record):
+            record = msgspec.structs.replace(record, **{field.name: example(field.type, getattr(record, field.name))})
+    return record
+
+
+RECORDS = [*map(filled, (GROUP, TRAJECTORY, SCORE, CALL, EPISODE)), EPISODE]
 
 
 # -- round trips -------------------------------------------------------------------------------------------------------
@@ -236,16 +275,6 @@ def test_a_missing_field_has_its_default_or_is_refused_by_name(record: Record, n
             type(record).decode(data)
 
 
-def with_default(record: Record, name: str) -> Record | None:
-    """The record with the default of a field; None if it has none, or if that makes it invalid."""
-    for field in msgspec.structs.fields(type(record)):
-        if field.name == name and not field.required:
-            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-            with contextlib.suppress(CodecError):
-                return msgspec.structs.replace(record, **{name: default})
-    return None
-
-
 @pytest.mark.parametrize(
     ("record", "name"), [case for record in RECORDS for case in fields_of(record)], ids=lambda v: str(v)[:20]
 )
@@ -353,7 +382,7 @@ def test_a_score_without_a_finite_reward_is_refused() -> None:
         Score(status="SCORED", reward=1.0, components={"exact": float("nan")})
 
 
-def test_the_traceback_in_the_metadata_of_a_failure_that_an_earlier_build_stored_is_its_traceback() -> None:
+def test_a_stored_failure_may_have_the_traceback_in_its_metadata() -> None:
     early = Score("FAILED", message="KeyError", metadata={"traceback": "line 3", "seen": 1}, environment="adder")
     read = Score.decode(changed(early, lambda fields: fields.pop("traceback")))
     assert read == Score("FAILED", message="KeyError", metadata={"seen": 1}, environment="adder", traceback="line 3")

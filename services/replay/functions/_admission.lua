@@ -19,6 +19,18 @@
 -- again (law 2).
 -- uses: _args, _group, _memory, _run, _scoring, _taker
 
+-- The most trajectories that a group may have beyond n. All of them are arguments of one command.
+local MOST_REDUNDANT = 1024
+
+limit('max_bytes', positive)
+limit('group_deadline_ms', positive)
+limit('redundant', function(value, what)
+  if natural(value, what) > MOST_REDUNDANT then
+    refuse('HR_INVALID', 'redundant is ' .. value .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
+  end
+  return value
+end)
+
 local function fits(run, worst)
   while true do
     local bytes = run.bytes + (run.bytes_delta or 0)
@@ -30,7 +42,7 @@ end
 -- The trajectories to start, and the bytes that they may take. For an episode these are its calls and then its whole record.
 local function needs(run, group)
   local count = group.n + (group.lane == 'train' and run.redundant or 0)
-  if group.kind == 'episodes' then return count, 2 * count * max_episode_bytes(run) end
+  if group.kind == 'episodes' then return count, 2 * count * run.max_episode_bytes end
   return count, math.ceil(group.worst * count / group.n)
 end
 

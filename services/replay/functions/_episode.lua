@@ -31,7 +31,7 @@ local function episode_refusal(run, call, entry, group)
 end
 
 local function bytes_refusal(run, entry, bytes)
-  local most = max_episode_bytes(run)
+  local most = run.max_episode_bytes
   if bytes <= most then return end
   return 'HR_EPISODE_BYTES', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes ..
     ' bytes, more than max_episode_bytes ' .. most

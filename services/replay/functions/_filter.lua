@@ -2,7 +2,7 @@
 --
 -- The run's `filter` says what to compare: '' nothing; `<low> <high>` the rewards, clamped to these bounds; `<low> <high> components` each
 -- of the reward components in the score records, clamped in the same way.
--- uses: _fields, _trajectory
+-- uses: _args, _fields, _run, _trajectory
 
 local FILTERS = {[''] = true, ['components'] = true}
 
@@ -10,6 +10,11 @@ local FILTERS = {[''] = true, ['components'] = true}
 local function parse_filter(value)
   local low, high, compared = string.match(value, '^(%S+) (%S+) ?(%S*)$')
   if low and tonumber(low) and tonumber(high) and FILTERS[compared] then return tonumber(low), tonumber(high), compared end
+end
+
+LIMITS.filter = function(value, what)
+  if text(value, what) ~= '' and not parse_filter(value) then refuse('HR_INVALID', 'filter is ' .. show(value)) end
+  return value
 end
 
 -- A field of a score record, or nil if there is none of that type.

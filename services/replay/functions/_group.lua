@@ -26,6 +26,9 @@
 -- The first n trajectories that are scored are the group (law 3). Which indices they have is left to chance, so readers go by p<i>.
 -- uses: _args, _fields, _fleet, _meter, _run, _trajectory
 
+limit('max_attempts', positive)
+limit('max_episode_bytes', positive)  -- of an episode's calls, and of its record
+
 local TEXTS = {'state', 'lane', 'record', 'env', 'kind', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
@@ -65,13 +68,6 @@ local function leased_group(run, id, token)
     refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
   end
   return group
-end
-
--- Bytes that the calls of an episode, and its record, may take. (Not a field that every call reads of the run, because each costs every
--- call.)
-local function max_episode_bytes(run)
-  run.max_episode_bytes = run.max_episode_bytes or tonumber(redis.call('HGET', run.key, 'max_episode_bytes'))
-  return run.max_episode_bytes
 end
 
 -- A key that exists separately for each kind of groups.

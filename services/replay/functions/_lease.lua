@@ -9,7 +9,9 @@
 -- admission allows, and the others would generate nothing.
 --
 -- Until a refill is complete, no training prompt is leased: the missing prompts come before those in the queue (law 5).
--- uses: _admission, _args, _continuation, _fleet, _group, _suspects
+-- uses: _admission, _args, _continuation, _fleet, _group, _run, _suspects
+
+limit('ahead_steps', natural)
 
 -- The most groups that this replica may get, so that waiting replicas get as many. `room`: train groups that admission allows.
 local function share_of(run, taker, room)

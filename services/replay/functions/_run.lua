@@ -41,25 +41,33 @@
 --   wake:<what>       channels
 -- uses: _args
 
-local LIMITS = {
-  'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',
-  'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
-  'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
-}
--- staleness_policy: ordered, drop or mask; filter: see _filter.lua; build: the one that opened the run (absent: an old one that did not
--- record it)
-local WORDS = {'staleness_policy', 'filter', 'build'}
--- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of validations before this version are dropped, and can't be
--- added again
+-- The fields that every call reads: words first, then numbers.
+-- build: the one that opened the run (absent: an old one that did not record it); clock, offset: see `tell_time`; full: see _memory.lua;
+-- validation: groups of validations before this version are dropped, and can't be added again
+local WORDS = {'timeline', 'incarnation', 'build', 'staleness_policy', 'filter'}
 local NUMBERS = {
   'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
   'clock', 'offset', 'full', 'validation',
 }
+local FIELDS = {}
 -- While a library loads there are no iterators.
-local FIELDS = {'timeline', 'incarnation'}
+for i = 1, #WORDS do FIELDS[i] = WORDS[i] end
 for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end
-for i = 1, #LIMITS do FIELDS[#FIELDS + 1] = LIMITS[i] end
-for i = 1, #WORDS do FIELDS[#FIELDS + 1] = WORDS[i] end
+
+-- The limits that `open_run` sets, by name, with their parsers.
+local LIMITS = {}
+
+-- Declare a limit that is a number, `run.<name>` in every call. The file that enforces it does this; those of several files are below.
+local function limit(name_of, parse)
+  LIMITS[name_of], FIELDS[#FIELDS + 1] = parse, name_of
+end
+
+limit('prompts_per_step', positive)
+limit('max_age', natural)
+limit('lease_ms', positive)
+limit('replica_dead_ms', positive)
+LIMITS.staleness_policy = one_of({'ordered', 'drop', 'mask'})
+LIMITS.generations_per_prompt = positive  -- for people: a group says how many it has
 
 local function server_ms()
   local time = redis.call('TIME')
@@ -104,9 +112,9 @@ local function load_run(keys)
   if not values[1] then
     refuse('HR_UNAVAILABLE', 'this server holds no run ' .. string.sub(key, 5, -2) .. '; start its replay service')
   end
-  local run = {key = key, timeline = values[1], incarnation = values[2]}
-  for i = 3, #FIELDS - #WORDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
-  for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
+  local run = {key = key}
+  for i = 1, #WORDS do run[FIELDS[i]] = values[i] end
+  for i = #WORDS + 1, #FIELDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
   if run.build and run.build ~= BUILD then
     refuse('HR_BUILD', 'run ' .. string.sub(key, 5, -2) .. ' was opened by build ' .. run.build .. ', and this call is of build ' ..
       BUILD .. '; restart the service that made it with the version of Headrace that the replay service has')

@@ -40,6 +40,9 @@
 -- environment has been repaired, and their failures start over.
 -- uses: _args, _fields, _group, _run, _trajectory
 
+limit('max_scoring_attempts', positive)
+limit('scoring_deadline_ms', positive)
+
 local WINDOW, FIRST = 32, 8
 -- the number of calls in a row of which an environment begins nothing before its breaker opens
 local NOTHING_BEGUN = 3

@@ -4,6 +4,8 @@
 -- from there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
 -- uses: _args, _fields, _group, _meter, _run, _trajectory
 
+limit('retain_steps', natural)
+
 local function step_ids(run, step)
   return lines(redis.call('HGET', run.base .. 'steps', step))
 end

@@ -1,26 +1,11 @@
 -- open_run: create the run if it does not exist, else set its limits. Calls of other builds are refused from now on.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in
---          _run.lua, environments (for each name: failure_share, episodes (runners lease its groups), and give_up_ms unless the run waits
---          for it forever)
+-- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names (`limit`
+--          in _run.lua), environments (for each name: failure_share, episodes (runners lease its groups), and give_up_ms unless the run
+--          waits for it forever)
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE (the call arrives late: another start of the replay service has set the limits since), HR_INVALID
--- uses: _args, _filter, _group, _register, _run
-
--- The most trajectories that a group may have beyond n. All of them are arguments of one command.
-local MOST_REDUNDANT = 1024
-
-local function redundant(value, what)
-  if natural(value, what) > MOST_REDUNDANT then
-    refuse('HR_INVALID', 'redundant is ' .. value .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
-  end
-  return value
-end
-
-local function filter(value, what)
-  if text(value, what) ~= '' and not parse_filter(value) then refuse('HR_INVALID', 'filter is ' .. show(value)) end
-  return value
-end
+-- uses: _args, _group, _register, _run
 
 local function environments(value, what)
   for env, setting in pairs(map(value, what)) do
@@ -32,15 +17,12 @@ local function environments(value, what)
   return cmsgpack.pack(value)
 end
 
--- The limits, by their names in the run (_run.lua).
-local SPEC = {
-  timeline = name, incarnation = name,
-  prompts_per_step = positive, generations_per_prompt = positive, max_age = natural, max_attempts = positive,
-  max_scoring_attempts = positive, lease_ms = positive, group_deadline_ms = positive, scoring_deadline_ms = positive,
-  replica_dead_ms = positive, max_bytes = positive, ahead_steps = natural, redundant = redundant, max_scored = natural,
-  retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter, environments = environments,
-  max_episode_bytes = positive,
-}
+-- The parsers of the arguments: the limits that the files declare, and those that only this call has.
+local function spec()
+  local parsers = {timeline = name, incarnation = name, environments = environments}
+  for limit_name, parse in pairs(LIMITS) do parsers[limit_name] = parse end
+  return parsers
+end
 
 -- Under `drop`, a group over age is generated again. Episodes are too expensive for that, and long ones would be lost more often than short
 -- ones.
@@ -56,7 +38,7 @@ end
 -- Returns whether the call is a repeat.
 local function make_run(keys, args)
   local key = run_key(keys)
-  local limits = parse_call(SPEC, false, args)
+  local limits = parse_call(spec(), false, args)
   local timeline, incarnation, fields = limits.timeline, limits.incarnation, {}
   require_no_episodes_dropped(limits)
   limits.timeline, limits.incarnation = nil, nil

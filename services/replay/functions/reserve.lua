@@ -150,13 +150,15 @@ local function hand_out(run, step, groups)
   return batch_of(run, step, ids)
 end
 
--- Refuse if dynamic sampling has reached its limit: more than `max_scored` groups got their scores since the last batch, and there are
--- still fewer than `need` groups that may be trained. Ready groups that only wait for their turn don't count towards the limit.
+limit('max_scored_per_step', natural)  -- 0: none
+
+-- Refuse if dynamic sampling has reached its limit: more than `max_scored_per_step` groups got their scores since the last batch, and there
+-- are still fewer than `need` groups that may be trained. Ready groups that only wait for their turn don't count towards the limit.
 local function require_signal(run, need)
-  if run.max_scored == 0 or redis.call('ZCARD', run.base .. 'ready') >= need then return end
+  if run.max_scored_per_step == 0 or redis.call('ZCARD', run.base .. 'ready') >= need then return end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'scored', 'filtered'))
-  if tonumber(scored or 0) > run.max_scored then
-    refuse('HR_STARVED', scored .. ' groups were scored for one batch, more than ' .. run.max_scored .. ', and ' ..
+  if tonumber(scored or 0) > run.max_scored_per_step then
+    refuse('HR_STARVED', scored .. ' groups were scored for one batch, more than ' .. run.max_scored_per_step .. ', and ' ..
       (filtered or 0) .. ' of them were filtered: all their rewards are equal')
   end
 end
@@ -166,8 +168,8 @@ local function waits_for_environment(run)
   local broken, waits = redis.call('ZRANGE', run.base .. 'broken', 0, -1, 'WITHSCORES'), false
   for i = 1, #broken, 2 do
     local env, broken_ms = broken[i], run.now - broken[i + 1]
-    local limit = setting_of(run, env).give_up_ms
-    if limit and broken_ms >= limit then
+    local longest = setting_of(run, env).give_up_ms
+    if longest and broken_ms >= longest then
       refuse('HR_BROKEN', 'environment ' .. env .. ' has been broken for ' .. math.floor(broken_ms / 1000) .. ' s (env.' .. env ..
         '.give_up_after): ' .. redis.call('HGET', environment_key(run, env), 'message'))
     end

@@ -219,6 +219,12 @@ def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         limits_of(config)
 
 
+def test_a_limit_with_the_name_of_a_key_of_replay_has_its_value() -> None:
+    keys = {"max_attempts": 5, "retain_steps": 7, "scoring_deadline_s": 240.0}
+    limits = limits_of(Config.model_validate({"replay": keys}))
+    assert {name: getattr(limits, name) for name in keys} == keys
+
+
 async def test_the_service_names_a_broken_environment_and_stays_ready(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

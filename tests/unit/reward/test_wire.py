@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ from headrace.env.wire import (
     score_to_wire,
     scoring_sample,
 )
-from headrace.records.trajectory import Status
+from headrace.records.trajectory import Group, Status, Trajectory
 from headrace.v1 import trajectory_pb2 as pb
 from tests.support.buffer import make_group
 from tests.support.episodes import call, episode
@@ -113,6 +115,33 @@ def test_an_episode_that_said_or_left_something_else_has_another_key() -> None:
     assert len({key({"left": 1}, "47+85"), key({"left": 2}, "47+85"), key({"left": 1}, "48+85")}) == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"finish_reason": "length"},
+        {"completion_token_ids": np.array([3, 5], np.int32)},
+        {"messages": ({"role": "user", "content": "48+85"},)},
+        {"extra_env_info": {"answer": "133"}},
+        {"task_name": "sums"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_a_grader_sees_is_part_of_the_key(change: dict[str, Any]) -> None:
+    group, one = make_group(0), episode([call(-1, [1, 2], [3, 4])], group_id="e0-train-0").flat()
+    key = scoring_sample(group, one, "run").idempotency_key
+    of_group = {name: change[name] for name in change if name in Group.__struct_fields__}
+    of_trajectory = {name: change[name] for name in change if name in Trajectory.__struct_fields__}
+    other, another = msgspec.structs.replace(group, **of_group), msgspec.structs.replace(one, **of_trajectory)
+    assert scoring_sample(group, one, "run").idempotency_key == key
+    assert scoring_sample(other, another, "run").idempotency_key != key
+
+
+def test_a_value_that_msgpack_lacks_is_refused_before_it_is_sent() -> None:
+    odd = msgspec.structs.replace(make_group(0), extra_env_info={"x": object()})
+    with pytest.raises(CodecError, match="sample"):
+        scoring_sample(odd, episode([call(-1, [1], [2])]).flat(), "run")
+
+
 @pytest.mark.parametrize("left", ["nested", "round"])
 def test_artifacts_without_an_end_are_a_failure_of_the_episode(left: str) -> None:
     value: list[object] = []
@@ -140,7 +169,7 @@ def test_a_score_survives_the_wire(score: Score) -> None:
     assert score_from_wire(pb.Result.FromString(score_to_wire(score).SerializeToString())) == score
 
 
-def test_an_environment_of_an_earlier_build_has_the_traceback_in_the_metadata() -> None:
+def test_an_earlier_environment_has_the_traceback_in_the_metadata() -> None:
     metadata = '{"traceback": "line 3", "seen": 1}'
     failed = score_from_wire(pb.Result(status=pb.STATUS_FAILED, message="KeyError", metadata_json=metadata))
     assert (failed.traceback, failed.metadata) == ("line 3", {"seen": 1})
