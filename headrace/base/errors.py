@@ -28,6 +28,10 @@ class ServiceError(HeadraceError):
     """Raised when a service can't start or continue (busy port, wrong model path, too little memory, …)."""
 
 
+class PortTaken(ServiceError):
+    """Raised when another process has the port of a server that can't be given a socket, only a port's number."""
+
+
 class ChatError(HeadraceError):
     """Raised when the policy refuses a call of an episode (`Episode.chat`), or can't be reached. `status` is HTTP's, `code` OpenAI's."""
 

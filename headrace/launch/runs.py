@@ -8,12 +8,12 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.base.addresses import LOOPBACK, replace_wildcard, with_port
-from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.base.errors import ConfigError, PortTaken, ReplayUnavailable, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
@@ -29,6 +29,7 @@ from headrace.run.journal import JOURNAL, read_bytes, read_journal
 
 SAVED = "config.yaml"
 _CONNECT_S = 3.0
+_PORT_TRIES = 5
 
 
 def new_id(name: str, now: datetime.datetime) -> str:
@@ -415,18 +416,28 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
             ) from error
     make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
     stack.enter_context(locked(config))
-    # a free port: another run may be up on the configured one
-    with bind(LOOPBACK, 0, "replay.redis_port") as free:
-        port = free.getsockname()[1]
-    server = make.of(config, LOOPBACK, port)
+    server = await _start_on_a_free_port(lambda port: make.of(config, LOOPBACK, port))
     stack.push_async_callback(server.stop)
-    await server.start()
     try:
-        moved = config.replay.model_copy(update={"redis_host": LOOPBACK, "redis_port": port})
+        moved = config.replay.model_copy(update={"redis_host": LOOPBACK, "redis_port": server.port})
         url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
         return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:
         raise ServiceError(f"{folder} holds no buffer of run {config.run.id}; was the run ever up?") from error
+
+
+async def _start_on_a_free_port(make: Callable[[int], Any]) -> Any:
+    """Start an embedded server, not on the configured port, where another run may be up. It takes the number of a port, and no socket, so
+    another process may get the port first. Then another port is chosen. Raises `ServiceError`."""
+    for _ in range(_PORT_TRIES):
+        with bind(LOOPBACK, 0, "replay.redis_port") as free:
+            server = make(free.getsockname()[1])
+        with contextlib.suppress(PortTaken):
+            await server.start()
+            return server
+    raise ServiceError(
+        f"other processes took {_PORT_TRIES} free ports of {LOOPBACK} one after the other before the run's buffer could listen; try again"
+    )
 
 
 def page_address(config: Config) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
-from headrace.base.errors import ServiceError
+from headrace.base.errors import PortTaken, ServiceError
 from headrace.config import Config
 from headrace.net.credentials import REDIS_ROLES, load_credentials, login, write
 from headrace.net.service import admit, reservations
@@ -74,6 +74,7 @@ class EmbeddedServer:
         self._appendfsync = appendfsync
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where the log of this start begins
 
     @classmethod
     def of(cls, config: Config, host: str, port: int) -> EmbeddedServer:
@@ -95,7 +96,7 @@ class EmbeddedServer:
 
     async def start(self) -> None:
         """Start the server, and return once it answers and has loaded its data. An unreadable end of the data is cut off. Raises
-        `ServiceError` with the server's own message."""
+        `PortTaken`, or `ServiceError` with the server's own message."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._users:
             write(self._acl_file, "".join(f"{line}\n" for line in self._users))
@@ -108,6 +109,7 @@ class EmbeddedServer:
 
     async def _launch(self) -> None:
         with (self.folder / "server.log").open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and must run in this thread
                 [sys.executable, "-c", _LAUNCHER, str(os.getpid()), str(self.port), *self._command()],
                 pass_fds=reservations(),
@@ -186,7 +188,7 @@ class EmbeddedServer:
                         await redis.ping()
                         return
                 await asyncio.sleep(0.05)
-        raise ServiceError(self._last_words())
+        raise self._failure()
 
     def _truncate_damaged_aof(self) -> bool:
         """Copy the append-only file, then truncate the original where it becomes unreadable. Return whether anything was cut off.
@@ -223,15 +225,18 @@ class EmbeddedServer:
         return True
 
     def _log_tail(self) -> list[str]:
-        return (self.folder / "server.log").read_text(errors="replace").strip().splitlines()[-10:]
+        with (self.folder / "server.log").open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").strip().splitlines()[-10:]
 
-    def _last_words(self) -> str:
+    def _failure(self) -> ServiceError:
+        """Return the error of a start that failed, from what the server logged."""
         log = self._log_tail()
         if any("Address already in use" in line for line in log):
-            return (
+            return PortTaken(
                 f"replay.redis_port: can't listen on {self.host}:{self.port} (address already in use); "
                 "free the port, or set replay.redis_port to another one"
             )
-        return (
+        return ServiceError(
             f"the embedded server did not start: {log[-1] if log else 'no output'} (see {self.folder / 'server.log'})"
         )
