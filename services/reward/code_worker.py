@@ -115,6 +115,8 @@ class _CodeWorker:
     def serve(self) -> None:
         die_with_parent(signal.SIGKILL)
         try:
+            for processes in (False, True):  # compiled here, and not in each program
+                kernel.program_filter(processes=processes)
             self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)  # the new root has none
             self._user = _isolate()
         except OSError as error:
@@ -284,7 +286,7 @@ def _isolate() -> int:
             if user == 0:
                 kernel.map_users(child, (0, _NOBODY))
             os.write(mapped[1], b"x")
-        _end_with(child)
+        kernel.end_with(child)
     die_with_parent(signal.SIGKILL)
     kernel.unshare_all()
     os.write(unshared[1], b"x")
@@ -292,7 +294,7 @@ def _isolate() -> int:
     for end in (*unshared, *mapped):
         os.close(end)
     if child := os.fork():
-        _end_with(child)
+        kernel.end_with(child)
     die_with_parent(signal.SIGKILL)
     if user != 0:
         kernel.map_user(user, group)
@@ -300,17 +302,10 @@ def _isolate() -> int:
     return user or _NOBODY
 
 
-def _end_with(child: int) -> NoReturn:
-    die_with_parent(signal.SIGKILL)
-    os.waitpid(child, 0)
-    os._exit(0)
-
-
 def _readable() -> list[Path]:
     """Return the paths of the system's programs and libraries, and Python's."""
     places = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", sys.base_prefix]
-    paths = sorted({Path(place) for place in places if Path(place).exists()})
-    return [path for path in paths if not any(parent in path.parents for parent in paths)]
+    return kernel.existing(places)
 
 
 def _number(process: int, proc: int) -> str:
@@ -415,7 +410,7 @@ def _become(run: Run, user: int, given: int, out: int, error: int, broken: int) 
             os.setresuid(user, user, user)
         _limit(run)
         kernel.drop_privileges()
-        kernel.filter_program(processes=run.processes > 1)
+        kernel.install_filter(kernel.program_filter(processes=run.processes > 1))
         os.execvpe(run.command[0], [*run.command, str(PROGRAM)], _ENVIRONMENT)
     except BaseException as failure:  # noqa: BLE001  # reported to the parent
         os.write(3, f"{run.command[0]}: {failure}".encode()[:1000])

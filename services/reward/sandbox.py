@@ -77,19 +77,20 @@ class Sandbox:
             raise SandboxDenied("; ".join(self.denials))
 
     def _isolate(self, levels: Collection[Level]) -> Level:
+        if levels == {Level.NONE} or not self._granted(kernel.scorer_filter):
+            return Level.NONE
         user, group, readable = os.geteuid(), os.getegid(), _readable()
-        rooted = landlocked = False
+        rooted = False
         if Level.A in levels and self._granted(kernel.unshare_all):
             if child := os.fork():
-                _end_with(child)
+                kernel.end_with(child)
             rooted = self._granted(kernel.map_user, user, group) and self._granted(kernel.keep_only, readable)
-        if levels != {Level.NONE}:
-            landlocked = self._granted(kernel.drop_privileges) and self._granted(kernel.landlock, readable)
+        landlocked = self._granted(kernel.drop_privileges) and self._granted(kernel.landlock, readable)
         if rooted:
             return Level.A  # even without Landlock: there is nothing else to open
         return Level.B if landlocked else Level.NONE
 
-    def _granted(self, step: Callable[..., None], *arguments: object) -> bool:
+    def _granted(self, step: Callable[..., object], *arguments: object) -> bool:
         try:
             step(*arguments)
         except OSError as error:
@@ -147,7 +148,7 @@ class Sandbox:
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
         if self.level is not Level.NONE:
-            kernel.filter_system_calls()
+            kernel.install_filter(kernel.scorer_filter())
 
 
 def _read_all(reader: int, deadline: float) -> bytes:
@@ -164,20 +165,10 @@ def _read_all(reader: int, deadline: float) -> bytes:
     return answer
 
 
-def _end_with(child: int) -> NoReturn:
-    """Wait for `child`, and end as it did. If this process is killed, so is the child."""
-    die_with_parent(signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
 def _readable() -> list[Path]:
     """Return the paths of Python, its packages, this project's code and the system's libraries: what a scorer may still import."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     places += [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     places += [*headrace.__path__, str(Path(__file__).parents[1])]
     places += [sysconfig.get_config_var("LIBDIR") or "", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    paths = sorted({Path(place) for place in places if place and Path(place).exists()})
-    return [path for path in paths if not any(parent in path.parents for parent in paths)]
+    return kernel.existing(places)
