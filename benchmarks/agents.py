@@ -1,5 +1,4 @@
-"""Calls a second of episodes through a gateway beside the same calls made to the replica directly, what each costs in which process, a
-runner's memory, and what fifty runners do to a refit.
+"""Calls a second of episodes through a gateway beside the same calls made to the replica directly, and what each costs in which process.
 
     python -m benchmarks.agents
 
@@ -9,10 +8,6 @@ call is rendered, sampled, parsed and kept in the buffer. Directly it is sampled
 requests to sample that the gateway made, with their tokens and seeds, 64 conversations at a time, each in its order. The prefix cache is
 emptied in between. The two take turns, since a machine's speed changes; the first round warms up and does not count. With random weights
 almost every answer has tokens that are no text, so that almost every later call has two conversations rendered: the worst case.
-
-Then the weights are sent again and again: with no runner, beside fifty that are registered and wait for work in a process of their own
-(`benchmarks.idle_runners`), and with none again. Last, programs are opened that wait after their first call, and the memory of this process
-is that of its runner and its gateway.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import logging
 import os
 import signal
 import statistics
@@ -32,11 +26,10 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 import torch
@@ -45,14 +38,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.cpu_times import seconds
-from benchmarks.refit import Source, buffer
+from benchmarks.buffer import limits, server
+from benchmarks.processes import seconds
+from benchmarks.refit import Source
+from headrace.base.http_client import open_session
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import SAMPLE, ReplicaClient, Sampled, SampleRequest
 from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
-from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
+from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
@@ -64,19 +59,12 @@ from headrace_services.trainer.demo_models import tiny
 
 CALLS, AT_A_TIME, N = 5, 64, 16
 EPISODES, ROUNDS = 256, 4
-OPEN = 1008  # whole groups of 16
 NEW_TOKENS, CONTEXT = 16, 512
 ENVIRONMENT = "talk"
 
-REFITS = 9  # of each kind
-RUNNERS = 50
-
-# An episode is played by it.
-Play = Callable[[Episode], Awaitable[None]]
-
 
 class ProgramsProcess:
-    """The process of `benchmarks.agents_programs`."""
+    """The process of the programs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -87,13 +75,16 @@ class ProgramsProcess:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls) -> AsyncIterator[ProgramsProcess]:
-        async with _process("benchmarks.agents_programs") as process:
-            programs = cls(process)
-            reading = asyncio.create_task(programs._read())
-            try:
-                yield programs
-            finally:
-                reading.cancel()
+        command, pipe = [sys.executable, "-m", "benchmarks.agents_programs"], asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        programs = cls(process)
+        reading = asyncio.create_task(programs._read())
+        try:
+            yield programs
+        finally:
+            reading.cancel()
+            process.terminate()
+            await process.wait()
 
     async def do(self, **job: object) -> None:
         if self._process.returncode is not None:
@@ -104,9 +95,11 @@ class ProgramsProcess:
         self._process.stdin.write(json.dumps({"id": number, **job}).encode() + b"\n")
         await self._done[number]
 
-    async def talk(self, episode: Episode, calls: int) -> None:
+    async def run(self, episode: Episode) -> EpisodeOutcome:
+        """Play the episode, which earns nothing."""
         address, _, path = episode.base_url.partition("/s/")
-        await self.do(address=address, path=f"/s/{path}/chat/completions", messages=list(episode.messages), calls=calls)
+        await self.do(address=address, path=f"/s/{path}/chat/completions", messages=list(episode.messages), calls=CALLS)
+        return EpisodeOutcome(Score("SCORED", 0.0, environment=ENVIRONMENT, build="1"))
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -114,17 +107,6 @@ class ProgramsProcess:
             self._done.pop(int(line)).set_result(None)
         for future in self._done.values():
             future.set_exception(SystemExit("the programs have ended"))
-
-
-@dataclasses.dataclass
-class Programs:
-    """Programs that earn nothing."""
-
-    play: Play
-
-    async def run(self, episode: Episode) -> EpisodeOutcome:
-        await self.play(episode)
-        return EpisodeOutcome(Score("SCORED", 0.0, environment=ENVIRONMENT, build="1"))
 
 
 class Listening(ReplicaClient):
@@ -195,11 +177,6 @@ class Run:
     async def aclose(self) -> None:
         await self._sender.aclose()
 
-    async def enqueue(self, step: int) -> None:
-        """Queue the groups of a step."""
-        count = self.config.algorithm.num_prompts_per_step
-        await self.replay.enqueue(self.groups[step * count : (step + 1) * count], self.timeline)
-
     async def begin(self) -> None:
         """Return once the replica has been sent its weights."""
         await self.replay.rewind(0, self.timeline)
@@ -207,34 +184,30 @@ class Run:
             await self.replay.wait_epoch(0.2)
         await self.refit()
 
-    async def refit(self) -> float:
-        """Send the replica the weights once more; it computes nothing with what it had. Returns the seconds."""
+    async def refit(self) -> None:
+        """Send the replica the weights once more; it computes nothing with what it had."""
         self.version += 1
         config: Any = self._source.model.config
         ids = choose_token_ids(config.vocab_size)
         probe = self._source.logprobs(ids)
-        started = time.perf_counter()
         report = await self._sender.refit(self.version, self.timeline, self._source, ids, probe)
         if not report.verified:
             raise SystemExit(f"the replica refused its weights: {report.refused}")
-        return time.perf_counter() - started
 
     @contextlib.asynccontextmanager
-    async def playing(
-        self, play: Play, connect: Callable[[str], ReplicaClient] = ReplicaClient
-    ) -> AsyncIterator[EpisodeRunner]:
-        """A runner that plays what the buffer has, until the context closes."""
-        fleet = Fleet(connect, RunClock())
+    async def playing(self, programs: ProgramsProcess) -> AsyncIterator[None]:
+        """Have a runner play what the buffer has, until the context closes."""
+        fleet = Fleet(Listening, RunClock())
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
         with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-            async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
+            async with open_session(None) as forward, serve_openly(build_app(gateway, forward), sock):
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}"
                 info = {"name": gateway.name, "gateway": url}
-                runner = EpisodeRunner(self.config, self.replay, fleet, gateway, Programs(play), url, info)
+                runner = EpisodeRunner(self.config, self.replay, fleet, gateway, programs, url, info)
                 stop = asyncio.Event()
                 running = asyncio.create_task(runner.run(stop))
                 try:
-                    yield runner
+                    yield
                 finally:
                     stop.set()
                     await running
@@ -245,17 +218,15 @@ class Run:
         heard: list[tuple[SampleRequest, Sampled]] = []
         Listening.heard = heard
 
-        async def five_times(episode: Episode) -> None:
-            await programs.talk(episode, CALLS)
-
         async def all_read() -> list[EpisodeTrajectory]:
             while not isinstance(batch := await self.replay.reserve(step, self.timeline), Reservation):
                 await self.replay.wait_ready(1.0)
             read = await self.replay.read([one.key for one in batch.trajectories])
             return [trajectory for trajectory, _ in read if isinstance(trajectory, EpisodeTrajectory)]
 
-        await self.enqueue(step)
-        async with self.playing(five_times, Listening):
+        count = EPISODES // N
+        await self.replay.enqueue(self.groups[step * count : (step + 1) * count], self.timeline)
+        async with self.playing(programs):
             before, started = cpu.now(), time.perf_counter()
             episodes = await all_read()
             through = Road(time.perf_counter() - started, _spent(before, cpu))
@@ -283,55 +254,6 @@ class Run:
         return Round(
             len(heard_contexts), through, directly, cached / sum(len(request.token_ids) for request, _ in later)
         )
-
-    async def memory(self, programs: ProgramsProcess) -> tuple[int, float]:
-        """Episodes that are open at once, each with a call behind it, and KiB of this process for each."""
-        asked, slots = 0, self.config.agents.slots
-        all_asked, over = asyncio.Event(), asyncio.Event()
-
-        async def asks_and_waits(episode: Episode) -> None:
-            nonlocal asked
-            await programs.talk(episode, 1)
-            asked += 1
-            if asked == slots:
-                all_asked.set()
-            await over.wait()
-
-        await self.enqueue(0)
-        process = psutil.Process()
-        before = process.memory_info().rss
-        async with self.playing(asks_and_waits) as runner:
-            await all_asked.wait()
-            opened, after = runner.count_taken("train"), process.memory_info().rss
-            over.set()
-        return opened, (after - before) / opened / 1024
-
-    async def refits(self, file: Path) -> tuple[float, float]:
-        """The median seconds of a refit with no runner, and beside so many."""
-
-        async def some() -> list[float]:
-            return [await self.refit() for _ in range(REFITS)]
-
-        await self.refit()
-        alone = await some()
-        async with _process("benchmarks.idle_runners", str(file), str(RUNNERS)):
-            beside = await some()
-        return statistics.median([*alone, *await some()]), statistics.median(beside)
-
-
-@contextlib.asynccontextmanager
-async def _process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A module that runs as a process, which has said its first line."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdin=pipe, stdout=pipe)
-    try:
-        assert process.stdout is not None
-        if not await process.stdout.readline():
-            raise SystemExit(f"{command[0]} did not start")
-        yield process
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 def _spent(before: dict[str, float], cpu: CpuTimes) -> dict[str, float]:
@@ -369,15 +291,15 @@ def groups(prompts: Sequence[Int32], eos: int) -> list[Group]:
 
 
 @contextlib.asynccontextmanager
-async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -> AsyncIterator[tuple[Run, Path]]:
-    """A run whose replica is ready; and its configuration's file."""
+async def run(folder: Path, redis_url: str) -> AsyncIterator[Run]:
+    """A run whose replica is ready."""
     model = folder / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     settings = {
         "run": {"id": run_id, "dir": str(folder)},
         "replay": {"redis_url": redis_url},
-        "grpo": {"num_prompts_per_step": prompts_per_step, "num_generations_per_prompt": N},
+        "grpo": {"num_prompts_per_step": EPISODES // N, "num_generations_per_prompt": N},
         "policy": {
             "model_name": str(model),
             "precision": "float32",
@@ -385,28 +307,18 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
             "generation": {"max_new_tokens": NEW_TOKENS, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
         },
         "env": {ENVIRONMENT: {"attached": True, "episodes": True}},
-        "agents": {"slots": slots},
+        "agents": {"slots": AT_A_TIME},
     }
     config = Config.model_validate(settings)
     file = folder / f"{run_id}.yaml"
     file.write_text(yaml.safe_dump(settings))
     replay = ReplayClient(open_redis(redis_url), run_id)
-    limits = Limits(
-        prompts_per_step=prompts_per_step,
-        generations_per_prompt=N,
-        max_age=1,
-        staleness_policy="ordered",
-        max_attempts=2,
-        max_scoring_attempts=2,
-        lease_s=60.0,
-        group_deadline_s=600.0,
-        scoring_deadline_s=600.0,
-        replica_dead_s=60.0,
-        max_bytes=2**34,
+    opened = dataclasses.replace(
+        limits(EPISODES // N, N, max_age=1),
         max_episode_bytes=config.agents.max_episode_bytes,
         environments={ENVIRONMENT: EnvironmentLimits(episodes=True)},
     )
-    await replay.open_run(limits)
+    await replay.open_run(opened)
     command = [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(file)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "replica.log").open("ab") as log:
@@ -420,7 +332,7 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
             for pair in arithmetic.select_held_out(2)
         ]
         one.groups = groups(prompts, tokenizer.eos_token_id)
-        yield one, file
+        yield one
     finally:
         await one.aclose()
         process.send_signal(signal.SIGTERM)
@@ -430,20 +342,12 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
 
 async def measure(folder: Path, redis_url: str, buffer_pid: int) -> None:
     console = Console(file=sys.stdout, width=140)
-    async with ProgramsProcess.started() as programs:
-        async with run(folder, redis_url, EPISODES // N, AT_A_TIME) as (one, file):
-            cpu = CpuTimes(programs.pid, one.replica, buffer_pid)
-            _, *rounds = [await one.both_roads(step, programs, cpu) for step in range(1 + ROUNDS)]
-            alone, beside = await one.refits(file)
-        console.print(_table(rounds))
-        cached = statistics.mean(each.cached for each in rounds)
-        console.print(f"of the tokens that later turns continue, {cached:.2f} were in the prefix cache")
-        console.print(
-            f"a refit: {1000 * alone:.0f} ms with no runner, {1000 * beside:.0f} ms beside {RUNNERS}, medians of {2 * REFITS} and {REFITS}"
-        )
-        async with run(folder, redis_url, OPEN // N, OPEN) as (one, _):
-            opened, kib = await one.memory(programs)
-        console.print(f"{opened} episodes open: {kib:.0f} KiB each, {opened * kib / 1024:.0f} MiB")
+    async with ProgramsProcess.started() as programs, run(folder, redis_url) as one:
+        cpu = CpuTimes(programs.pid, one.replica, buffer_pid)
+        _, *rounds = [await one.both_roads(step, programs, cpu) for step in range(1 + ROUNDS)]
+    console.print(_table(rounds))
+    cached = statistics.mean(each.cached for each in rounds)
+    console.print(f"of the tokens that later turns continue, {cached:.2f} were in the prefix cache")
 
 
 def _table(rounds: Sequence[Round]) -> Table:
@@ -473,10 +377,9 @@ def _table(rounds: Sequence[Round]) -> Table:
 def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a runner's process imports no torch, whose objects each collection would scan
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as name, buffer(Path(name) / "buffer") as server:
+    with tempfile.TemporaryDirectory() as name, server() as buffer:
         tiny.make(Path(name) / "model", warmup=False)
-        asyncio.run(measure(Path(name), server.url, server.pid))
+        asyncio.run(measure(Path(name), buffer.url, buffer.pid))
     gc.unfreeze()  # nanobind reports what is not collected at exit as leaks
 
 

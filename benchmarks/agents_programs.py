@@ -1,7 +1,7 @@
 """The programs of `benchmarks.agents`, in a process of their own, as programs are: reads jobs and says which are done.
 
 A job is a line of JSON: a conversation of so many `calls` through a gateway, or the `bodies` of calls to a replica, one after another. Both
-use the same light client, so that what they cost here is not what is compared. Once it listens, it says an empty line.
+use the same light client, so that what they cost here is not what is compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Jobs:
             body = json.dumps({"model": "policy", "messages": messages}).encode()
             answer = await self._post(client, job["path"], body)
             messages += [answer["choices"][0]["message"], {"role": "user", "content": _TOLD}]
-        _say(job["id"])
+        sys.stdout.write(f"{job['id']}\n")
+        sys.stdout.flush()
 
     async def _post(self, client: HttpClient, path: str, body: bytes) -> Any:
         status, answer = await client.post(path, {}, body)
@@ -40,17 +41,11 @@ class Jobs:
         return json.loads(answer)
 
 
-def _say(*words: object) -> None:
-    sys.stdout.write("".join(map(str, words)) + "\n")
-    sys.stdout.flush()
-
-
 async def main() -> None:
     reader = asyncio.StreamReader(limit=2**24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     jobs = Jobs()
     async with asyncio.TaskGroup() as running:
-        _say()
         while line := await reader.readline():
             running.create_task(jobs.do(json.loads(line)))
 

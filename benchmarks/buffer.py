@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
-import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.processes import free_port
 from headrace.records.trajectory import Group, Sampling
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
@@ -20,18 +21,22 @@ from headrace_services.replay.embedded import EmbeddedServer
 BYTES_A_TOKEN = 9  # id, log-probability, mask
 
 
-@asynccontextmanager
-async def fresh_server() -> AsyncIterator[str]:
-    """The address of a server that holds the functions, and ends with the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
-        await server.start()
-        try:
-            async with open_redis(server.url) as redis:
+@contextlib.contextmanager
+def server() -> Iterator[EmbeddedServer]:
+    """A server that holds the functions, and ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
+        one = EmbeddedServer(Path(folder), "127.0.0.1", free_port())
+
+        async def start() -> None:
+            await one.start()
+            async with open_redis(one.url) as redis:
                 await library.load(redis)
-            yield server.url
+
+        asyncio.run(start())
+        try:
+            yield one
         finally:
-            await server.stop()
+            asyncio.run(one.stop())
 
 
 def limits(
@@ -87,9 +92,3 @@ async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> 
     for replica in replicas:
         await replay.verify(replica, epoch, [0.0])
     await replay.end_epoch(epoch, aborted=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -1,13 +1,16 @@
-"""Seconds per step and CPU seconds by process of the whole pipeline, beside TRL's GRPOTrainer on the same job in the same run.
+"""Seconds per step, CPU seconds by process and rewards of the whole pipeline, beside TRL's GRPOTrainer on the same job in the same run.
 
-    python -m benchmarks.end_to_end [--steps N] [--size 0.8M|10M] [--peer-python PYTHON]
+    python -m benchmarks.end_to_end [--steps N] [--size 0.8M|10M|demo] [--seed N] [--peer-python PYTHON]
 
-The job: a Qwen2 of 0.8 or 10 M parameters, 8 prompts x 8 completions of exactly 64 tokens, one AdamW step each, the clipped loss
-averaged over tokens, no KL, float32; the reward is the share of digits, given at once, or (0.8 M) after 10 ms a sample. The pipeline
-runs as `headrace up` starts it: generation, training and an environment in a process of its own, threads at their default
-(auto), weights at most one step old. TRL runs in one process, with one thread and with two, in a virtual
-environment of its own (made in the cache folder on first use; it wants a newer transformers). The first steps of each are
-left out.
+Two jobs measure time: a Qwen2 of 0.8 or 10 M parameters, 8 prompts x 8 completions of exactly 64 tokens, one AdamW step each, the clipped
+loss averaged over tokens, no KL, float32; the reward is the share of digits, given at once, or (0.8 M) after 10 ms a sample. The third
+shows that both learn the same: `demo` is `examples/arithmetic_tiny.yaml`, whose reward is 1 for the right sum. `reward` is that of the
+first step and the mean of the last five.
+
+The pipeline runs as `headrace up` starts it: generation, training and an environment in a process of its own, threads at their default
+(auto), weights at most one step old. TRL runs in one process, with one thread and with two, in a virtual environment of its own (made in
+the cache folder on first use; it wants a newer transformers). It gets the problems in the order in which the pipeline queues them. The
+first steps of each are left out of the times.
 
 `limit` is the CPU seconds of a step spread evenly over the cores, sooner than which no step can be done; `load` the machine's in the last
 minute of the run, which is about the number of threads of compute where nothing else runs.
@@ -16,14 +19,15 @@ minute of the run, which is about the number of threads of compute where nothing
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-import random
 import statistics
+import subprocess
 import sys
 import tempfile
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +38,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.cpu_times import PROCESSES, Meter
-from benchmarks.peer import free_port, peer_environment, peer_python, process, run
-from headrace.config import load, threads
-from headrace_services.trainer.data import arithmetic
+from benchmarks.processes import PROCESSES, Meter, free_port, process, run
+from headrace.config import Config, load, threads
+from headrace_services.trainer.data import PromptOrder, load_problems
 from headrace_services.trainer.demo_models import tiny
 
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "arithmetic_tiny.yaml"
+DEMO = "demo"
+PEER = ("torch==2.13.0", "trl==1.16.*")
 PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
-WARM_UP = 5
+WARM_UP, LAST = 5, 5
+RUN_ID = "end-to-end"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +68,22 @@ SIZES = {"0.8M": Size(128, 4, 4, 344, (0.0, 0.01)), "10M": Size(384, 6, 6, 960, 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is run once with each. The model is in `folder`/model."""
+    """What is run once with each: a file that `headrace up` takes, and KEY=VALUE. `port` is that of the environment of digits, which takes
+    `latency_s` for a sample; without one the environment is built in."""
 
-    size: str
-    latency_s: float
+    name: str
     steps: int
-    folder: Path
+    file: Path
+    overrides: tuple[str, ...] = ()
+    latency_s: float | None = None
+    port: int = 0
+
+    def config(self) -> Config:
+        return load(self.file, self.overrides, {})
+
+    @property
+    def latency(self) -> str:
+        return "" if self.latency_s is None else f"{self.latency_s * 1000:.0f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +94,7 @@ class Row:
     name: str
     threads: str
     step_s: float
+    rewards: list[float]
     cpu_s: dict[str, float]
     load: float
     where: str = ""
@@ -85,15 +103,20 @@ class Row:
     def limit_s(self) -> float:
         return sum(self.cpu_s.values()) / threads.usable_cores()
 
+    @property
+    def reward(self) -> str:
+        return f"{self.rewards[0]:.2f}, {statistics.fmean(self.rewards[-LAST:]):.2f}"
+
     def line(self) -> str:
-        what = f"{self.job.size}, {self.name}, {self.threads} thread(s), {self.job.latency_s * 1000:.0f} ms a sample"
-        return f"{what}: {self.step_s:.3f} s a step, limit {self.limit_s:.3f} s, load {self.load:.1f}"
+        what = f"{self.job.name}, {self.name}, {self.threads} thread(s), {self.job.latency or 0} ms a sample"
+        return f"{what}: {self.step_s:.3f} s a step, limit {self.limit_s:.3f} s, load {self.load:.1f}, reward {self.reward}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help=f"steps of each run, of which {WARM_UP} are left out")
-    parser.add_argument("--size", choices=SIZES, help="this model alone")
+    parser.add_argument("--size", choices=[*SIZES, DEMO], help="this job alone")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peer-python", type=Path, help="Python of an environment that holds TRL 1.16")
     arguments = parser.parse_args()
     if arguments.steps < WARM_UP + 2:
@@ -102,17 +125,60 @@ def main() -> None:
     peer = arguments.peer_python or peer_python(console)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as name:
-        for size in [arguments.size] if arguments.size else SIZES:
-            folder = Path(name) / size
-            make_model(folder / "model", SIZES[size])
-            for latency_s in SIZES[size].latencies_s:
-                job = Job(size, latency_s, arguments.steps, folder)
+        for size in [arguments.size] if arguments.size else [*SIZES, DEMO]:
+            for job in jobs(Path(name) / size, size, arguments.steps, arguments.seed):
                 for peer_threads in (1, 2):
                     rows.append(run_peer(job, peer, peer_threads))
                     console.print(rows[-1].line())
                 rows.append(run_pipeline(job))
                 console.print(rows[-1].line())
     Console(width=240).print(table(rows))
+
+
+def peer_python(console: Console) -> Path:
+    """The Python of an environment that holds TRL, made on first use: it wants a newer transformers than vLLM."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "trl-1.16"
+    python = cache / "bin" / "python"
+    complete = cache / "complete"
+    if not complete.exists():
+        console.print(f"installing {' and '.join(PEER)} in {cache} …")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(cache)], check=True)
+        for requirement in PEER:  # torch first: what comes after must not bring another one
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", requirement], check=True)
+        complete.touch()
+    return python
+
+
+def jobs(folder: Path, size: str, steps: int, seed: int) -> Iterator[Job]:
+    """Make the model in `folder`, and yield what is done with it."""
+    model = folder / "model"
+    if size == DEMO:
+        tiny.make(model)
+        changes = {
+            "run.id": RUN_ID,
+            "run.dir": folder / "runs",
+            "policy.model_name": model,
+            "grpo.seed": seed,
+            "grpo.max_num_steps": steps,
+            "grpo.val_period": 0,
+            "grpo.val_at_start": "false",
+            "grpo.val_at_end": "false",
+            "grpo.async_grpo.max_trajectory_age_steps": 1,
+            "trainer.num_threads": "auto",
+            "checkpointing.save_period": 1_000_000,
+            "replay.redis_port": free_port(),
+            "replay.port": 0,
+            "reward.port": free_port(),
+        }
+        yield Job(size, steps, EXAMPLE, tuple(f"{key}={value}" for key, value in changes.items()))
+        return
+    make_model(model, SIZES[size])
+    for latency_s in SIZES[size].latencies_s:
+        port = free_port()
+        file = folder / f"{latency_s * 1000:.0f}ms" / "run.yaml"
+        file.parent.mkdir()
+        file.write_text(yaml.safe_dump(digits_config(model, steps, seed, file.parent / "runs", port)))
+        yield Job(size, steps, file, latency_s=latency_s, port=port)
 
 
 def make_model(directory: Path, size: Size) -> None:
@@ -142,39 +208,55 @@ def make_model(directory: Path, size: Size) -> None:
 
 
 def run_peer(job: Job, python: Path, peer_threads: int) -> Row:
-    problems = job.folder / "problems.json"
-    pairs = islice(arithmetic.training_pairs(2, random.Random(1)), PROMPTS * job.steps)
-    problems.write_text(json.dumps([[{"role": "user", "content": arithmetic.text(pair)}] for pair in pairs]))
-    words = [
-        python,
-        HERE / "end_to_end_peer.py",
-        job.folder / "model",
-        problems,
-        job.steps,
-        peer_threads,
-        job.latency_s,
-    ]
-    done = json.loads(run([str(word) for word in words], peer_environment(peer_threads)).splitlines()[-1])
+    config = job.config()
+    algorithm, data = config.algorithm, config.data
+    problems, _ = load_problems(data)
+    order = PromptOrder(len(problems), algorithm.seed, data.shuffle, algorithm.max_num_epochs)
+    count = job.steps * algorithm.num_prompts_per_step
+    told = {
+        "model": config.policy.model_name,
+        "problems": [
+            {"messages": list(each.messages), "extra_env_info": each.extra_env_info}
+            for each in (problems[order[place][1]] for place in range(count))
+        ],
+        "prompts": algorithm.num_prompts_per_step,
+        "generations": algorithm.num_generations_per_prompt,
+        "steps": job.steps,
+        "seed": algorithm.seed,
+        "threads": peer_threads,
+        "lr": config.policy.optimizer.kwargs.lr,
+        "tokens": config.policy.generation.max_new_tokens,
+        "latency_s": job.latency_s,
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(told, file)
+        file.flush()
+        # threads that wait as those of the pipeline's services do, no GPU, no model hub
+        environ = {"OMP_NUM_THREADS": str(peer_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        words = [str(python), str(HERE / "end_to_end_peer.py"), file.name]
+        done = json.loads(run(words, os.environ | environ).splitlines()[-1])
+    if len(done["rewards"]) != job.steps:
+        raise SystemExit(f"TRL logged {len(done['rewards'])} of {job.steps} rewards")
     cpu_s = {"its one process": mean_step(done["cpu_s"])}
-    return Row(job, "TRL 1.16", str(peer_threads), mean_step(done["ends"]), cpu_s, psutil.getloadavg()[0])
+    step_s, load_average = mean_step(done["ends"]), psutil.getloadavg()[0]
+    return Row(job, "TRL 1.16", str(peer_threads), step_s, done["rewards"], cpu_s, load_average)
 
 
 def run_pipeline(job: Job) -> Row:
-    port = free_port()
-    run_id = f"latency-{job.latency_s * 1000:.0f}ms"
-    config = job.folder / f"{run_id}.yaml"
-    config.write_text(yaml.safe_dump(pipeline_config(job, run_id, port)))
-    environment = [sys.executable, str(HERE / "end_to_end_environment.py"), str(port), str(job.latency_s)]
-    journal = job.folder / "runs" / run_id / "metrics.jsonl"
-    with process(environment):
+    config = job.config()
+    journal = config.run_folder / "metrics.jsonl"
+    environment = [sys.executable, str(HERE / "end_to_end_environment.py"), str(job.port), str(job.latency_s)]
+    with contextlib.nullcontext() if job.latency_s is None else process(environment):
         meter = Meter(journal, WARM_UP, job.steps - 1)
         meter.start()
-        run([sys.executable, "-m", "headrace.cli", "up", str(config)], dict(os.environ))
+        run([sys.executable, "-m", "headrace.cli", "up", str(job.file), *job.overrides], dict(os.environ))
         load_average, cpu_s = psutil.getloadavg()[0], meter.a_step()
     lines = [line for line in map(json.loads, journal.read_text().splitlines()) if line["kind"] == "train"]
-    spent = [line["metrics"] for line in lines[WARM_UP:]]
+    metrics = [line["metrics"] for line in lines]
+    spent = metrics[WARM_UP:]
     wrong = {m["mean_gen_tokens_per_sample"] for m in spent} - {float(TOKENS)}
-    if len(lines) != job.steps or wrong:
+    if len(lines) != job.steps or (wrong and job.latency_s is not None):
         raise SystemExit(
             f"the pipeline made {len(lines)} of {job.steps} steps, with {wrong or TOKENS} tokens a completion"
         )
@@ -182,33 +264,35 @@ def run_pipeline(job: Job) -> Row:
     where = ", ".join(
         f"{name} {statistics.fmean(m[f'timing/train/{metric}'] for m in spent):.2f}" for name, metric in parts.items()
     )
-    own = threads.of(load(config), threads.usable_cores(), os.environ, trains=True, generates=True)
-    step_s = mean_step([line["time"] for line in lines])
-    return Row(job, "Headrace", f"{own.trainer} + {own.rollout}", step_s, cpu_s, load_average, where)
+    own = threads.of(config, threads.usable_cores(), os.environ, trains=True, generates=True)
+    step_s, rewards = mean_step([line["time"] for line in lines]), [m["reward"] for m in metrics]
+    return Row(job, "Headrace", f"{own.trainer} + {own.rollout}", step_s, rewards, cpu_s, load_average, where)
 
 
-def pipeline_config(job: Job, run_id: str, environment_port: int) -> dict[str, Any]:
+def digits_config(model: Path, steps: int, seed: int, runs: Path, environment_port: int) -> dict[str, Any]:
     return {
-        "run": {"id": run_id, "dir": str(job.folder / "runs")},
+        "run": {"id": RUN_ID, "dir": str(runs)},
         "grpo": {
+            "seed": seed,
             "num_prompts_per_step": PROMPTS,
             "num_generations_per_prompt": GENERATIONS,
-            "max_num_steps": job.steps,
+            "max_num_steps": steps,
             "use_leave_one_out_baseline": False,
             "val_period": 0,
             "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True},
         },
         "loss_fn": {"reference_policy_kl_penalty": 0, "prev_logprobs_source": "generation"},
         "policy": {
-            "model_name": str(job.folder / "model"),
+            "model_name": str(model),
             "precision": "float32",
             "max_total_sequence_length": 128,
             "train_micro_batch_size": PROMPTS * GENERATIONS,
             "optimizer": {"kwargs": {"lr": 1e-3, "weight_decay": 0.0}},
-            "generation": {"max_new_tokens": TOKENS},
+            # text that the tokenizer can't write, since the model has no end token
+            "generation": {"max_new_tokens": TOKENS, "stop_strings": ["never"]},
         },
         "data": {
-            "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * job.steps, "seed": 1},
+            "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * steps, "seed": 1},
             "default": {"env_name": "digits"},
         },
         "env": {"digits": {"target": f"127.0.0.1:{environment_port}"}},
@@ -227,25 +311,24 @@ def mean_step(ends: list[float]) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    job = f"{PROMPTS} prompts x {GENERATIONS} completions x {TOKENS} tokens"
     made = Table(
-        title=f"{job}; from {PROCESSES[0]} to all: CPU seconds of a step; limit: these, spread evenly over the cores",
+        title=f"from {PROCESSES[0]} to all: CPU seconds of a step; limit: these, spread evenly over the cores",
         title_justify="left",
     )
-    left = ("model", "", "of which, s")
-    for name in (*left[:2], "threads", "ms a sample", "s/step", "tokens/s", "against TRL", "limit, s", "load", left[2]):
+    left = ("job", "", "of which, s")
+    for name in (*left[:2], "threads", "ms a sample", "reward", "s/step", "against TRL", "limit, s", "load", left[2]):
         made.add_column(name, justify="left" if name in left else "right")
     for name in (*PROCESSES, "all"):
         made.add_column(name, justify="right")
     for row in rows:
         best = min(r.step_s for r in rows if r.job == row.job and r.name != "Headrace")
         made.add_row(
-            row.job.size,
+            row.job.name,
             row.name,
             row.threads,
-            f"{row.job.latency_s * 1000:.0f}",
+            row.job.latency,
+            row.reward,
             f"{row.step_s:.3f}",
-            f"{PROMPTS * GENERATIONS * TOKENS / row.step_s:,.0f}",
             f"{best / row.step_s:.2f}x" if row.name == "Headrace" else "",
             f"{row.limit_s:.3f}",
             f"{row.load:.1f}",

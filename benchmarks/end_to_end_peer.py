@@ -1,8 +1,13 @@
 """The peer of `benchmarks.end_to_end`: TRL's GRPOTrainer on the same job. Runs in TRL's virtual environment and imports no headrace.
 
-    python end_to_end_peer.py MODEL PROBLEMS.json STEPS THREADS LATENCY_S
+    python end_to_end_peer.py JOB.json
 
-Prints one JSON line: of the end of every step the Unix time (`ends`), and the CPU seconds until then (`cpu_s`).
+`JOB.json` holds model, problems (messages and extra_env_info each, in order), prompts and generations a step, steps, seed, threads, lr,
+tokens, and latency_s: the reward is the share of digits in completions of exactly so many tokens, each after that latency; or, where it is
+null, 1 for the right answer that ended by itself.
+
+Prints one JSON line: of the end of every step the Unix time (`ends`), the CPU seconds until then (`cpu_s`), and its mean reward
+(`rewards`).
 """
 
 from __future__ import annotations
@@ -19,76 +24,104 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
 
-
-class Clock(TrainerCallback):
+class Record(TrainerCallback):
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.cpu_s: list[float] = []
+        self.rewards: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.time())
         self.cpu_s.append(time.process_time())
 
+    def on_log(self, *arguments: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        if logs and "reward" in logs:
+            self.rewards.append(float(logs["reward"]))
 
-def digits(latency_s: float) -> Any:
+
+def digits(latency_s: float, tokens: int) -> Any:
     def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-        """Share of digits in each completion, each after `latency_s`: what the pipeline's environment does."""
+        """What the pipeline's environment does."""
         rewards = []
         for completion in completions:
             time.sleep(latency_s)
-            text = completion[0]["content"]
-            rewards.append(sum(character.isdigit() for character in text) / TOKENS)
+            rewards.append(sum(character.isdigit() for character in completion[0]["content"]) / tokens)
         return rewards
 
     return reward
 
 
-def main(model: str, problems: Path, steps: int, threads: int, latency_s: float) -> None:
-    torch.set_num_threads(threads)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = "<eos>"
-    clock = Clock()
+def exact(end_token: int) -> Any:
+    def reward(
+        completions: list[list[dict[str, str]]], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        """The `math` environment with `require_stop`."""
+        texts = [completion[0]["content"].strip() for completion in completions]
+        return [
+            float(text.isdecimal() and int(text) == int(right) and end_token in ids)
+            for text, ids, right in zip(texts, completion_ids, answer, strict=True)
+        ]
+
+    return reward
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(job["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    learns = job["latency_s"] is None
+    if not learns:
+        tokenizer.eos_token = "<eos>"
+    record = Record()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=PROMPTS * GENERATIONS,
-            num_generations=GENERATIONS,
-            max_completion_length=TOKENS,
-            generation_kwargs={"min_new_tokens": TOKENS},
-            max_steps=steps,
+            per_device_train_batch_size=job["prompts"] * job["generations"],
+            num_generations=job["generations"],
+            max_completion_length=job["tokens"],
+            generation_kwargs={} if learns else {"min_new_tokens": job["tokens"]},
+            max_steps=job["steps"],
             num_iterations=1,
             beta=0.0,
+            epsilon=0.2,
             loss_type="dapo",
+            scale_rewards="group",
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            learning_rate=1e-3,
+            learning_rate=job["lr"],
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
             bf16=False,
             gradient_checkpointing=False,
             use_cpu=True,
+            shuffle_dataset=False,
+            seed=job["seed"],
             report_to=[],
             save_strategy="no",
-            logging_steps=steps,
+            logging_steps=1,
             disable_tqdm=True,
         )
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        network = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         network.config.use_cache = True
         trainer = GRPOTrainer(
             model=network,
-            reward_funcs=digits(latency_s),
+            reward_funcs=exact(tokenizer.eos_token_id) if learns else digits(job["latency_s"], job["tokens"]),
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": messages} for messages in json.loads(problems.read_text())]),
+            train_dataset=Dataset.from_list(
+                [
+                    {"prompt": problem["messages"], "answer": problem["extra_env_info"]["answer"]}
+                    for problem in job["problems"]
+                ]
+            ),
             processing_class=tokenizer,
-            callbacks=[clock],
+            callbacks=[record],
         )
         trainer.train()
-    sys.stdout.write(json.dumps({"ends": clock.ends, "cpu_s": clock.cpu_s}) + "\n")
+    found = {"ends": record.ends, "cpu_s": record.cpu_s, "rewards": record.rewards}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -28,15 +28,16 @@ import random
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks.buffer import fresh_server, group, limits
-from benchmarks.fleet_report import histogram, plot, show
+from benchmarks.buffer import group, limits, server
 from benchmarks.light_wire import LightClient
 from headrace.records.trajectory import Score, Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
@@ -311,8 +312,6 @@ class Fleet:
             "server_bytes_out_per_step": used["out"] / self.steps,
             "server_memory_bytes": int((await self._service.redis.info("memory"))["used_memory"]),
             "wall_s": wall_s,
-            "lengths_generated": histogram(figures.generated),
-            "lengths_trained": histogram(figures.trained),
         }
 
 
@@ -332,6 +331,51 @@ def _call(seconds: Sequence[float]) -> dict[str, float]:
     return {"count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99)}
 
 
+ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("trainer busy", lambda r: f"{r['utilisation']:.2f}"),
+    ("groups dropped (over age)", lambda r: f"{r['dropped_share']:.1%}"),
+    ("tokens masked", lambda r: f"{r['masked_share']:.1%}"),
+    ("length bias of what is trained", lambda r: f"{r['length_bias']:+.1%}"),
+    ("groups leased at the end", lambda r: f"{r['in_flight']:,}"),
+    (
+        "age of what counts: bound, largest",
+        lambda r: f"{r['age_bound']}, {max(map(int, r['age_of_tokens_that_count']))}",
+    ),
+    ("age of groups: mean, largest", lambda r: "{:.1f}, {}".format(*_mean_and_most(r["age_of_groups"]))),
+    ("server: CPU s a step", lambda r: f"{r['server_cpu_s_per_step']:.2f}"),
+    ("server: share of a core while it ran", lambda r: f"{r['server_cpu_share']:.2f}"),
+    ("server: commands a step", lambda r: f"{r['server_calls_per_step']:,.0f}"),
+    (
+        "server: MB in, out a step",
+        lambda r: f"{r['server_bytes_in_per_step'] / 1e6:.1f}, {r['server_bytes_out_per_step'] / 1e6:.1f}",
+    ),
+    ("server: MB held at the end", lambda r: f"{r['server_memory_bytes'] / 1e6:.0f}"),
+    ("seconds it ran", lambda r: f"{r['wall_s']:.0f}"),
+)
+
+
+def _mean_and_most(ages: dict[Any, int]) -> tuple[float, int]:
+    total = sum(ages.values())
+    return sum(int(age) * count for age, count in ages.items()) / total, max(map(int, ages))
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    first = results[0]
+    size = f"{first['replicas']:,} replicas, {first['prompts_per_step']:,} groups of {first['generations']} a step"
+    table = Table(title=f"{size}, {first['steps']} steps")
+    table.add_column("")
+    for result in results:
+        table.add_column(result["policy"], justify="right")
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(result) for result in results))
+    table.add_section()
+    for name in sorted(set().union(*(result["calls"] for result in results))):
+        calls = [result["calls"].get(name) for result in results]
+        cells = (f"{c['p50_ms']:.1f}, {c['p99_ms']:.1f}" if c else "" for c in calls)
+        table.add_row(f"{name}: p50, p99 in ms", *cells)
+    Console(width=100).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1000)
@@ -344,28 +388,25 @@ def main() -> None:
     parser.add_argument(
         "--policy", choices=POLICIES, action="append", help="may be given several times; all without it"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("."), help="takes fleet.json and fleet.png; results there are kept"
-    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="takes fleet.json; results there are kept")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     kept = args.out / "fleet.json"
     results = json.loads(kept.read_text()) if kept.exists() else {}
     for policy in args.policy or POLICIES:
-        results[policy] = asyncio.run(_measure(policy, args))
+        with server() as buffer:
+            results[policy] = asyncio.run(_measure(buffer.url, policy, args))
         kept.write_text(json.dumps(results, indent=1))
     in_order = [results[policy] for policy in POLICIES if policy in results]
     show(in_order)
-    plot(in_order, args.out / "fleet.png")
 
 
-async def _measure(policy: str, args: argparse.Namespace) -> dict[str, Any]:
-    async with fresh_server() as url:
-        fleet = Fleet(url, policy, args)
-        try:
-            return await fleet.run()
-        finally:
-            await fleet.aclose()
+async def _measure(url: str, policy: str, args: argparse.Namespace) -> dict[str, Any]:
+    fleet = Fleet(url, policy, args)
+    try:
+        return await fleet.run()
+    finally:
+        await fleet.aclose()
 
 
 if __name__ == "__main__":

@@ -27,9 +27,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_times import memory_mb, of_run
-from benchmarks.curves import model_folder
-from benchmarks.peer import free_port
+from benchmarks.processes import free_port, memory_mb, of_run
 from headrace.config import load
 from headrace.net.service import die_with_parent
 from headrace.run.journal import JOURNAL, read_bytes
@@ -55,9 +53,7 @@ class Quarter:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument(
-        "--model", type=model_folder, default=Path("models/tiny"), help="what `headrace model tiny` wrote"
-    )
+    parser.add_argument("--model", type=Path, default=Path("models/tiny"), help="what `headrace model tiny` wrote")
     arguments = parser.parse_args()
     if arguments.steps < QUARTERS:
         parser.error(f"--steps {arguments.steps}: at least {QUARTERS}")

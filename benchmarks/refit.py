@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -36,14 +35,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.buffer import limits, server
 from headrace.config import Config
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.refit.probe import choose_token_ids
 from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.refit.sender import WeightSender
-from headrace_services.replay import library
-from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.rollout.engine import running_engine
 from headrace_services.trainer.demo_models import tiny
 
@@ -139,7 +137,7 @@ async def refits(
     """By column the seconds of so many refits, and what `beside` measures after each, but for a first one; the CPU seconds that a refit
     takes in the mean, and its bytes."""
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
-    replay = await open_run(config, redis_url, run_id)
+    replay = await open_run(redis_url, run_id)
     sender = WeightSender(config, replay)
     receiver = WeightReceiver(config, engine, replay, "replica")
     await replay.register("replica", {"device": "cpu"})
@@ -196,23 +194,9 @@ async def follow(replay: ReplayClient, receiver: WeightReceiver) -> None:
         await replay.wait_work(0.05)
 
 
-async def open_run(config: Config, redis_url: str, run_id: str) -> ReplayClient:
+async def open_run(redis_url: str, run_id: str) -> ReplayClient:
     replay = ReplayClient(open_redis(redis_url), run_id)
-    r = config.replay
-    limits = Limits(
-        prompts_per_step=1,
-        generations_per_prompt=1,
-        max_age=0,
-        staleness_policy=config.algorithm.asynchrony.staleness_policy,
-        max_attempts=1,
-        max_scoring_attempts=1,
-        lease_s=r.lease_s,
-        group_deadline_s=r.group_deadline_s,
-        scoring_deadline_s=r.scoring_deadline_s,
-        replica_dead_s=60.0,
-        max_bytes=r.max_bytes,
-    )
-    await replay.open_run(limits)
+    await replay.open_run(limits(1, 1))
     await replay.rewind(0, TIMELINE)
     return replay
 
@@ -236,11 +220,11 @@ def measure(config: Config, redis_url: str) -> list[dict[str, float]]:
         wire(nbytes) as broadcast,
     ):
 
-        async def limits() -> dict[str, float]:
+        async def measure_limits() -> dict[str, float]:
             (reload,) = await engine.collective_rpc("bare_reload", args=(config.policy.model_name,))
             return {"broadcast": await asyncio.to_thread(broadcast), "reload": reload}
 
-        samples, spent, _ = asyncio.run(refits(config, engine, redis_url, source, beside=limits))
+        samples, spent, _ = asyncio.run(refits(config, engine, redis_url, source, beside=measure_limits))
     rows = []
     for of in (statistics.median, min):
         seconds = {column: of(values) for column, values in samples.items()} | spent
@@ -254,25 +238,6 @@ def measure(config: Config, redis_url: str) -> list[dict[str, float]]:
 MODELS = {"tiny": lambda directory: tiny.make(directory, warmup=False), "25M": make_25m}
 
 
-@contextlib.contextmanager
-def buffer(folder: Path) -> Iterator[EmbeddedServer]:
-    """A server of the buffer's own, with the library loaded."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        server = EmbeddedServer(folder, "127.0.0.1", sock.getsockname()[1])
-
-    async def start() -> None:
-        await server.start()
-        async with open_redis(server.url) as redis:
-            await library.load(redis)
-
-    asyncio.run(start())
-    try:
-        yield server
-    finally:
-        asyncio.run(server.stop())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
@@ -283,7 +248,7 @@ def main() -> None:
     table = Table(title=f"A refit in {arguments.precision} over gloo on loopback, milliseconds")
     for column in ("model", "", *COLUMNS):
         table.add_column(column, justify="right")
-    with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as server:
+    with tempfile.TemporaryDirectory() as folder, server() as buffer:
         for name in arguments.model:
             directory = Path(folder) / name
             MODELS[name](directory)
@@ -296,7 +261,7 @@ def main() -> None:
                 },
                 "weight_channel": {"bucket_bytes": arguments.bucket_bytes},
             }
-            rows = measure(Config.model_validate(fields), server.url)
+            rows = measure(Config.model_validate(fields), buffer.url)
             for kind, row in zip(("median", "least"), rows, strict=True):
                 table.add_row(name, kind, *(f"{row[column]:.{digits}f}" for column, digits in COLUMNS.items()))
     Console(file=sys.stdout, width=160).print(table)

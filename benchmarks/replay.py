@@ -13,16 +13,12 @@ like, beside the whole).
 
 Then the trainer's side of a large step (512 groups of 16): `reserve`, which checks every law for each group, and `read`, which gives
 records, beside raw GETs of the same bytes, and beside the GETs with the codec.
-
-Last, long episodes, each of 500 calls and 100,000 tokens: how long `append` takes for a call and `finish` for an episode, and how much of
-it in the server, beside an RPUSH of the same call.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import secrets
 import statistics
 import time
@@ -37,16 +33,14 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.buffer import BYTES_A_TOKEN, fresh_server, group, limits, refit, verified_replica
-from headrace.config.agents import AgentsConfig
-from headrace.records.trajectory import Call, Score, Span, Trajectory, episode_record
-from headrace.replay import EnvironmentLimits, Lease, ReplayClient, Reservation
+from benchmarks.buffer import BYTES_A_TOKEN, group, limits, refit, server, verified_replica
+from headrace.records.trajectory import Score, Span, Trajectory
+from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 
 PROMPTS, GENERATIONS = 32, 8
 PIPELINE = 64
-EPISODES, EPISODE_CALLS, EPISODE_TOKENS = 20, 500, 100_000
 
 
 class Stopwatch:
@@ -72,15 +66,11 @@ def main() -> None:
     parser.add_argument("--batch", default="512x16", help="groups x trajectories of the large step; 0x0 leaves it out")
     parser.add_argument("--redis-url", help="a server of yours; without it one is started for the run")
     args = parser.parse_args()
-    asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> None:
     if args.redis_url is not None:
-        await _compare(args.redis_url, args)
+        asyncio.run(_compare(args.redis_url, args))
         return
-    async with fresh_server() as url:
-        await _compare(url, args)
+    with server() as buffer:
+        asyncio.run(_compare(buffer.url, args))
 
 
 async def _compare(url: str, args: argparse.Namespace) -> None:
@@ -100,7 +90,6 @@ async def _compare(url: str, args: argparse.Namespace) -> None:
         groups, generations = map(int, args.batch.split("x"))
         if groups:
             await _large_step(url, redis, groups, generations, args.bytes)
-        await _long_episodes(url, redis)
 
 
 async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int, watch: Stopwatch) -> list[Trajectory]:
@@ -177,67 +166,6 @@ async def _large_step(url: str, redis: Redis, groups: int, generations: int, siz
         table.add_row(name, f"{seconds:.3f}", f"{seconds / raw:.2f}")
     table.add_row("reserve and read, beside raw GETs and decode", "", f"{whole / (raw + watch.median('decode')):.2f}")
     Console(width=100).print(table)
-
-
-async def _long_episodes(url: str, redis: Redis) -> None:
-    game = {"game": EnvironmentLimits(episodes=True)}
-    replay = ReplayClient(open_redis(url), f"benchmark-{secrets.token_hex(4)}")
-    most = AgentsConfig().max_episode_bytes
-    opened = dataclasses.replace(limits(EPISODES, 1), environments=game, max_episode_bytes=most)
-    timeline = (await replay.open_run(opened)).timeline
-    await verified_replica(replay)
-    runner = secrets.token_hex(8)
-    await replay.register_runner(runner, {})
-    prompts = [msgspec.structs.replace(group(i, 1, 64), env_name="game") for i in range(EPISODES)]
-    await replay.enqueue(prompts, timeline)
-    calls = [_call(number) for number in range(EPISODE_CALLS)]
-    watch = Stopwatch()
-    p99_in_server: dict[str, float] = defaultdict(float)
-    await redis.config_set("latency-tracking-info-percentiles", "99")
-    await redis.config_resetstat()
-    for lease in await replay.lease_episodes(runner, EPISODES):
-        for number, call in enumerate(calls):
-            data = call.encode()
-            with watch.time("raw RPUSH"):
-                await redis.rpush("raw", data)
-            with watch.time("append"):
-                await replay.append(lease, 0, number, secrets.token_hex(8), call)
-        await redis.unlink("raw")
-        record = episode_record(lease.group.id, lease.attempt, 0, calls, truncated=False, runner=runner, timings={})
-        with watch.time("finish"):
-            await replay.finish(lease, 0, record, Score("SCORED", 1.0))
-        size = len(record.encode())
-    measured = await redis.info("latencystats")
-    for name, command in (("raw RPUSH", "rpush"), ("append", "fcall")):
-        p99_in_server[name] = float(measured[f"latency_percentiles_usec_{command}"]["p99"]) / 1000
-    await replay.aclose()
-    table = Table(
-        title=f"{EPISODES} episodes of {EPISODE_CALLS} calls and {EPISODE_TOKENS:,} tokens, {size:,} bytes each"
-    )
-    for column in ("what", "p50, ms", "p99, ms", "in the server, p99, ms"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name in ("raw RPUSH", "append", "finish"):
-        seconds = watch.seconds[name]
-        p99 = statistics.quantiles(seconds, n=100)[98]
-        own = f"{p99_in_server[name]:.2f}" if name in p99_in_server else ""
-        table.add_row(name, f"{1000 * statistics.median(seconds):.2f}", f"{1000 * p99:.2f}", own)
-    Console(width=100).print(table)
-
-
-def _call(number: int) -> Call:
-    """A call whose context and completion are words, a token each."""
-    each = EPISODE_TOKENS // EPISODE_CALLS // 2
-    return Call(
-        parent=number - 1,
-        context_token_ids=np.arange(each, dtype=np.int32),
-        completion_token_ids=np.arange(each, dtype=np.int32),
-        logprobs=np.full(each, -0.5, dtype=np.float32),
-        spans=(Span(0, 0, each),),
-        finish_reason="stop",
-        replica="replica",
-        messages=({"role": "user", "content": "word " * each},),
-        answer={"role": "assistant", "content": "word " * each},
-    )
 
 
 async def _raw_round(redis: Redis, trajectories: Sequence[Trajectory], watch: Stopwatch) -> None:

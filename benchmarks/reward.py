@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     asyncio.run(_measure(arguments.scores, arguments.rounds))
     asyncio.run(_measure_sleepers(arguments.scores))
-    asyncio.run(attached.measure(arguments.rounds, arguments.batches, arguments.scores))
+    asyncio.run(attached.measure(arguments.rounds, arguments.batches))
 
 
 async def _measure(scores: int, rounds: int) -> None:

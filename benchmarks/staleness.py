@@ -13,6 +13,7 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.curves import dress, gather, kept, model_folder
 from headrace.config import Config, load
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
@@ -91,15 +91,28 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = arguments.out / "staleness.json"
-    curves = [Curve(c["age"], c["correction"], c["seed"], tuple(map(tuple, c["accuracies"]))) for c in kept(results)]
+    results = arguments.out / "staleness.json"  # what was measured survives an interruption
+    kept = json.loads(results.read_text()) if results.exists() else []
+    curves = [Curve(c["age"], c["correction"], c["seed"], tuple(map(tuple, c["accuracies"]))) for c in kept]
     done = {(curve.age, curve.correction, curve.seed) for curve in curves}
     ages, corrections = arguments.age or AGES, arguments.correction or list(CORRECTIONS)
     wanted = [(age, name, seed) for seed in range(arguments.seeds) for age in ages for name in corrections]
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs) as pool:
         running = [pool.submit(measure, arguments.model, *job) for job in wanted if job not in done]
-        gather(running, curves, results, draw, console)
+        for measured in concurrent.futures.as_completed(running):
+            curves.append(measured.result())
+            console.print(curves[-1].line())
+            results.write_text(json.dumps([dataclasses.asdict(each) for each in curves]))
+    draw(curves, arguments.out / "staleness.png")
     console.print(table(curves))
+    console.print(f"picture: {arguments.out / 'staleness.png'}")
+
+
+def model_folder(text: str) -> Path:
+    """An argument of the command line: a folder with a model."""
+    if not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"no model in {text}; make one with `headrace model tiny {text}`")
+    return Path(text)
 
 
 def configuration(model: Path, age: int, correction: str) -> Config:
@@ -149,7 +162,11 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             at = [[curve[step] for curve in mine] for step in steps]
             axes.plot(steps, [statistics.fmean(values) for values in at], color=colour, lw=1.8, label=name)
             axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.12, lw=0)
-        dress(axes, f"age {age}")
+        axes.set_title(f"age {age}", loc="left", fontsize=11)
+        axes.set_xlabel("step", fontsize=10)
+        axes.set_ylim(0, 1.05)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", lw=0.8)
     panels[0].set_ylabel("held-out accuracy", fontsize=11)
     figure.legend(
         *panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=10

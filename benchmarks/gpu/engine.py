@@ -41,7 +41,8 @@ def engine(stage: Stage) -> None:
     Raises `ModuleNotFoundError` where there is no vLLM or no server for the buffer: what is needed here alone is imported here.
     """
     importlib.import_module("vllm")
-    from benchmarks.refit import Source, buffer
+    from benchmarks.buffer import server
+    from benchmarks.refit import Source
     from headrace_services.rollout.engine import running_engine
 
     size, on_gpu = stage.size, stage.device == "cuda"
@@ -57,8 +58,8 @@ def engine(stage: Stage) -> None:
     }
     config = size.config(stage.model, stage.device, "bfloat16" if on_gpu else "float32", **keys)
     source = Source(AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=torch.float32))
-    with running_engine(config) as running, buffer(stage.folder / "buffer") as server:
-        asyncio.run(_measure(stage, config, running, server.url, source))
+    with running_engine(config) as running, server() as buffer:
+        asyncio.run(_measure(stage, config, running, buffer.url, source))
 
 
 async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: str, source: Source) -> None:
@@ -92,7 +93,7 @@ async def _in_flight(stage: Stage, config: Config, running: AsyncLLM, redis_url:
     from headrace_services.refit.receiver import WeightReceiver
     from headrace_services.refit.sender import WeightSender
 
-    replay = await open_run(config, redis_url, f"in-flight-{secrets.token_hex(4)}")
+    replay = await open_run(redis_url, f"in-flight-{secrets.token_hex(4)}")
     sender, receiver = WeightSender(config, replay), WeightReceiver(config, running, replay, "replica")
     await replay.register("replica", {"device": "cpu"})
     followed = asyncio.create_task(follow(replay, receiver))

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
+from headrace.base.errors import ConfigError
+
 # Services for this machine alone listen here.
 LOOPBACK = "127.0.0.1"
 
@@ -47,24 +49,51 @@ HTTP_PROXIES = {scheme: (f"{scheme}_proxy", "all_proxy") for scheme in ("http", 
 
 def through_proxy(target: str, variables: Sequence[str]) -> str:
     """Return the end of an error about `target` (host:port) that names the variable whose proxy leads there; empty if none does."""
-    host = target.rpartition(":")[0].strip("[]")
-    if target_is_local(target) or proxy_bypass(host):
-        return ""
-    environ = {name.lower(): name for name in os.environ if os.environ[name]}
-    name = next((environ[variable] for variable in variables if variable in environ), None)
+    name = _proxy_variable(target, variables)
     if name is None:
         return ""
     proxy = re.sub(r"//[^/@]*@", "//***@", os.environ[name])
-    return f"; through the proxy {proxy} ({name}; NO_PROXY={host} goes without)"
+    return f"; through the proxy {proxy} ({name}; NO_PROXY={_host_of(target)} goes without)"
 
 
 def url_through_proxy(url: str) -> str:
     """Return what `through_proxy` does, for a request to `url`; empty if its scheme is not HTTP's."""
+    target, variables = _target_of(url)
+    return through_proxy(target, variables) if variables else ""
+
+
+def find_proxy(url: str) -> str | None:
+    """Return the URL of the proxy for a request to `url`, if the environment names one; nothing on this machine has one. Raises
+    `ConfigError` for one that does not speak HTTP."""
+    name = _proxy_variable(*_target_of(url))
+    if name is None:
+        return None
+    proxy = os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}"
+    scheme = urlsplit(proxy).scheme
+    if scheme not in HTTP_PROXIES:
+        host = urlsplit(url).hostname
+        raise ConfigError(f"{name} names a proxy of {scheme}://; give one of http://, or add {host} to NO_PROXY")
+    return proxy
+
+
+def _target_of(url: str) -> tuple[str, Sequence[str]]:
+    """Return host:port of a URL, and the variables that may name its proxy: none if its scheme is not HTTP's."""
     parts = urlsplit(url)
     port = {"http": 80, "https": 443}.get(parts.scheme)
     if port is None or parts.hostname is None:
-        return ""
-    return through_proxy(with_port(parts.hostname, parts.port or port), HTTP_PROXIES[parts.scheme])
+        return "", ()
+    return with_port(parts.hostname, parts.port or port), HTTP_PROXIES[parts.scheme]
+
+
+def _proxy_variable(target: str, variables: Sequence[str]) -> str | None:
+    if target_is_local(target) or proxy_bypass(_host_of(target)):
+        return None
+    environ = {name.lower(): name for name in os.environ if os.environ[name]}
+    return next((environ[variable] for variable in variables if variable in environ), None)
+
+
+def _host_of(target: str) -> str:
+    return target.rpartition(":")[0].strip("[]")
 
 
 def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""POST requests over kept connections, with a limit on the size of answers."""
+"""HTTP requests over kept connections: POST with a limit on the size of answers, and the sessions that requests go through."""
 
 from __future__ import annotations
 
+import functools
 import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,37 +18,82 @@ class AnswerTooLarge(Exception):
     """Raised for an answer with more bytes than the client accepts."""
 
 
-class HttpClient:
-    """A client for one address. `verify` checks its certificate if it has one; answers are limited to `most` bytes. The client has no
-    timeout for answers: a caller that stops waiting (cancellation) closes its connection."""
+class NotReached(ConnectionError):
+    """Raised if no connection could be made, so that the server has not received the request."""
 
-    def __init__(self, url: str, verify: ssl.SSLContext | None, *, most: int, connect_s: float | None = None) -> None:
-        self._url, self._verify = url.rstrip("/"), verify
-        self._most, self._connect_s = most, connect_s
+
+def open_session(
+    verify: ssl.SSLContext | None,
+    *,
+    connect_s: float | None = None,
+    silent_s: float | None = None,
+    connections: int = 0,
+    proxy: str | None = None,
+    server_hostname: str | None = None,
+) -> aiohttp.ClientSession:
+    """Open a session that keeps no cookies and decompresses nothing. `verify` checks certificates, against `server_hostname`, if given, in
+    the place of the address's host. The session has at most `connections` (0: any number), and waits `connect_s` for one and `silent_s` for
+    each part of an answer (None: forever)."""
+    import aiohttp  # takes a quarter of a second, which the start of an environment should not wait for
+
+    async def expect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        request.server_hostname = server_hostname
+        return await send(request)
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_IDLE_S, ssl=verify or True),
+        timeout=aiohttp.ClientTimeout(total=None, connect=connect_s, sock_read=silent_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"accept-encoding": "identity"},
+        auto_decompress=False,
+        proxy=proxy,
+        middlewares=() if server_hostname is None else (expect,),
+    )
+
+
+class HttpClient:
+    """A client for one address. Answers are limited to `most` bytes. The other arguments are those of `open_session`. A caller that stops
+    waiting (cancellation) closes its connection."""
+
+    def __init__(
+        self,
+        url: str,
+        verify: ssl.SSLContext | None,
+        *,
+        most: int,
+        connect_s: float | None = None,
+        silent_s: float | None = None,
+        connections: int = 0,
+        proxy: str | None = None,
+    ) -> None:
+        self._url, self._most = url.rstrip("/"), most
+        self._open = functools.partial(
+            open_session, verify, connect_s=connect_s, silent_s=silent_s, connections=connections, proxy=proxy
+        )
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        """Return the answer's status and body. Raises `AnswerTooLarge`, and `OSError` if no complete answer arrives."""
-        import aiohttp  # takes a quarter of a second, which the start of an environment should not wait for
+        """Send `body`, which is JSON, and return the answer's status and body. Raises `AnswerTooLarge`, `NotReached`, and another `OSError`
+        if no complete answer arrives."""
+        import aiohttp
 
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=self._verify or True),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"content-type": "application/json", "accept-encoding": "identity"},
-                auto_decompress=False,
-            )
+            self._session = self._open()
         answer = bytearray()
+        sent = {"content-type": "application/json", **headers}
         try:
             async with self._session.post(
-                f"{self._url}{path}", data=body, headers=headers, allow_redirects=False
+                f"{self._url}{path}", data=body, headers=sent, allow_redirects=False
             ) as response:
                 self._check(response.content_length or 0)
                 async for part in response.content.iter_any():
                     answer += part
                     self._check(len(answer))
                 return response.status, bytes(answer)
+        except aiohttp.ClientHttpProxyError as error:  # its text has the proxy's password
+            raise NotReached(f"the proxy answered {error.status} {error.message}") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotReached(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
 

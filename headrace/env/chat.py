@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import http.client
 import itertools
 import json
 import math
 import secrets
 import ssl
+from http import HTTPStatus
 from typing import Any
 
 from headrace.base.backoff import pause_after
@@ -51,10 +51,10 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
             except OSError as error:
                 refusal = ChatError(f"the policy can't be reached ({type(error).__name__}: {error})")
             else:
-                if status == http.client.OK:
+                if status == HTTPStatus.OK:
                     return _message(answer)
                 refusal = _refusal(status, answer)
-                if status not in _AGAIN and status < http.client.INTERNAL_SERVER_ERROR:
+                if status not in _AGAIN and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise refusal
             if number == _MOST_TRIES:
                 raise refusal

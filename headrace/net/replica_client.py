@@ -7,8 +7,8 @@ and template.
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -179,7 +179,7 @@ class ReplicaClient:
             status, content = await self._http.post(path, headers, body)
         except (OSError, AnswerTooLarge) as error:
             raise ReplicaUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        if status != http.client.OK:
+        if status != HTTPStatus.OK:
             raise self._error(path, status, content)
         try:
             return msgspec.json.decode(content, type=answer)
@@ -192,9 +192,9 @@ class ReplicaClient:
             problem = msgspec.json.decode(content, type=ErrorBody).error
         except (ValueError, RecursionError):
             problem = ErrorDetail(repr(content[:_SAID].decode(errors="replace")))
-        if status == http.client.CONFLICT and problem.type in get_args(FenceReason):
+        if status == HTTPStatus.CONFLICT and problem.type in get_args(FenceReason):
             return ReplicaFenced(cast(FenceReason, problem.type), problem.message)
-        if status in (http.client.BAD_REQUEST, http.client.REQUEST_ENTITY_TOO_LARGE) and problem.type in get_args(
+        if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE) and problem.type in get_args(
             RefusalReason
         ):
             return RenderRefused(cast(RefusalReason, problem.type), problem.message)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.base.errors import HeadraceError
+from headrace.base.http_client import NotReached
 from headrace.net.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.records.trajectory import Message
 from headrace.replay import Replica
@@ -53,18 +54,6 @@ class ReplicaApi(Protocol):
     ) -> list[int]: ...
 
     async def aclose(self) -> None: ...
-
-
-def _had_request(error: ReplicaUnavailable) -> bool:
-    """Return whether the replica may have received the request. False if no connection could be made."""
-    from aiohttp import ClientConnectorError, ConnectionTimeoutError  # slow to import; `HttpClient` needs it by then
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (ClientConnectorError, ConnectionTimeoutError)):
-            return False
-        cause = cause.__cause__
-    return True
 
 
 class RunClock:
@@ -198,7 +187,8 @@ class Fleet:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
-                if timeline is not None and isinstance(error, ReplicaUnavailable) and _had_request(error):
+                may_have_request = isinstance(error, ReplicaUnavailable) and not isinstance(error.__cause__, NotReached)
+                if timeline is not None and may_have_request:
                     lost.add(replica)
                     if len(lost) >= _MOST_LOST:
                         raise CallFailed(

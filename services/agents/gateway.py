@@ -24,9 +24,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import httpx
+import aiohttp
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -234,7 +235,7 @@ class RequestRejected(Exception):
         self.problem = problem
 
 
-def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
+def build_app(gateway: Gateway, forward: aiohttp.ClientSession) -> FastAPI:
     """Build the gateway's HTTP application. `forward` is the client for other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     lookups = KeyLookups(forward)
@@ -295,8 +296,8 @@ class KeyLookups:
     """Asks other gateways whether they have a key. Parallel questions about one key are merged, and only a few run at a time, so that
     made-up keys cost little."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
         self._at_once = asyncio.Semaphore(_LOOKUPS_AT_ONCE)
         self._under_way: dict[str, asyncio.Task[ApiProblem | None]] = {}
 
@@ -315,21 +316,25 @@ class KeyLookups:
 
     async def _ask(self, peer: str, key: str) -> ApiProblem | None:
         try:
-            async with self._at_once:
-                answer = await self._client.get(
-                    f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, timeout=_VOUCH_S
-                )
-        except httpx.HTTPError as error:
+            async with (
+                self._at_once,
+                asyncio.timeout(_VOUCH_S),
+                self._session.get(
+                    f"{peer}/s/{key}/v1/models", headers={_FORWARDED: "1"}, allow_redirects=False
+                ) as answer,
+            ):
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError) as error:
             return _unreachable(error)
-        if answer.status_code == 401:
+        if status == 401:
             return dialect.no_such_key()
-        if answer.status_code != 200:
-            return dialect.failed(f"the runner of this episode answered {answer.status_code}", late=False)
+        if status != 200:
+            return dialect.failed(f"the runner of this episode answered {status}", late=False)
         return None
 
 
-def _unreachable(error: httpx.HTTPError) -> ApiProblem:
-    return dialect.failed(f"can't reach the runner of this episode: {error or type(error).__name__}", late=False)
+def _unreachable(error: Exception) -> ApiProblem:
+    return dialect.failed(f"can't reach the runner of this episode: {str(error) or type(error).__name__}", late=False)
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -385,9 +390,11 @@ class _ChatAnswer(Response):
 class _Forwarded(Response):
     """Forwards the request to another gateway and streams the answer back. If the client disconnects, so does the forwarded request."""
 
-    def __init__(self, gateway: Gateway, key: str, peer: str, client: httpx.AsyncClient, lookups: KeyLookups) -> None:
+    def __init__(
+        self, gateway: Gateway, key: str, peer: str, session: aiohttp.ClientSession, lookups: KeyLookups
+    ) -> None:
         super().__init__()
-        self._gateway, self._key, self._peer, self._client, self._lookups = gateway, key, peer, client, lookups
+        self._gateway, self._key, self._peer, self._session, self._lookups = gateway, key, peer, session, lookups
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -414,15 +421,16 @@ class _Forwarded(Response):
             yield body.pop()
             await in_hand.aclose()
 
-        headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
+        headers = [
+            (name.decode(), value.decode(errors="replace")) for name, value in asked.headers.raw if name in _PASSED_ON
+        ]
+        headers += [
+            ("content-length", f"{len(body[0])}"),
+            (_FORWARDED, "1"),
+            (dialect.TURNED_AWAY_HEADER, f"{turned_away:d}"),
+        ]
         url = f"{self._peer}/s/{self._key}/v1/chat/completions"
-        added = {
-            "content-length": f"{len(body[0])}",
-            _FORWARDED: "1",
-            dialect.TURNED_AWAY_HEADER: f"{turned_away:d}",
-        }
-        headers += [(name.encode(), value.encode()) for name, value in added.items()]
-        request = self._client.build_request("POST", url, content=sent(), headers=headers)
+        request = self._session.post(url, data=sent(), headers=headers, allow_redirects=False)
         gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
         try:
             await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
@@ -432,18 +440,18 @@ class _Forwarded(Response):
             gone.cancel()
             handing.cancel()
 
-    async def _hand_on(self, request: httpx.Request, send: Any) -> None:
+    async def _hand_on(self, request: AbstractAsyncContextManager[aiohttp.ClientResponse], send: Any) -> None:
         """Stream the other gateway's answer back. Raises `RequestRejected` if there is none."""
-        try:
-            answer = await self._client.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise RequestRejected(_unreachable(error)) from None
-        if answer.status_code == 401:  # the key is no longer valid there
-            self._gateway.close(self._key)
-        async with contextlib.aclosing(answer):
-            kept = [(name, value) for name, value in answer.headers.raw if name.lower() in _HANDED_ON]
-            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
-            async for part in answer.aiter_raw():
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                answer = await stack.enter_async_context(request)
+            except aiohttp.ClientError as error:
+                raise RequestRejected(_unreachable(error)) from None
+            if answer.status == 401:  # the key is no longer valid there
+                self._gateway.close(self._key)
+            kept = [(name, value) for name, value in answer.raw_headers if name.lower() in _HANDED_ON]
+            await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+            async for part in answer.content.iter_any():
                 await _part(send, part)
             await _end(send)
 

@@ -9,10 +9,11 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from headrace.base.addresses import with_port
 from headrace.base.errors import ConfigError
+from headrace.base.http_client import open_session
 from headrace.base.tls import CertificateFiles, client_context
 from headrace.config import Config
 from headrace.net.credentials import buffer_url, load_credentials
@@ -26,6 +27,7 @@ from headrace_services.agents.program_starter import hub_programs
 from headrace_services.agents.runner import EpisodeRunner
 
 _log = logging.getLogger("headrace.agents")
+_CONNECT_S = 10.0
 
 
 def main(config: Config) -> None:
@@ -34,7 +36,6 @@ def main(config: Config) -> None:
     if not any(env.episodes for env in config.env.values()):
         raise ConfigError("no environment has episodes, so there is nothing to run; set env.<name>.episodes to true")
     hide_from_user()
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every call
     asyncio.run(_serve(config))
 
 
@@ -81,26 +82,18 @@ async def _serve(config: Config) -> None:
 
         await stack.enter_async_context(serve_http(create_app("Headrace agents", ready), http, access))
         forward = forwarding(config, access.certificate)
-        stack.push_async_callback(forward.aclose)
+        stack.push_async_callback(forward.close)
         await stack.enter_async_context(serve_openly(build_app(gateway, forward), sock, access.certificate))
         _log.info("gateway on %s, HTTP on %s", own, pages)
         await runner.run(stop)
 
 
-def forwarding(config: Config, certificate: CertificateFiles | None) -> httpx.AsyncClient:
-    """Return the client for other gateways. If this gateway's `certificate` names the host of the common address, so do the others', and
+def forwarding(config: Config, certificate: CertificateFiles | None) -> aiohttp.ClientSession:
+    """Return the session for other gateways. If this gateway's `certificate` names the host of the common address, so do the others', and
     they are verified against that host; else each is verified against its own host."""
-    verify = True if certificate is None else client_context(config.security.tls_ca)
     # no timeout for answers: the other gateway has the clocks
-    timeout = httpx.Timeout(None, connect=10.0)
-    # as many connections as there are requests; a service closes a connection after five idle seconds
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=3.0)
-    client = httpx.AsyncClient(verify=verify, timeout=timeout, limits=limits, trust_env=False)
-    name = urlsplit(config.agents.advertised_url or "").hostname or ""
-    if certificate is not None and name in map(str.lower, names_in(certificate.chain)):
-
-        async def expect(request: httpx.Request) -> None:
-            request.extensions["sni_hostname"] = name
-
-        client.event_hooks = {"request": [expect]}
-    return client
+    if certificate is None:
+        return open_session(None, connect_s=_CONNECT_S)
+    name = urlsplit(config.agents.advertised_url or "").hostname
+    shared = name if name in map(str.lower, names_in(certificate.chain)) else None
+    return open_session(client_context(config.security.tls_ca), connect_s=_CONNECT_S, server_hostname=shared)

@@ -1,16 +1,13 @@
 """The process of a function, a verifiers environment or a file: `python -m headrace_services.reward.function_process`.
 
-It uses frames like those of `scoring_worker`: the first frame in is a `FunctionSpecification` as JSON, and the answer is `Started`. Then it
-serves `EnvironmentService` on a socket, until its standard input ends, or the nested process of a verifiers environment does.
+Its specification is a `FunctionSpecification` (`frames`). It serves `EnvironmentService` on a socket, until its standard input ends, or the
+nested process of a verifiers environment does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import IO
 
@@ -23,9 +20,7 @@ from headrace.env.environment import Environment
 from headrace.env.program_function import load
 from headrace.env.server import serving
 from headrace.env.verifiers.program import playing
-from headrace.net.service import die_with_parent
-from headrace_services.reward.frames import read_frame, write_frame
-from headrace_services.reward.scoring_worker import Started
+from headrace_services.reward.frames import HubPipes, Started
 
 
 class FunctionSpecification(msgspec.Struct):
@@ -37,28 +32,21 @@ class FunctionSpecification(msgspec.Struct):
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)
-    # Ctrl-C reaches every process of the terminal, but the hub ends this process itself
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the program's prints must not end up between frames
-    if (first := read_frame(requests)) is None:
-        return
-    specification = msgspec.json.decode(first, type=FunctionSpecification)
-    asyncio.run(_serve(specification, requests, replies))
+    hub = HubPipes()
+    asyncio.run(_serve(hub.specification(FunctionSpecification), hub))
 
 
-async def _serve(specification: FunctionSpecification, requests: IO[bytes], replies: IO[bytes]) -> None:
+async def _serve(specification: FunctionSpecification, hub: HubPipes) -> None:
     name = specification.name
     async with contextlib.AsyncExitStack() as stack:
         try:
             environment, died = await stack.enter_async_context(_environment(specification))
         except HeadraceError as error:
-            write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
+            hub.say(Started(problem=str(error)))
             return
         await stack.enter_async_context(serving(environment, specification.address))
-        write_frame(replies, msgspec.json.encode(Started(builds={name: environment.build})))
-        stopped, ended = asyncio.ensure_future(_end_of(requests)), asyncio.ensure_future(died())
+        hub.say(Started(builds={name: environment.build}))
+        stopped, ended = asyncio.ensure_future(_end_of(hub.requests)), asyncio.ensure_future(died())
         await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         ended.cancel()

@@ -7,21 +7,20 @@ is evaluated. A valid answer is a whole number on the scale, with a reason. Any 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import secrets
 import sqlite3
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
-from headrace.base.addresses import is_loopback, url_through_proxy
+from headrace.base.addresses import find_proxy, url_through_proxy
 from headrace.base.errors import ConfigError
+from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 from headrace.base.tls import client_context
 from headrace.config.data import EnvConfig, JudgeConfig
 from headrace.env.environment import Sample
@@ -134,11 +133,14 @@ class LLMJudge(Hosted):
         self._store = store
         self._asking: dict[str, asyncio.Task[Verdict]] = {}  # requests under way, by their key
         self._clients = [
-            httpx.AsyncClient(
-                verify=client_context(judge.tls_ca) if judge.base_url.startswith("https:") else True,
-                timeout=env.timeout_s,
-                limits=httpx.Limits(max_connections=env.concurrency),
-                trust_env=not is_loopback(urlsplit(judge.base_url).hostname or ""),  # a proxy is for other machines
+            HttpClient(
+                judge.base_url,
+                client_context(judge.tls_ca) if judge.base_url.startswith("https:") else None,
+                most=_MAX_ANSWER_BYTES,
+                connect_s=env.timeout_s,
+                silent_s=env.timeout_s,
+                connections=env.concurrency,
+                proxy=find_proxy(judge.base_url),
             )
             for judge in env.judges
         ]
@@ -217,23 +219,20 @@ class LLMJudge(Hosted):
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     async def _ask(self, place: int, key: str, content: str) -> Verdict:
-        judge, client = self.env.judges[place], self._clients[place]
-        url = f"{judge.base_url.rstrip('/')}/chat/completions"
-        request = client.build_request(
-            "POST", url, json=make_request(judge, self.env, content), headers=_headers(judge)
-        )
+        judge = self.env.judges[place]
+        request = json.dumps(make_request(judge, self.env, content)).encode()
         try:
-            response = await client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
-            raise _NotNow(f"can't be reached ({str(error) or type(error).__name__}{url_through_proxy(url)})") from error
-        except httpx.HTTPError as error:
-            raise _NoVerdict(f"gave no answer ({str(error) or type(error).__name__})") from error
-        async with contextlib.aclosing(response):
-            body = await _body(response)
-        if response.status_code in _OVERLOADED:
-            raise _NotNow(f"answered {response.status_code}: {_excerpt(body)}")
-        if response.status_code != httpx.codes.OK:
-            raise _NoVerdict(f"answered {response.status_code}: {_excerpt(body)}")
+            status, body = await self._clients[place].post("/chat/completions", _headers(judge), request)
+        except NotReached as error:
+            raise _NotNow(f"can't be reached ({error}{url_through_proxy(judge.base_url)})") from error
+        except AnswerTooLarge as error:
+            raise _NoVerdict(f"answered more than {_MAX_ANSWER_BYTES} bytes") from error
+        except OSError as error:
+            raise _NoVerdict(f"gave no answer ({error})") from error
+        if status in _OVERLOADED:
+            raise _NotNow(f"answered {status}: {_excerpt(body)}")
+        if status != HTTPStatus.OK:
+            raise _NoVerdict(f"answered {status}: {_excerpt(body)}")
         verdict = verdict_in(body, self.env.scale)
         self._store.keep(key, verdict)
         return verdict
@@ -309,18 +308,6 @@ def _headers(judge: JudgeConfig) -> dict[str, str]:
             f"judges.api_key_file {judge.api_key_file} can't be read ({error}); give a file that holds only the key"
         ) from error
     return {"Authorization": f"Bearer {key}"}
-
-
-async def _body(response: httpx.Response) -> bytes:
-    body = b""
-    try:
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > _MAX_ANSWER_BYTES:
-                raise _NoVerdict(f"answered more than {_MAX_ANSWER_BYTES} bytes")
-    except httpx.HTTPError as error:
-        raise _NoVerdict(f"broke off its answer ({str(error) or type(error).__name__})") from error
-    return body
 
 
 def _excerpt(body: bytes) -> str:

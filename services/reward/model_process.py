@@ -1,8 +1,7 @@
 """The process of a reward model: `python -m headrace_services.reward.model_process`.
 
-It uses frames like those of `scoring_worker`. The first frame in is a `ModelSpecification` as JSON, and the answer is `Started`. Then each
-list of `Conversation` in is followed by a list of answers out, one each and in order, both in msgpack. An answer is the reward, or the
-reason why there can't be one.
+Its specification is a `ModelSpecification` (`frames`). Each list of `Conversation` in is followed by a list of answers out, one each and in
+order, both in msgpack. An answer is the reward, or the reason why there can't be one.
 
 The model reads what the policy wrote as plain text. Anything in it that looks like a special token is split into ordinary tokens, so that
 no completion can end its turn or begin another's.
@@ -10,20 +9,15 @@ no completion can end its turn or begin another's.
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.config.data import EnvConfig
-from headrace.net.service import die_with_parent
 from headrace_services.reward.environment_build import compute_build, read_version
-from headrace_services.reward.frames import read_frame, write_frame
-from headrace_services.reward.scoring_worker import Started
+from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 
 
 class ModelSpecification(msgspec.Struct):
@@ -42,13 +36,8 @@ Answer = float | str
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    if (first := read_frame(requests)) is None:
-        return
-    specification = msgspec.json.decode(first, type=ModelSpecification)
+    hub = HubPipes()
+    specification = hub.specification(ModelSpecification)
     name, env = specification.name, EnvConfig.model_validate(specification.env)
     try:
         model = RewardModelOnDevice(name, env)
@@ -57,12 +46,12 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # transformers raises any kind of error for a model that it can't load
         problem = f"env.{name}.model_name {env.model_name}: {type(error).__name__}: {error}"
     else:
-        write_frame(replies, msgspec.json.encode(Started(builds={name: model.build})))
+        hub.say(Started(builds={name: model.build}))
         decoder = msgspec.msgpack.Decoder(list[Conversation])
-        while (request := read_frame(requests)) is not None:
-            write_frame(replies, msgspec.msgpack.encode(model.rewards(decoder.decode(request))))
+        while (request := read_frame(hub.requests)) is not None:
+            write_frame(hub.replies, msgspec.msgpack.encode(model.rewards(decoder.decode(request))))
         return
-    write_frame(replies, msgspec.json.encode(Started(problem=problem)))
+    hub.say(Started(problem=problem))
 
 
 class RewardModelOnDevice:

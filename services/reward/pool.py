@@ -24,10 +24,10 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
-from headrace_services.reward.frames import LENGTH
+from headrace_services.reward.frames import LENGTH, Started
 from headrace_services.reward.free_memory import free_memory
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import Answer, ScoreRequest, Specification, Started
+from headrace_services.reward.scoring_worker import Answer, ScoreRequest, Specification
 
 _log = logging.getLogger("headrace.reward")
 # the pause after a restart that failed, and the longest one

@@ -1,8 +1,7 @@
 """The worker process of built-in environments: `python -m headrace_services.reward.scoring_worker`.
 
-It loads the scorers, enters a sandbox, and forks a child for each trajectory, whose effects end with the child. Requests and replies are
-frames (`frames`) on standard input and output. The first frame in is a `Specification` as JSON, and the answer is `Started` as JSON. After
-that, every frame in is a `ScoreRequest`, and every frame out an `Answer`, both in msgpack.
+It loads the scorers, enters a sandbox, and forks a child for each trajectory, whose effects end with the child. It is specified by a
+`Specification` (`frames`). Every frame in is a `ScoreRequest`, and every frame out an `Answer`, both in msgpack.
 
 Whoever asks sends the next request once the last one is answered, or asleep. So a worker does one thing at a time, and besides waits for
 what sleeps.
@@ -14,11 +13,9 @@ import gc
 import math
 import os
 import select
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -26,13 +23,12 @@ from headrace.base.errors import HeadraceError, ServiceError
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
-from headrace.net.service import die_with_parent
 from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.environments import make
 from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait
 from headrace_services.reward.environments.code import refusal
-from headrace_services.reward.frames import read_frame, write_frame
+from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
 _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took
@@ -45,16 +41,6 @@ class Specification(msgspec.Struct):
     environments: dict[str, dict[str, object]]
     sources: list[dict[str, object]]
     levels: list[Level]
-
-
-class Started(msgspec.Struct):
-    """The builds of the environments by name, and the level of the worker's sandbox; or `problem`, why it can't score. `denials` list what
-    the machine denied to the sandbox."""
-
-    problem: str = ""
-    level: Level = Level.NONE
-    denials: list[str] = []
-    builds: dict[str, str] = {}
 
 
 class ScoreRequest(msgspec.Struct, array_like=True):
@@ -75,15 +61,8 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
-    die_with_parent(signal.SIGKILL)
-    # Ctrl-C reaches every process of the terminal, but the hub stops its workers itself
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = os.fdopen(0, "rb", buffering=0)
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library's prints must not end up between frames
-    if (first := read_frame(requests)) is None:
-        return
-    specification = msgspec.json.decode(first, type=Specification)
+    hub = HubPipes()
+    specification = hub.specification(Specification)
     try:
         environments = _load(specification, make)
         _check_threads()
@@ -91,17 +70,17 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
         gc.freeze()  # a garbage collection in a child would copy everything that the scorers have loaded
         sandbox = Sandbox({*specification.levels})
     except ImportError as error:
-        write_frame(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
+        hub.say(Started(problem=f"{error}; pip install 'headrace[reward]'"))
         return
     except SandboxDenied as error:
-        write_frame(replies, msgspec.json.encode(Started(denials=[str(error)])))
+        hub.say(Started(denials=[str(error)]))
         return
     except HeadraceError as error:
-        write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
+        hub.say(Started(problem=str(error)))
         return
     builds = {name: environment.build for name, environment in environments.items()}
-    write_frame(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
-    _Worker(sandbox, environments, requests, replies).serve()
+    hub.say(Started(level=sandbox.level, denials=sandbox.denials, builds=builds))
+    _Worker(sandbox, environments, hub).serve()
 
 
 def _load(
@@ -141,17 +120,10 @@ def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: by
 class _Worker:
     """Answers requests. `_waiting` has those that wait, by the file descriptor that they wait for."""
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        environments: Mapping[str, BuiltInEnvironment],
-        requests: IO[bytes],
-        replies: IO[bytes],
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, environments: Mapping[str, BuiltInEnvironment], hub: HubPipes) -> None:
         self._sandbox = sandbox
         self._environments = environments
-        self._requests = requests
-        self._replies = replies
+        self._requests, self._replies = hub.requests, hub.replies
         self._poll = select.poll()
         self._waiting: dict[int, _Scoring] = {}
 

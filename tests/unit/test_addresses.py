@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.base.addresses import own_address, parse_hosts
-from headrace.base.errors import ServiceError
+from headrace.base.addresses import find_proxy, own_address, parse_hosts
+from headrace.base.errors import ConfigError, ServiceError
 from headrace_services.refit import sender
 from headrace_services.refit.sender import host_towards
 from headrace_services.trainer.distributed.ranks import gloo_problem
@@ -64,3 +64,34 @@ def test_ranks_on_several_machines_need_a_name_that_leads_to_this_one(
     problem = gloo_problem(environ, "gpu-1", address)
     assert (problem is None) == (said is None)
     assert said is None or (said in str(problem) and "GLOO_SOCKET_IFNAME" in str(problem))
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "proxy"),
+    [
+        ({"https_proxy": "http://proxy:3128", "ALL_PROXY": "http://other"}, "https://judge/v1", "http://proxy:3128"),
+        ({"https_proxy": "http://proxy:3128", "ALL_PROXY": "http://other"}, "http://judge/v1", "http://other"),
+        ({"HTTP_PROXY": "proxy:3128"}, "http://judge/v1", "http://proxy:3128"),
+        ({"all_proxy": "http://proxy", "no_proxy": "judge"}, "http://judge/v1", None),
+        ({"all_proxy": "http://proxy"}, "http://127.0.0.1:8000/v1", None),
+        ({}, "https://judge/v1", None),
+    ],
+)
+def test_a_request_goes_through_the_proxy_that_the_environment_names(
+    variables: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert find_proxy(url) == proxy
+
+
+def test_a_proxy_that_does_not_speak_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", "socks5://user:secret@proxy:1080")
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"all_proxy .*socks5") as error:
+        find_proxy("http://judge/v1")
+    assert "secret" not in str(error.value)

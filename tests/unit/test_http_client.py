@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace.base.http_client import AnswerTooLarge, HttpClient
+from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 
 
 class Server:
@@ -26,8 +26,8 @@ class Server:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while self.answers:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(line for line in head.splitlines() if line.lower().startswith(b"content-length:"))
-                mine.append(head + await reader.readexactly(int(length.split(b":")[1])))
+                lengths = [line for line in head.splitlines() if line.lower().startswith(b"content-length:")]
+                mine.append(head + await reader.readexactly(int(lengths[0].split(b":")[1]) if lengths else 0))
                 answer = self.answers.pop(0)
                 writer.write(answer)
                 await writer.drain()
@@ -135,6 +135,28 @@ async def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
     async with server(answer) as one:
         with pytest.raises(ConnectionError):
             await post(one)
+
+
+async def test_only_a_request_that_was_not_sent_has_not_reached_its_server() -> None:
+    async with server() as one:
+        gone = one.url
+    async with (
+        server(said(b"", "407 Proxy Authentication Required")) as refusing,
+        server(b"the end") as broken,
+        server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nso far") as silent,
+    ):
+        for url, proxy, reached in (
+            (gone, None, False),
+            ("http://server.invalid", gone, False),
+            ("https://server.invalid", refusing.url.replace("//", "//user:secret@"), False),
+            (broken.url, None, True),
+            (silent.url, None, True),
+        ):
+            async with contextlib.aclosing(HttpClient(url, None, most=100, silent_s=0.2, proxy=proxy)) as client:
+                with pytest.raises(ConnectionError) as error:
+                    await client.post("/", {}, b"")
+            assert isinstance(error.value, NotReached) is not reached, url
+            assert "secret" not in str(error.value)
 
 
 async def test_to_stop_waiting_closes_the_connection() -> None:

@@ -103,11 +103,13 @@ def always(*answer: Any) -> Answers:
     return lambda _: answer if len(answer) == 2 else said(answer[0])
 
 
-async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("no_proxy", "NO_PROXY"):
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "all_proxy"])
+async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
     with JudgeServer(good) as server:
         (score,) = await scored(env_of(server), sample("4"))
         away = env_of(server)
@@ -115,7 +117,8 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(monk
         (unreached,) = await scored(away, sample("4"))
     assert score.status == "SCORED"
     assert unreached.status == "NOT_STARTED"
-    assert "through the proxy http://127.0.0.1:9 (" in str(unreached.message)
+    assert "127.0.0.1:9 ssl:default [Connect call failed ('127.0.0.1', 9)]; through the proxy" in unreached.message
+    assert f"({variable};" in unreached.message
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import rich
 
 from benchmarks import long_run
-from benchmarks.cpu_times import PROCESSES
 from benchmarks.long_run import PROMPTS, QUARTERS, Quarter, configuration, disk_mb, measure, table
+from benchmarks.processes import PROCESSES
 from headrace.config import Config
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.network.policy_model import load_tokenizer

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -129,7 +133,7 @@ async def test_what_is_forwarded_is_bounded_as_what_is_not() -> None:
 
 
 async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
-    many = 120  # more than httpx has connections, unless it is told otherwise
+    many = 120  # more than a client has connections, unless it is told otherwise
     limits = dataclasses.replace(LIMITS, calls=many, tokens=10**6, nbytes=10**8)
     async with (
         open_episode(limits=limits, max_parallel_calls=many) as mine,
@@ -147,28 +151,44 @@ async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
 async def test_made_up_keys_ask_few_at_a_time_and_a_real_one_once() -> None:
     asked, most, go = Counter[str](), [0], asyncio.Event()
 
-    async def answer(request: httpx.Request) -> httpx.Response:
-        asked[key := request.url.path.split("/")[2]] += 1
-        most[0] = max(most[0], asked.total() - len(answered))
-        await go.wait()
-        answered.append(key)
-        return httpx.Response(200 if key == real else 401)
+    class Session:
+        @contextlib.asynccontextmanager
+        async def get(self, url: str, **_: Any) -> AsyncIterator[SimpleNamespace]:
+            asked[key := url.split("/")[4]] += 1
+            most[0] = max(most[0], asked.total() - len(answered))
+            await go.wait()
+            answered.append(key)
+            yield SimpleNamespace(status=200 if key == real else 401)
 
     answered: list[str] = []
     real, *made_up = (f"01234567-{number:032x}" for number in range(500))
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        lookups = gateway_module.KeyLookups(client)
-        checks = [asyncio.create_task(lookups.check("http://other", key)) for key in [*[real] * 20, *made_up]]
-        await until(lambda: any(check.done() for check in checks))
-        go.set()
-        outcomes = await asyncio.gather(*checks, return_exceptions=True)
-        assert outcomes[:20] == [None] * 20
-        problems = [each.problem for each in outcomes[20:] if isinstance(each, gateway_module.RequestRejected)]
-        assert Counter(problem.status for problem in problems) == {401: 255, 429: 244}
-        assert asked[real] == 1
-        assert most == [gateway_module._LOOKUPS_AT_ONCE]
-        with pytest.raises(gateway_module.RequestRejected):
-            await lookups.check("http://other", made_up[0])
+    lookups = gateway_module.KeyLookups(Session())
+    checks = [asyncio.create_task(lookups.check("http://other", key)) for key in [*[real] * 20, *made_up]]
+    await until(lambda: any(check.done() for check in checks))
+    go.set()
+    outcomes = await asyncio.gather(*checks, return_exceptions=True)
+    assert outcomes[:20] == [None] * 20
+    problems = [each.problem for each in outcomes[20:] if isinstance(each, gateway_module.RequestRejected)]
+    assert Counter(problem.status for problem in problems) == {401: 255, 429: 244}
+    assert asked[real] == 1
+    assert most == [gateway_module._LOOKUPS_AT_ONCE]
+    with pytest.raises(gateway_module.RequestRejected):
+        await lookups.check("http://other", made_up[0])
+
+
+async def test_a_repeated_request_is_the_same_call_whichever_gateway_takes_it() -> None:
+    key = {"idempotency-key": "Schlüssel".encode()}  # any bytes: they go on as they came
+    async with open_episode() as mine, open_episode() as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        async with httpx.AsyncClient() as client:
+            answers = [
+                await client.post(
+                    f"{each.address}/s/{mine.key}/v1/chat/completions", json={"messages": HI}, headers=key
+                )
+                for each in (mine, other)
+            ]
+        assert [answer.json()["id"] for answer in answers] == [answers[0].json()["id"]] * 2
+        assert len(mine.kept) == 1
 
 
 async def test_a_key_of_an_ended_episode_is_forgotten_by_other_gateways() -> None:

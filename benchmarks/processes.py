@@ -1,16 +1,24 @@
-"""What processes use. CPU seconds: a busy machine stretches the time on the clock far more than these."""
+"""Processes of benchmarks, which end with them, and what they use.
+
+CPU seconds: a busy machine stretches the time on the clock far more than these.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import subprocess
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from headrace.net.service import die_with_parent
 from headrace.run.journal import read_journal
+
+TIMEOUT_S = 900
 
 # What the command line of a process of a run contains, and what it is called; the first that fits.
 _NAMES = {
@@ -27,6 +35,42 @@ _NAMES = {
 }
 PROCESSES = ("trainer", "engine", "replica", "scorer", "hub", "environment", "buffer", "up")
 _POLL_S = 0.05
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Its standard output. Raises `SystemExit` with its last words if it fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=TIMEOUT_S,
+            check=False,
+            preexec_fn=die_with_parent,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"{command} took more than {TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        raise SystemExit(f"{command} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def process(command: list[str]) -> Iterator[None]:
+    child = subprocess.Popen(command, preexec_fn=die_with_parent)
+    try:
+        yield
+    finally:
+        child.terminate()
+        child.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def seconds(process: psutil.Process) -> float:
