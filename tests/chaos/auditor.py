@@ -23,6 +23,7 @@ _WORDS = {
         "the engine's process died",
         "the engine does not answer",
         "the embedded server ended",
+        "the buffer's server lost",
     ),
     _MUST_BE_MENDED: (
         "can't write",
@@ -343,9 +344,10 @@ def the_run_finished(e: Evidence) -> Iterator[str]:
 
 
 def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
-    """A service that was not killed leaves with 0; with 75 while the buffer is away or has lost writes, or 70 when its engine died: it is
-    started again. With 1 it asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute or
-    is limited to too little memory, or a trainer whose place another has). There is no other way, for a process that was struck neither."""
+    """A service that was not killed leaves with 0; with 75 while the buffer is away, or 70 when its engine died or the buffer lost writes:
+    it is started again. With 1 it asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute
+    or is limited to too little memory, or a trainer whose place another has). There is no other way, for a process that was struck neither.
+    """
     for exit_ in e.exits:
         said = [line for line in exit_.last_words.splitlines() if line.startswith("error: ")]
         words = _WORDS.get(exit_.code, ())

@@ -337,6 +337,7 @@ def test_a_service_that_could_not_go_on_and_said_why() -> None:
         Exit("trainer", 1, False, "…\nerror: can't write a checkpoint"),
         Exit("rollout-1", 75, False, ""),
         Exit("rollout-1", 70, False, "error: the engine died. vLLM reported: …\nException ignored in: …"),
+        Exit("trainer", 70, False, "error: the buffer's server lost writes (…)"),
         *good().exits,
     )
     assert objections(exits=exits) == set()

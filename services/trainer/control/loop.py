@@ -93,6 +93,8 @@ class Loop:
             reserved = self._version + isinstance(self._reply, Reservation)
             state = await self._call(self._replay.state)
             if has_lost_writes(self._resumed, state, reserved):
+                if isinstance(error, Restartable):
+                    raise  # the writer of checkpoints found it, and said so
                 raise Restartable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
                     "restores the buffer"
