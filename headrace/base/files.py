@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.base.errors import ServiceError
-
-# a folder and a socket of vLLM (`headrace-engine-xxxxxxxx/` and a UUID) follow
-_LONGEST_FOLDER_OF_SOCKETS = 40
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:
@@ -63,13 +59,6 @@ def is_gone(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def folder_for_sockets() -> Path:
-    """Return the folder for temporary folders of Unix sockets: TMPDIR, unless the path of a socket in it could be longer than the kernel
-    allows (107 bytes)."""
-    usual = Path(tempfile.gettempdir())
-    return usual if len(os.fsencode(usual)) <= _LONGEST_FOLDER_OF_SOCKETS else Path("/tmp")
 
 
 def cut_torn_line(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.scratch import scratch_folder
 from headrace.cli import evaluate, weights
 from headrace.cli.common import say
 from headrace.cli.data import read_prompts
@@ -72,11 +72,11 @@ def try_(
     if page is not None and not page.absolute().parent.is_dir():
         raise ConfigError(f"--html {page}: the folder {page.absolute().parent} does not exist")
     environment = environment_at(target)
-    with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "prompts.jsonl"
+    with scratch_folder("headrace-prompts-") as folder:
+        asked = folder / "prompts.jsonl"
         asked.write_text(_first(prompts, first), encoding="utf-8")
         if config is None and found.run is None:
-            config = Path(folder) / "config.yaml"
+            config = folder / "config.yaml"
             config.write_text("{}\n", encoding="utf-8")  # all defaults
         made = evaluation(config, found, environment, asked, samples, overrides or ())
         check(made)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,7 @@ import yaml
 
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import fsync
+from headrace.base.scratch import scratch_folder
 from headrace.cli import weights
 from headrace.cli.weights import NamedModel, RunCheckpoint, WeightsArgument
 from headrace.config import Config
@@ -85,9 +85,9 @@ def copy(found: NamedModel, output: Path) -> None:
 @contextlib.contextmanager
 def _unfinished(output: Path) -> Iterator[Path]:
     """Yield a folder beside `output` that is removed at the end unless it was renamed."""
-    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.unfinished-") as outer:
+    with scratch_folder(f".{output.name}.unfinished-", output.absolute().parent) as outer:
         # an inner folder, with the umask's mode: others may not enter the outer one
-        folder = Path(outer) / output.name
+        folder = outer / output.name
         folder.mkdir()
         yield folder
 

@@ -17,6 +17,7 @@ import typer
 from headrace.base import devices
 from headrace.base.addresses import LOOPBACK, is_loopback, with_port
 from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.scratch import scratch_folder
 from headrace.cli import weights
 from headrace.cli.weights import NamedModel, WeightsArgument
 from headrace.config import Config, threads
@@ -73,7 +74,8 @@ def serve(
     typer.echo(f"{found.name} ({found.model}) on {'http' if tls is None else 'https'}://{with_port(host, port)}/v1")
     sys.stdout.flush()
     ours = arguments(found, host, port, tls, options or (), on_cpu=on_cpu)
-    code = asyncio.run(_run(ours, environment(found, os.environ)))
+    with scratch_folder("headrace-engine-") as folder:  # where the engine's processes meet
+        code = asyncio.run(_run(ours, {**environment(found, os.environ), "VLLM_RPC_BASE_PATH": str(folder)}))
     if code:
         raise typer.Exit(code)
 

@@ -21,6 +21,7 @@ from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.devices import DevicePlan
 from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
+from headrace.base.scratch import remove_abandoned
 from headrace.base.tls import client_context
 from headrace.config import Config
 from headrace.launch import device_plan, environment_processes, exposure, runs
@@ -489,6 +490,7 @@ class Pipeline:
         await self.supervisor.stop(self.children.environments.values())
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()
+        remove_abandoned()  # by services that had to be killed
 
 
 def patience(config: Config, environment: str | None = None, *, is_broken: bool = False) -> tuple[float, str]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from headrace.base.addresses import LOOPBACK, with_port
 from headrace.base.errors import ConfigError
+from headrace.base.scratch import scratch_folder
 from headrace.config.data import EnvConfig
 from headrace.env import environment_file
 from headrace.launch import guard
@@ -89,8 +89,8 @@ class ServedFile:
 async def served_file(target: str) -> AsyncIterator[ServedFile]:
     """Serve `FILE.py:CLASS` while the context is open. Raises `ConfigError`."""
     environment_file.check(target)
-    with tempfile.TemporaryDirectory() as folder, reserve(LOOPBACK, "port") as reserved:
-        served = ServedFile(target, Path(folder) / "log", reserved)
+    with scratch_folder("headrace-served-") as folder, reserve(LOOPBACK, "port") as reserved:
+        served = ServedFile(target, folder / "log", reserved)
         try:
             await served.start()
             yield served

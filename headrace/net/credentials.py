@@ -17,15 +17,14 @@ from __future__ import annotations
 import functools
 import hmac
 import logging
-import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from headrace.base.errors import ConfigError
+from headrace.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -115,10 +114,11 @@ def write(path: Path, text: str) -> None:
     """Replace the whole file, readable only by its owner. Raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(fresh).replace(path)
+        with scratch_folder(f".{path.name}-", path.parent) as folder:
+            fresh = folder / path.name
+            fresh.touch(mode=0o600)
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(path)
     except OSError as error:
         raise ConfigError(
             f"{path}: can't be written ({error.strerror}); give a folder that you may write to"

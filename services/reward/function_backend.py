@@ -4,13 +4,11 @@ dies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from headrace.base.files import folder_for_sockets
+from headrace.base.scratch import scratch_folder
 from headrace.base.tls import trusting
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
@@ -46,9 +44,10 @@ class FunctionBackend:
     def __init__(self, name: str, env: EnvConfig, authorities: str | None) -> None:
         """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-", dir=folder_for_sockets()))  # 0700
-        address = f"unix:{self._folder / 'program'}"
-        told = trusting(authorities, self._folder / "authorities.pem")
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(scratch_folder("headrace-program-"))
+        address = f"unix:{folder / 'program'}"
+        told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
         self._process.what = f"the process of env.{name}"
         served = env.model_copy(update={"type": None, "target": address})
@@ -82,7 +81,7 @@ class FunctionBackend:
             await asyncio.gather(self._keeping, return_exceptions=True)
         await self._remote.aclose()
         await self._process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()
 
     async def _keep(self) -> None:
         while True:

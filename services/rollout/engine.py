@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 
 from headrace.base import devices
 from headrace.base.errors import Restartable, ServiceError
-from headrace.base.files import folder_for_sockets
+from headrace.base.scratch import scratch_folder
 from headrace.config import Config, threads
 from headrace.config.policy import ENGINE_DIMS
 from headrace.net.service import importing
@@ -54,8 +53,8 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist.
     Inside the context, vLLM's `EngineDeadError` becomes `Restartable`, with the first error of the engine's processes.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-engine-", dir=folder_for_sockets()) as folder:
-        report = Path(folder) / "errors"
+    with scratch_folder("headrace-engine-") as folder:
+        report = folder / "errors"
         given = sorted(name for name in os.environ if name.startswith("VLLM_"))
         prepare_environment(config, report)
         engine = _start(config, overrides or {}, report, given)

@@ -27,7 +27,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from pyroaring import BitMap
 
 from headrace.base.errors import Restartable, ServiceError
 from headrace.base.files import fsync
+from headrace.base.scratch import scratch_folder
 from headrace.config.services import CheckpointingConfig
 from headrace.replay import Ended
 from headrace.run import checkpoints as folders
@@ -208,10 +208,10 @@ class Checkpoints:
     @contextlib.contextmanager
     def trial(self) -> Iterator[Path]:
         """Yield a folder in which saving can be tried. Raises `ServiceError` if it can't be made; it is removed at the end."""
-        with _disk_errors(self._folder):
-            trial = tempfile.TemporaryDirectory(prefix=".trial-", dir=self._folder)
-        with trial as folder:
-            yield Path(folder)
+        with contextlib.ExitStack() as stack:
+            with _disk_errors(self._folder):
+                folder = stack.enter_context(scratch_folder(".trial-", self._folder))
+            yield folder
 
     def find_published(self) -> list[int]:
         """Return the versions that a trainer may continue from, oldest first."""

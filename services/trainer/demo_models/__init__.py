@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ServiceError
+from headrace.base.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,9 @@ def already_made(directory: Path, recipe: dict[str, Any]) -> bool:
 def publish(directory: Path, recipe: dict[str, Any]) -> Iterator[Path]:
     """Yield a temporary folder. It becomes `directory`, stamped with `recipe`, when the context ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    with scratch_folder(f".{directory.name}-", directory.parent) as outer:
+        folder = outer / directory.name
+        folder.mkdir()
         yield folder
         (folder / STAMP).write_text(json.dumps(recipe) + "\n")
         folder.chmod(0o755)
@@ -47,6 +47,3 @@ def publish(directory: Path, recipe: dict[str, Any]) -> Iterator[Path]:
         if directory.exists():
             directory.rmdir()
         folder.rename(directory)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise

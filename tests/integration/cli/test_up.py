@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from headrace.base.scratch import remove_abandoned
 from headrace.config import load
 from tests.support import nvml
 from tests.support.light_services import instead_of
@@ -389,6 +390,17 @@ def goes_on(run: Up) -> None:
     eventually(lambda: last_step(run) > before + 1, within_s=240)
 
 
+# A process that is killed while it has a scratch folder, whose path it prints.
+KILLED = """
+import os, sys
+from headrace.base.scratch import scratch_folder
+with scratch_folder("headrace-killed-") as folder:
+    sys.stdout.write(str(folder))
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
 @pytest.mark.parametrize(
     ("signum", "code", "moment"),
     [
@@ -400,8 +412,13 @@ def goes_on(run: Up) -> None:
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
     run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)
+    abandoned = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert run.stop(signum) == []
     assert run.process.returncode == code
+    if signum == signal.SIGKILL:  # it removed nothing itself
+        remove_abandoned()
+    assert abandoned
+    assert not Path(abandoned).exists()
 
 
 @pytest.mark.parametrize("real", ["light"], indirect=True)  # the real services would look for these GPUs

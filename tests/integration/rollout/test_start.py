@@ -9,7 +9,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import yaml
 
 from headrace.base.errors import ServiceError
+from headrace.base.scratch import remove_abandoned
 from headrace.cli import serve
 from headrace.cli.weights import NamedModel, RunCheckpoint
 from headrace.config import Config
@@ -137,20 +140,31 @@ def test_vllms_server_takes_what_headrace_serve_starts_it_with(settings: dict[st
     assert taken.ssl_certfile == "cert"
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 # test_service.py has both of a running one by day, unit/rollout/test_child.py the processes of one that starts
 @pytest.mark.nightly
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_while_its_engine_starts_it_leaves_no_orphan(
-    settings: dict[str, Any], tmp_path: Path, signum: signal.Signals
+    settings: dict[str, Any], tmp_path: Path, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = start(settings, tmp_path)
     try:
         engine = os.pidfd_open(_engine_of(process))
+        assert [*temporary.glob("headrace-engine-*")]
         process.send_signal(signum)
         process.communicate(timeout=120)
         assert process.returncode == (0 if signum == signal.SIGTERM else -signum)
         assert select.select([engine], [], [], 120)[0], "an orphan"
         os.close(engine)
+        remove_abandoned(parent=temporary)  # as the end of `up`, and the next start of a replica
+        assert not [*temporary.glob("headrace-*")]
     finally:
         process.kill()
 

@@ -17,7 +17,7 @@ from headrace.replay.connection import open_redis
 from headrace_services.refit.probe import choose_token_ids, differences, tolerance
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
-from headrace_services.trainer.network.policy_model import check_refit
+from headrace_services.trainer.network.policy_model import NO_FAMILY, check_refit
 from tests.integration.trainer.learner_cases import config
 from tests.support.engines import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
 from tests.support.family_engine import try_family
@@ -66,12 +66,18 @@ def test_the_table_of_families_is_in_the_docs() -> None:
     table = page.partition("| family | what is special | here |")[2].partition("\n\n")[0]
     rows = {name: line.split("|")[3] for line in table.splitlines() for name in re.findall("`([a-z0-9_]+)`", line)}
     assert {name for name, verdict in rows.items() if verdict.strip() == "exact"} == set(EXACT)
-    assert {name for name, verdict in rows.items() if "refused by its configuration" in verdict} == set(REFUSED)
+    refused = {name for name, verdict in rows.items() if "refused by its configuration" in verdict}
+    assert refused == {*REFUSED, *NO_FAMILY}
 
 
-def tried(family: str, special: dict[str, Any], tiny_model: Path, folder: Path) -> dict[str, Any]:
+def tried(
+    family: str, special: dict[str, Any], tiny_model: Path, folder: Path, engines_class: str | None = None
+) -> dict[str, Any]:
     """What a learner and an engine in one process say of a model of this family."""
     made(shrunk(family, **special), AutoTokenizer.from_pretrained(tiny_model), folder)
+    if engines_class is not None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [engines_class]}))
     answer, log = folder / "answer.json", folder / "log"
     process = fork(try_family, str(folder), str(answer), log=log, kind="engine")
     process.wait(PATIENCE_S)
@@ -96,6 +102,22 @@ def test_a_family_with_a_tensor_beyond_a_refit_is_refused(tiny_model: Path, tmp_
     assert found["initial"] < TOLERANCE
     assert found["refused"].endswith(f"nothing, for the engine's {tensor}")
     with pytest.raises(ServiceError, match="doesn't reload"):
+        check_refit(config(tmp_path))
+
+
+@pytest.mark.nightly  # an engine for each
+@pytest.mark.parametrize("bias", [True, False])
+def test_of_phimoe_the_engine_leaves_out_a_bias_of_the_head_and_needs_one(
+    tiny_model: Path, tmp_path: Path, bias: bool
+) -> None:
+    special = {"attention_bias": True, "lm_head_bias": bias}  # its published models have both
+    found = tried("phimoe", special, tiny_model, tmp_path, "PhiMoEForCausalLM")
+    assert (found["initial"] > TOLERANCE) == bias
+    if bias:
+        assert found["refitted"] > TOLERANCE  # the refit itself was complete
+    else:
+        assert found["refused"].endswith("nothing, for the engine's lm_head.bias")
+    with pytest.raises(ServiceError, match="leaves out of its logits"):
         check_refit(config(tmp_path))
 
 

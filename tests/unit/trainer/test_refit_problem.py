@@ -40,7 +40,6 @@ def model(folder: Path, family: str, **special: Any) -> Config:
     ("family", "special", "said"),
     [
         ("phi", {}, "it has a bias of its head (lm_head.bias)"),
-        ("phimoe", {"num_local_experts": 4, "lm_head_bias": True}, "it has a bias of its head (lm_head.bias)"),
         ("gpt_oss", {"num_local_experts": 4}, "it has attention sinks (model.layers.0.self_attn.sinks)"),
         ("glm4_moe", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
         ("deepseek_v3", ROUTED, "it has biases of routers (model.layers.1.mlp.gate.e_score_correction_bias)"),
@@ -53,6 +52,14 @@ def test_a_model_that_cant_be_refitted_is_refused(
         check_refit(model(tmp_path, family, **special))
     assert str(refused.value).startswith(f"policy.model_name '{tmp_path}': {said}, which vLLM doesn't reload")
     assert str(refused.value).endswith("use a model without")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_family_that_vllm_computes_otherwise_is_refused_for_that_reason(tmp_path: Path, bias: bool) -> None:
+    with pytest.raises(ServiceError) as refused:
+        check_refit(model(tmp_path, "phimoe", num_local_experts=4, lm_head_bias=bias))
+    assert "(lm_head.bias), which it leaves out of its logits" in str(refused.value)
+    assert str(refused.value).endswith("use a model of another family")
 
 
 @pytest.mark.parametrize(
