@@ -39,7 +39,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.buffer import limits, server
-from benchmarks.processes import seconds
+from benchmarks.processes import of_run, seconds
 from benchmarks.refit import Source
 from headrace.base.http_client import open_session
 from headrace.config import Config
@@ -67,7 +67,6 @@ class ProgramsProcess:
     """The process of the programs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.pid = process.pid
         self._process = process
         self._ids = itertools.count()
         self._done: dict[int, asyncio.Future[None]] = {}
@@ -120,24 +119,6 @@ class Listening(ReplicaClient):
         return sampled
 
 
-class CpuTimes:
-    """The CPU time of the processes that take part in a call, by their names."""
-
-    def __init__(self, programs: int, replica: int, buffer: int) -> None:
-        front = psutil.Process(replica)
-        engine = front.children(recursive=True)
-        self._processes = {
-            "programs": [psutil.Process(programs)],
-            "runner and gateway": [psutil.Process()],
-            "replica": [front],
-            "its engine": engine,
-            "buffer": [psutil.Process(buffer)],
-        }
-
-    def now(self) -> dict[str, float]:
-        return {name: sum(map(seconds, processes)) for name, processes in self._processes.items()}
-
-
 @dataclasses.dataclass
 class Road:
     """Some calls that went the same way: wall seconds, and CPU seconds by process."""
@@ -164,10 +145,9 @@ class Round:
 class Run:
     """A run of the buffer with one replica, which is a process of its own."""
 
-    def __init__(self, config: Config, replay: ReplayClient, source: Source, replica: int) -> None:
+    def __init__(self, config: Config, replay: ReplayClient, source: Source) -> None:
         self.config = config
         self.replay = replay
-        self.replica = replica
         self.timeline = "benchmark"
         self.version = -1
         self.groups: list[Group] = []
@@ -213,7 +193,7 @@ class Run:
                     await running
                     await fleet.aclose()
 
-    async def both_roads(self, step: int, programs: ProgramsProcess, cpu: CpuTimes) -> Round:
+    async def both_roads(self, step: int, programs: ProgramsProcess) -> Round:
         """Play the groups of a step, first through the gateway."""
         heard: list[tuple[SampleRequest, Sampled]] = []
         Listening.heard = heard
@@ -227,9 +207,9 @@ class Run:
         count = EPISODES // N
         await self.replay.enqueue(self.groups[step * count : (step + 1) * count], self.timeline)
         async with self.playing(programs):
-            before, started = cpu.now(), time.perf_counter()
+            before, started = _cpu_s(), time.perf_counter()
             episodes = await all_read()
-            through = Road(time.perf_counter() - started, _spent(before, cpu))
+            through = Road(time.perf_counter() - started, _spent(before))
         known = set(heard_contexts := [tuple(context) for each in episodes for context in contexts(each)])
         assert {request.token_ids for request, _ in heard} == known, "the record is not what the replica was asked"
         await self.replay.commit(step + 1, self.timeline)
@@ -245,9 +225,9 @@ class Run:
                 bodies = [msgspec.json.encode(asked[tuple(each)].pop()).decode() for each in contexts(episode)]
                 await programs.do(address=str(replica.info["url"]), path=SAMPLE, bodies=bodies)
 
-        before, started = cpu.now(), time.perf_counter()
+        before, started = _cpu_s(), time.perf_counter()
         await asyncio.gather(*map(again, episodes))
-        directly = Road(time.perf_counter() - started, _spent(before, cpu))
+        directly = Road(time.perf_counter() - started, _spent(before))
         first = {tuple(contexts(each)[0]) for each in episodes}
         later = [(request, sampled) for request, sampled in heard if request.token_ids not in first]
         cached = sum(sampled.cached_tokens for _, sampled in later)
@@ -256,8 +236,13 @@ class Run:
         )
 
 
-def _spent(before: dict[str, float], cpu: CpuTimes) -> dict[str, float]:
-    return {name: seconds - before[name] for name, seconds in cpu.now().items()}
+def _cpu_s() -> dict[str, float]:
+    """CPU seconds so far of the processes that take part in a call."""
+    return {"runner and gateway": seconds(psutil.Process()), **of_run()}
+
+
+def _spent(before: dict[str, float]) -> dict[str, float]:
+    return {name: used - before[name] for name, used in _cpu_s().items()}
 
 
 def contexts(episode: EpisodeTrajectory) -> list[list[int]]:
@@ -324,7 +309,7 @@ async def run(folder: Path, redis_url: str) -> AsyncIterator[Run]:
     with (folder / "replica.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environ)
     source = Source(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    one = Run(config, replay, source, process.pid)
+    one = Run(config, replay, source)
     try:
         await one.begin()
         prompts = [
@@ -340,11 +325,10 @@ async def run(folder: Path, redis_url: str) -> AsyncIterator[Run]:
         await replay.aclose()
 
 
-async def measure(folder: Path, redis_url: str, buffer_pid: int) -> None:
+async def measure(folder: Path, redis_url: str) -> None:
     console = Console(file=sys.stdout, width=140)
     async with ProgramsProcess.started() as programs, run(folder, redis_url) as one:
-        cpu = CpuTimes(programs.pid, one.replica, buffer_pid)
-        _, *rounds = [await one.both_roads(step, programs, cpu) for step in range(1 + ROUNDS)]
+        _, *rounds = [await one.both_roads(step, programs) for step in range(1 + ROUNDS)]
     console.print(_table(rounds))
     cached = statistics.mean(each.cached for each in rounds)
     console.print(f"of the tokens that later turns continue, {cached:.2f} were in the prefix cache")
@@ -379,7 +363,7 @@ def main() -> None:
     gc.freeze()  # a runner's process imports no torch, whose objects each collection would scan
     with tempfile.TemporaryDirectory() as name, server() as buffer:
         tiny.make(Path(name) / "model", warmup=False)
-        asyncio.run(measure(Path(name), buffer.url, buffer.pid))
+        asyncio.run(measure(Path(name), buffer.url))
     gc.unfreeze()  # nanobind reports what is not collected at exit as leaks
 
 

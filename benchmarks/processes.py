@@ -23,6 +23,7 @@ TIMEOUT_S = 900
 # What the command line of a process of a run contains, and what it is called; the first that fits.
 _NAMES = {
     "EngineCore": "engine",
+    "agents_programs": "programs",
     "end_to_end_environment": "environment",
     "light_replica": "replica",
     "valkey-server": "buffer",

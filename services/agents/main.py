@@ -94,6 +94,6 @@ def forwarding(config: Config, certificate: CertificateFiles | None) -> aiohttp.
     # no timeout for answers: the other gateway has the clocks
     if certificate is None:
         return open_session(None, connect_s=_CONNECT_S)
-    name = urlsplit(config.agents.advertised_url or "").hostname
+    name = urlsplit(config.agents.advertised_url or "").hostname or ""
     shared = name if name in map(str.lower, names_in(certificate.chain)) else None
     return open_session(client_context(config.security.tls_ca), connect_s=_CONNECT_S, server_hostname=shared)
