@@ -77,7 +77,7 @@ def limits_of(config: Config) -> Limits:
         retain_steps=replay.retain_steps,
         max_episode_bytes=config.agents.max_episode_bytes,
         environments={
-            name: EnvironmentLimits(env.failure_share, env.give_up_after, env.episodes)
+            name: EnvironmentLimits(env.failure_share, env.give_up_after, env.runs_episodes)
             for name, env in config.env.items()
         },
     )

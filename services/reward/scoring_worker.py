@@ -17,12 +17,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from headrace.base.errors import HeadraceError, ServiceError
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import CodeConfig, SandboxedConfig, read_environment
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.net.service import die_with_parent
@@ -34,6 +35,7 @@ from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
+Make = Callable[[str, SandboxedConfig], BuiltInEnvironment[Any]]
 _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took
 
 
@@ -73,7 +75,7 @@ class Answer(msgspec.Struct, array_like=True):
     results: list[bytes | None]
 
 
-def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
+def main(make: Make = make) -> None:
     die_with_parent(signal.SIGKILL)
     # Ctrl-C reaches every process of the terminal, but the hub stops its workers itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -103,14 +105,13 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     _Worker(sandbox, environments, requests, replies).serve()
 
 
-def _load(
-    specification: Specification, make: Callable[[str, EnvConfig], BuiltInEnvironment]
-) -> dict[str, BuiltInEnvironment]:
+def _load(specification: Specification, make: Make) -> dict[str, BuiltInEnvironment[Any]]:
     sources = [DataSourceConfig.model_validate(source) for source in specification.sources]
     environments = {}
     for name, values in specification.environments.items():
-        env = EnvConfig.model_validate(values)
-        if env.kind(name) == "code" and Level.A not in specification.levels:
+        env = read_environment(values)
+        assert isinstance(env, SandboxedConfig)
+        if isinstance(env, CodeConfig) and Level.A not in specification.levels:
             raise ServiceError(refusal(name, f"allowed levels: {', '.join(specification.levels)}"))
         environments[name] = make(name, env)
         environments[name].prepare([source for source in sources if source.env_name == name])
@@ -126,7 +127,7 @@ def _check_threads() -> None:
         )
 
 
-def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: bytes) -> bytes | None:
+def _quick_result(environments: Mapping[str, BuiltInEnvironment[Any]], trajectory: bytes) -> bytes | None:
     """Return the result if it takes no more than a comparison, else None. An error is left to the trajectory's own turn."""
     wire = pb.Trajectory.FromString(trajectory)
     environment = environments[wire.environment]
@@ -143,7 +144,7 @@ class _Worker:
     def __init__(
         self,
         sandbox: Sandbox,
-        environments: Mapping[str, BuiltInEnvironment],
+        environments: Mapping[str, BuiltInEnvironment[Any]],
         requests: IO[bytes],
         replies: IO[bytes],
     ) -> None:
@@ -205,7 +206,7 @@ class _Worker:
 class _Scoring:
     """The scoring of one trajectory. `steps` does what must happen in the worker itself."""
 
-    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment, wire: pb.Trajectory) -> None:
+    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment[Any], wire: pb.Trajectory) -> None:
         self.request = request
         self._environment = environment
         self._wire = wire
