@@ -26,7 +26,8 @@ from benchmarks import attached
 from headrace import Sample
 from headrace.base.errors import ServiceError
 from headrace.base.tagged_json import to_json
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import CodeConfig, MathConfig, ReasoningGymConfig
 from headrace.env.wire import sample_to_wire
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.environments import make
@@ -36,10 +37,10 @@ from headrace_services.reward.scoring_worker import score_one
 
 _TASK = "chain_sum"
 _TIMEOUT_S = 60.0
-_ENV = {"math": EnvConfig(unsafe_no_sandbox=True), "gym": EnvConfig(type="reasoning_gym", unsafe_no_sandbox=True)}
+_ENV = {"math": MathConfig(unsafe_no_sandbox=True), "gym": ReasoningGymConfig(unsafe_no_sandbox=True)}
 _SOURCE = DataSourceConfig(dataset_name="reasoning_gym", task=_TASK, env_name="gym")
 
-_CODE, _SLEEPERS = EnvConfig(), 8
+_CODE, _SLEEPERS = CodeConfig(), 8
 
 
 def main() -> None:

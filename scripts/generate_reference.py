@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from headrace.config.compare import Change
+from headrace.config.environments import KINDS, AnyEnvConfig, EnvConfig
 from headrace.config.explain import known_keys
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -81,19 +82,42 @@ def reference() -> str:
     for path, field in known_keys().items():
         if (model := _model(field)) is not None:
             alike.setdefault(model, []).append(path)
-    for sections in alike.values():
+    for model, sections in alike.items():
         section = sections[0]
-        rows = [
-            (path, field) for path, field in known_keys().items() if _parent(path) == section and _model(field) is None
-        ]
+        rows = _rows(section, model)
         if not rows:
             continue
         parts.append("\n## " + ", ".join(f"`{_dotted(path)}`" for path in sections) + "\n")
         if note := _note(known_keys()[section]):
             parts.append(f"{note}\n")
-        parts.append("| key | type | default | meaning |\n| --- | --- | --- | --- |")
-        parts += [_row(path, field) for path, field in rows]
+        parts += _table(rows)
+        if model is EnvConfig:
+            parts += [line for key, kind in KINDS.items() for line in _kind(section, key, kind)]
     return "\n".join(parts) + "\n"
+
+
+def _rows(section: tuple[str, ...], model: type[BaseModel]) -> list[tuple[tuple[str, ...], FieldInfo]]:
+    """Return the keys of a section that are no sections themselves."""
+    item = (*section, "*")
+    inside = item if any(path[: len(item)] == item for path in known_keys()) else section
+    return [((*inside, name), field) for name, field in model.model_fields.items() if _model(field) is None]
+
+
+def _kind(section: tuple[str, ...], key: str, kind: type[EnvConfig]) -> Iterator[str]:
+    """Yield a kind of environment, with the keys that not every kind has."""
+    own = [
+        (path, field)
+        for path, field in _rows(section, kind)
+        if (shared := EnvConfig.model_fields.get(path[-1])) is None or shared.default != field.default
+    ]
+    yield f"\n### `{key}`\n"
+    yield f"{' '.join((kind.__doc__ or '').split())}\n"
+    yield from _table(own)
+
+
+def _table(rows: Iterable[tuple[tuple[str, ...], FieldInfo]]) -> Iterator[str]:
+    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield from (_row(path, field) for path, field in rows)
 
 
 def _row(path: tuple[str, ...], field: FieldInfo) -> str:
@@ -102,10 +126,6 @@ def _row(path: tuple[str, ...], field: FieldInfo) -> str:
         meaning = f"{meaning} **fixed**" if meaning else "**fixed**"
     cells = (f"`{path[-1]}`", _type(field), _default(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _parent(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path[:-2] if path[-2:-1] == ("*",) else path[:-1]
 
 
 def _dotted(path: tuple[str, ...]) -> str:
@@ -117,6 +137,8 @@ def _dotted(path: tuple[str, ...]) -> str:
 
 def _model(field: FieldInfo) -> type[BaseModel] | None:
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
+        if annotation == AnyEnvConfig:
+            return EnvConfig
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation
     return None

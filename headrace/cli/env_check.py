@@ -106,7 +106,7 @@ async def _examine(
         environment = environment_at(target)
         address, renew = environment.address, None
         if environment.is_started:
-            served = await stack.enter_async_context(served_file(str(environment.target)))
+            served = await stack.enter_async_context(served_file(environment.target))
             address, renew = served.address, served.renew
         channel = await stack.enter_async_context(
             rpc.channel(str(address), security=options, token=options.token, proxied=True)

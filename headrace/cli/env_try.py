@@ -18,7 +18,7 @@ from headrace.cli.data import read_prompts
 from headrace.cli.env_check import TargetArgument
 from headrace.cli.samples import draw_group
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import EnvConfig
 from headrace.env.kit.rescoring import rewards
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import check

@@ -18,7 +18,7 @@ from headrace.base.addresses import LOOPBACK, target_is_local, with_port
 from headrace.base.errors import ConfigError, HeadraceError, ServiceError
 from headrace.cli.common import RunArgument, cell, plain_table, say
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import AttachedConfig, CommandConfig, EnvConfig, TargetConfig
 from headrace.env import environment_file
 from headrace.env.asking import ask
 from headrace.env.environment import Sample
@@ -122,16 +122,16 @@ def _environment(config: Config, env: str) -> tuple[str, EnvConfig]:
     else:
         known = ", ".join(config.env) or "none"
         raise ConfigError(f"--env {env} is neither an environment of the run ({known}) nor FILE.py nor HOST:PORT")
-    if found.attached or found.command is not None:
+    if isinstance(found, AttachedConfig | CommandConfig):
         raise ConfigError(
             f"--env {env}: only the run itself can reach env.{env}; give its file, or the address of a process that serves it"
         )
-    target, security = found.target, config.security
-    is_far = target is not None and not (found.is_started or target_is_local(target))
+    security = config.security
+    is_far = isinstance(found, TargetConfig) and not (found.is_started or target_is_local(found.target))
     if is_far and security.tls and security.tls_ca is None:
         # the hub of this process has no certificate, and without an authority too it would dial in plain text
         raise ConfigError(
-            f"--env {env}: {target} is on another machine; give the authority of its certificate with --set security.tls_ca=FILE"
+            f"--env {env}: {found.address} is on another machine; give the authority of its certificate with --set security.tls_ca=FILE"
         )
     return name, found
 
@@ -171,11 +171,12 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
     async with contextlib.AsyncExitStack() as stack:
         if environment.is_started:
             environment = environment.model_copy(update={"port": 0})  # this hub starts its own process
+        scorers = [scorer for own in environment.scorers for scorer in config.list_scorers(own)]
         here = {"host": LOOPBACK, "port": 0, "http_port": 0, "address": None}
         alone = config.model_copy(
             update={
                 "run": config.run.model_copy(update={"id": None}),
-                "env": {name: environment, **{part: config.env[part] for part in environment.parts}},
+                "env": {name: environment, **{scorer: config.env[scorer] for scorer in scorers}},
                 "reward": config.reward.model_copy(update=here),
                 # a hub for this process alone needs no certificate
                 "security": config.security.model_copy(update={"tls_cert": None, "tls_key": None}),

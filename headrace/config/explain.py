@@ -128,6 +128,8 @@ def _line(error: ErrorDetails, origin: Origin, named: Named, references: Sequenc
         at = next((keys for keys in mentioned if pattern(keys) in known_keys()), path)
         message = message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
         return f"{message}{origin(at) if at else ''}"
+    if error["type"] == "missing" and (field := known_keys().get(pattern(path))) is not None:
+        return f"{key} is missing{origin(path)}; give {field.description or 'a value'}"
     if error["type"] == "model_type":
         return f"{key}: {in_yaml(value)} is not a section of keys{origin(path)}; give a mapping"
     message = error["msg"].replace("Input should", "should").split(", unable to parse")[0]

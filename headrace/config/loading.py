@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.base.errors import ConfigError
+from headrace.config.environments import drop_former
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
@@ -113,7 +114,10 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         file = None if _given(origins, keys) else inherited.source(keys)
         return file and file.parent
 
-    if (start := _start_of(Path(path), values)) is not None:
+    start = _start_of(Path(path), values)
+    if "env" in values and (start is not None or _is_saved(Path(path), values)):
+        values["env"] = drop_former(values["env"])
+    if start is not None:
         if start != Path.cwd():
             _find_in(values, Mark.PATH, lambda keys: None if _given(origins, keys) else start)
         here, run = Path(path).resolve().parent, values["run"]

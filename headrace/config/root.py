@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,16 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
-from headrace.config.built_in import problems
-from headrace.config.data import BUILT_IN, MATH_TIMEOUT_S, DataConfig, DataSourceConfig, EnvConfig
+from headrace.config.data import DataConfig, DataSourceConfig
+from headrace.config.environments import (
+    AnyEnvConfig,
+    CommandConfig,
+    EnvConfig,
+    EpisodicConfig,
+    TargetConfig,
+    VerifiersConfig,
+    name_type,
+)
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
@@ -50,7 +58,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     value: ValueConfig = ValueConfig()
     data: DataConfig = DataConfig()
-    env: dict[str, EnvConfig] = Field({}, description="environments, by the names that data sets use")
+    env: dict[str, AnyEnvConfig] = Field({}, description="environments, by the names that data sets use")
     replay: ReplayConfig = ReplayConfig()
     rollout: MayChange[RolloutConfig] = RolloutConfig()
     reward: MayChange[RewardConfig] = RewardConfig()
@@ -73,17 +81,8 @@ class Config(Section):
 
     @field_validator("env", mode="before")
     @classmethod
-    def _kinds_have_their_timeouts(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: {"timeout_s": MATH_TIMEOUT_S, **env}
-            if isinstance(env, dict)
-            and (env.get("type") or name) == "math"
-            and not any(env.get(key) for key in ("target", "command", "attached"))
-            else env
-            for name, env in values.items()
-        }
+    def _names_are_types(cls, values: Any) -> Any:
+        return {name: name_type(name, env) for name, env in values.items()} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -101,13 +100,8 @@ class Config(Section):
                 raise ValueError(
                     f"data: env_name {in_yaml(source.env_name)} is not one of the environments under env ({known})"
                 )
-            _check_verifiers_data(source, self.env[source.env_name].kind(source.env_name))
+            _check_verifiers_data(source, self.env[source.env_name])
         for name, env in self.env.items():
-            if not env.is_served and env.kind(name) is None:
-                raise ValueError(
-                    f"env.{name}: give `type` ({', '.join(BUILT_IN)}), `target` (FILE.py:CLASS, or host:port of your "
-                    "environment), `command`, or `attached: true`"
-                )
             _check_environment(self, name, env)
         _check_episodes(self)
         return self
@@ -115,7 +109,24 @@ class Config(Section):
     @property
     def has_episodes(self) -> bool:
         """Whether the run has work for runners."""
-        return any(env.episodes for env in self.env.values())
+        return bool(self.episodic)
+
+    @property
+    def episodic(self) -> dict[str, EpisodicConfig]:
+        """The environments that run episodes."""
+        return {name: env for name, env in self.env.items() if isinstance(env, EpisodicConfig) and env.episodes}
+
+    def list_scorers(self, name: str) -> Iterator[str]:
+        """Yield the environments that score what `env.<name>` scores: itself, its parts and its grader."""
+        yield name
+        for scorer in self.env[name].scorers:
+            yield from self.list_scorers(scorer)
+
+    @property
+    def started(self) -> dict[str, TargetConfig | CommandConfig]:
+        """The environments that `headrace up` starts."""
+        startable = {name: env for name, env in self.env.items() if isinstance(env, TargetConfig | CommandConfig)}
+        return {name: env for name, env in startable.items() if env.is_started}
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -252,9 +263,9 @@ class Config(Section):
 def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
     if not _ENVIRONMENT_NAME.fullmatch(name):
         raise ValueError(f"env.{name} is not a valid name; use 1 to 64 letters, digits and ._-")
-    for problem in problems(name, config.env):
+    for problem in env.problems(name, config.env):
         raise ValueError(f"env.{name}{problem}")
-    if env.episodes and config.algorithm.asynchrony.staleness_policy == "drop":
+    if env.runs_episodes and config.algorithm.asynchrony.staleness_policy == "drop":
         raise ValueError(
             f"env.{name}.episodes true with staleness_policy drop: an episode would be replayed only because it is too old; use ordered "
             "or mask"
@@ -267,15 +278,15 @@ def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
         )
 
 
-def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
+def _check_verifiers_data(source: DataSourceConfig, env: EnvConfig) -> None:
     """Check that a verifiers environment gets its own tasks, with the prompts that it makes of them."""
-    of_verifiers = source.dataset_name == "verifiers"
-    if of_verifiers and kind != "verifiers":
+    of_verifiers, plays_them = source.dataset_name == "verifiers", isinstance(env, VerifiersConfig)
+    if of_verifiers and not plays_them:
         raise ValueError(
             f"data: dataset_name verifiers with env_name {in_yaml(source.env_name)}, which is of another type; name an environment of "
             "type verifiers"
         )
-    if kind == "verifiers" and not of_verifiers:
+    if plays_them and not of_verifiers:
         raise ValueError(
             f"data: env_name {in_yaml(source.env_name)} is of type verifiers, which has only its own tasks; give dataset_name: verifiers "
             "instead of another data set"
@@ -290,7 +301,7 @@ def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
 
 def _check_episodes(config: Config) -> None:
     """Check that every group of episodes can be leased, and can end within its deadlines."""
-    episodes = {name for name, env in config.env.items() if env.episodes}
+    episodes = config.episodic
     if not episodes:
         return
     agents, replay, algorithm = config.agents, config.replay, config.algorithm

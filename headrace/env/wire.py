@@ -31,16 +31,10 @@ _LONGEST_MS = 2**32 - 1
 # The share of a message that answers may take. The rest is for what is around them.
 _SHARE_OF_MESSAGE = 0.9
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
-_STATUS = {
-    "SCORED": pb.STATUS_SCORED,
-    "FAILED": pb.STATUS_FAILED,
-    "TIMED_OUT": pb.STATUS_TIMED_OUT,
-    "INVALID": pb.STATUS_INVALID,
-    "NOT_STARTED": pb.STATUS_NOT_STARTED,
-    "INTERRUPTED": pb.STATUS_INTERRUPTED,
-}
+# The statuses that an environment may answer, as `Score` names them.
+STATUSES = {name.removeprefix("STATUS_"): value for name, value in pb.Status.items() if value}
 _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
-_STATUS_NAMES = {value: name for name, value in _STATUS.items()}
+_STATUS_NAMES = {value: name for name, value in STATUSES.items()}
 
 
 def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sample:
@@ -89,7 +83,7 @@ def score_to_wire(score: Score) -> pb.Result:
     """Convert a score. Law 7: one that can't be sent (metadata that is not JSON, a component that is not a number) is FAILED."""
     try:
         return pb.Result(
-            status=_STATUS[score.status],
+            status=STATUSES[score.status],
             reward=score.reward,
             components=score.components,
             metadata_json=_dump(score.metadata, "metadata"),

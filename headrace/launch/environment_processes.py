@@ -14,6 +14,7 @@ from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError
 from headrace.base.tls import trusting
 from headrace.config import Config
+from headrace.config.environments import AttachedConfig, CommandConfig, FunctionConfig, TargetConfig, VerifiersConfig
 from headrace.env import environment_file
 from headrace.env.verifiers import program
 from headrace.launch.runs import token_file
@@ -28,19 +29,20 @@ def check(config: Config) -> None:
     """Refuse environments that can't start because their file, class, program, function or verifiers environment doesn't exist. Raises
     `ConfigError`."""
     for name, env in config.env.items():
-        if env.command is not None and shutil.which(env.command[0]) is None:
-            raise ConfigError(
-                f"env.{name}.command {env.command[0]!r} is not a program; give its path, relative to this folder"
-            )
-        if env.is_started and env.target is not None:
-            try:
-                environment_file.check(env.target)
-            except ConfigError as error:
-                raise ConfigError(f"env.{name}.target {error}") from error
-        if env.kind(name) == "function":
-            _check_function(name, str(env.function))
-        elif env.kind(name) == "verifiers":
-            program.check(name, env)
+        match env:
+            case CommandConfig(command=[called, *_]) if shutil.which(called) is None:
+                raise ConfigError(
+                    f"env.{name}.command {called!r} is not a program; give its path, relative to this folder"
+                )
+            case TargetConfig(is_started=True):
+                try:
+                    environment_file.check(env.target)
+                except ConfigError as error:
+                    raise ConfigError(f"env.{name}.target {error}") from error
+            case FunctionConfig():
+                _check_function(name, env.function)
+            case VerifiersConfig():
+                program.check(name, env)
 
 
 def _check_function(name: str, function: str) -> None:
@@ -57,18 +59,20 @@ def _check_function(name: str, function: str) -> None:
 def describe(config: Config) -> Iterator[str]:
     """Yield a line about each environment that is the user's own code."""
     for name, env in config.env.items():
-        if env.command is not None:
-            yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
-        elif env.is_started:
-            yield f"environment {name}: `headrace up` serves {env.target}"
-        elif env.attached:
-            yield f"environment {name}: processes attach (`headrace.attach`); the run waits until one has"
-        elif env.kind(name) == "function":
-            yield f"environment {name}: the reward service runs {env.function}, in its own process"
-        elif env.kind(name) == "verifiers":
-            yield f"environment {name}: the reward service plays {env.verifiers['taskset']['id']} of verifiers, in {env.python}"
-        elif env.is_served:
-            yield f"environment {name}: {env.target}; the run waits until it is up"
+        match env:
+            case CommandConfig():
+                yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
+            case TargetConfig(is_started=True):
+                yield f"environment {name}: `headrace up` serves {env.target}"
+            case TargetConfig():
+                yield f"environment {name}: {env.target}; the run waits until it is up"
+            case AttachedConfig():
+                yield f"environment {name}: processes attach (`headrace.attach`); the run waits until one has"
+            case FunctionConfig():
+                yield f"environment {name}: the reward service runs {env.function}, in its own process"
+            case VerifiersConfig():
+                taskset = env.verifiers["taskset"]["id"]
+                yield f"environment {name}: the reward service plays {taskset} of verifiers, in {env.python}"
 
 
 def children(config: Config, logs: Path) -> dict[str, Child]:
@@ -79,19 +83,17 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
     """
     started = {}
     trusts = trusting(config.security.tls_ca, logs.parent / "authorities.pem")
-    for name, env in config.env.items():
-        if not env.is_started:
-            continue
+    for name, env in config.started.items():
         serves = {NAME: name, HOST: LOOPBACK, PORT: str(env.port), TOKEN_FILE: str(token_file(config, name))}
         own = child_environ(os.environ)
-        if env.command is not None:
-            argv = list(env.command)
+        if isinstance(env, CommandConfig):
+            argv = env.command
             # a user's program finds its modules as it does outside a run
             own = {**own, "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "")}
             source = None
         else:
-            source = environment_file.path_of(str(env.target))
-            argv = [sys.executable, "-m", "headrace.cli", "env", "serve", str(env.target)]
+            source = environment_file.path_of(env.target)
+            argv = [sys.executable, "-m", "headrace.cli", "env", "serve", env.target]
         label = f"environment-{name}"
         started[name] = Child(
             label, argv, logs / f"{label}.log", environ={**own, **trusts, **serves}, is_user_code=True, source=source

@@ -8,10 +8,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from headrace.base.addresses import is_loopback, parse_hosts, target_is_local
 from headrace.base.errors import ConfigError
+from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 
 if TYPE_CHECKING:
     from headrace.config import Config
-    from headrace.config.data import JudgeConfig
 
 _REMEDY = (
     "give security.tls_cert and security.tls_key (`headrace certs`) and security.credentials (`headrace credentials`), or "
@@ -52,7 +52,7 @@ def _problems(config: Config, service: str) -> Iterator[str]:
         for name, env in config.env.items():
             if env.address is not None and not target_is_local(env.address):
                 yield from _check_dialled(config, f"env.{name}.target", env.address)
-            for place, judge in enumerate(env.judges):
+            for place, judge in enumerate(env.judges if isinstance(env, LLMJudgeConfig) else []):
                 yield from _check_judge(f"env.{name}.judges.{place}.base_url", judge)
     else:
         yield from _redis(config, service)

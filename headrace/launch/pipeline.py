@@ -503,7 +503,7 @@ def patience(config: Config, environment: str | None = None, *, is_broken: bool 
     env = config.env[environment]
     longest_s, key = (
         (config.replay.group_deadline_s, "replay.group_deadline_s")
-        if env.episodes
+        if env.runs_episodes
         else (env.timeout_s, f"env.{environment}.timeout_s")
     )
     return max(limit, (longest_s + LONGEST_PROBE_GAP_S, key))

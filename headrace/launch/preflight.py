@@ -11,6 +11,7 @@ from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config
+from headrace.config.environments import TargetConfig
 from headrace.config.loading import Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.launch import shell
@@ -61,7 +62,9 @@ def _tokenizers(config: Config) -> dict[str, str]:
 
 async def _unreachable(config: Config, credentials: Credentials | None) -> list[str]:
     """Return a line for each served environment that does not answer now."""
-    served = {name: env.target for name, env in config.env.items() if env.target is not None and not env.is_started}
+    served = {
+        name: env.target for name, env in config.env.items() if isinstance(env, TargetConfig) and not env.is_started
+    }
     answers = await asyncio.gather(*(_ping(config, credentials, name, target) for name, target in served.items()))
     return [
         f"env.{name}.target {target} does not answer ({answer}); the run waits until it does"

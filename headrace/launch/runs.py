@@ -17,6 +17,7 @@ from headrace.base.errors import ConfigError, PortTaken, ReplayUnavailable, Serv
 from headrace.base.files import cannot_write, is_locked
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
+from headrace.config.environments import CommandConfig
 from headrace.config.yaml_text import dump
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import credentials
@@ -146,10 +147,9 @@ def make_credentials(config: Config) -> None:
     whole = Path(config.security.credentials or "")
     credentials.complete(whole, names)
     known = credentials.Credentials(whole)
-    for name, env in config.env.items():
-        if env.is_started:
-            role = f"environment {name}"
-            credentials.write(token_file(config, name), "".join(f"{role} {token}\n" for token in known.tokens(role)))
+    for name in config.started:
+        role = f"environment {name}"
+        credentials.write(token_file(config, name), "".join(f"{role} {token}\n" for token in known.tokens(role)))
 
 
 def token_file(config: Config, environment: str) -> Path:
@@ -293,13 +293,13 @@ def _listeners(config: Config) -> dict[str, tuple[str, int]]:
     if config.has_episodes:
         found["agents.port"] = config.agents.host, config.agents.port
         found["agents.http_port"] = config.agents.host, config.agents.http_port
-    return found | {f"env.{name}.port": (LOOPBACK, env.port) for name, env in config.env.items() if env.is_started}
+    return found | {f"env.{name}.port": (LOOPBACK, env.port) for name, env in config.started.items()}
 
 
 def _chosen(config: Config) -> list[str]:
     """Return the ports that `up` chooses: those that are 0, or were not given. A service that is started alone uses the default for the
     latter."""
-    found = [f"env.{name}.port" for name, env in config.env.items() if env.is_started and env.port == 0]
+    found = [f"env.{name}.port" for name, env in config.started.items() if env.port == 0]
     for key in _KNOWN:
         section, _, name = key.partition(".")
         own = getattr(config, section)
@@ -342,7 +342,7 @@ def settled_ports(config: Config) -> Iterator[tuple[Config, dict[str, socket.soc
     chosen, settled, environments = _chosen(config), dict[str, dict[str, int]](), dict(config.env)
     reserved: dict[str, socket.socket] = {}
     # a user's program doesn't know what it inherits
-    of_programs = {f"env.{name}.port" for name, env in config.env.items() if env.command is not None}
+    of_programs = {f"env.{name}.port" for name, env in config.env.items() if isinstance(env, CommandConfig)}
     with contextlib.ExitStack() as checked, contextlib.ExitStack() as held:
         for key, (host, port) in _listeners(config).items():
             if not port and key not in chosen:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from headrace.base.addresses import LOOPBACK, with_port
 from headrace.base.errors import ConfigError
 from headrace.base.scratch import scratch_folder
-from headrace.config.data import EnvConfig
+from headrace.config.environments import TargetConfig
 from headrace.env import environment_file
 from headrace.launch import guard
 from headrace.launch.supervisor import child_environ
@@ -27,11 +27,11 @@ _GRACE_S = 3.0
 _SHOWN = 2000
 
 
-def environment_at(target: str) -> EnvConfig:
+def environment_at(target: str) -> TargetConfig:
     """Return the environment that a configuration with this `target` has; for a file without a class, its only class. Raises
     `ConfigError`."""
     try:
-        return EnvConfig(target=environment_file.complete_target(target))
+        return TargetConfig(target=environment_file.complete_target(target))
     except ValidationError as error:
         raise ConfigError(
             f"{target} is neither FILE.py nor the host:port of a process that serves an environment"

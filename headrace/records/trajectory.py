@@ -533,6 +533,7 @@ def episode_record(
     return episode if len(calls) > 1 or episode.artifacts else episode.flat()
 
 
+# Those of the contract (trajectory.proto) and one that no environment answers. A type can't be derived from the enum, so a test compares.
 Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]
 
 # The most bytes of an encoded score in the buffer (score.lua); leases reserve them.
@@ -611,8 +612,8 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         """Return the score in a form that the buffer can keep: `fit`, or FAILED with the reason if that is not enough (an integer of
         more than 64 bits in its metadata, half a surrogate pair, components that are too large)."""
         try:
-            score = self.fit()
-            score.encode()
+            if (score := self.fit()) is not self:
+                score.encode()
         except CodecError as error:
             message = f"the score can't be kept: {error}"
             return Score("FAILED", message=message, environment=self.environment, build=self.build)

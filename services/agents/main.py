@@ -33,7 +33,7 @@ _CONNECT_S = 10.0
 def main(config: Config) -> None:
     """Run episodes until SIGTERM or SIGINT, then end their programs and return their leases. Raises `HeadraceError` for an error that the
     user must fix."""
-    if not any(env.episodes for env in config.env.values()):
+    if not config.has_episodes:
         raise ConfigError("no environment has episodes, so there is nothing to run; set env.<name>.episodes to true")
     hide_from_user()
     asyncio.run(_serve(config))

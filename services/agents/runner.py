@@ -310,7 +310,7 @@ class EpisodeRunner:
         seconds = time.monotonic() - began
         trained = sum(call.trained for call in ending.calls)
         ended = Outcome(score, hung, ending.limit, ending.refused, trained, ending.paths)
-        agents, graded = self._config.agents, self._config.env[env_name].grader is not None
+        agents, graded = self._config.agents, self._config.episodic[env_name].grader is not None
         finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
         handed_in = None if finish.score is None else self._complete(finish.score, episode, seconds)
         # a score that can't be kept has become FAILED, which goes without a trajectory
@@ -374,7 +374,7 @@ class EpisodeRunner:
     def _make_episode(self, episode: OpenEpisode, key: str) -> Episode:
         group, index, lease = episode.lease.group, episode.index, episode.lease
         began_before = lease.tries.get(index, 0)
-        env = self._config.env[group.env_name]
+        env = self._config.episodic[group.env_name]
         return Episode(
             base_url=f"{self._url}/s/{key}/v1",
             api_key=key,

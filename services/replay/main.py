@@ -72,7 +72,7 @@ def limits_of(config: Config) -> Limits:
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
         max_episode_bytes=config.agents.max_episode_bytes,
         environments={
-            name: EnvironmentLimits(env.failure_share, env.give_up_after, env.episodes)
+            name: EnvironmentLimits(env.failure_share, env.give_up_after, env.runs_episodes)
             for name, env in config.env.items()
         },
     )

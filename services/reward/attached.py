@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from headrace.base.errors import CodecError, HeadraceError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import AttachedConfig
 from headrace.env.flow import Flow
 from headrace.records.trajectory import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
@@ -171,7 +171,7 @@ class AttachedBackend:
     kind = pb.EnvironmentStatus.KIND_ATTACHED
     awaited = True
 
-    def __init__(self, name: str, env: EnvConfig, hub: str) -> None:
+    def __init__(self, name: str, env: AttachedConfig, hub: str) -> None:
         """`hub` is the hub's address on its own machine."""
         self._name = name
         self._env = env

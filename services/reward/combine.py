@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from headrace.base.errors import CodecError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
@@ -18,7 +18,7 @@ from headrace_services.reward.hub import EnvironmentBackend, score_metered
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
 # that cost an attempt before those that don't.
-_WORST: tuple[Status, ...] = ("INVALID", "FAILED", "TIMED_OUT", "INTERRUPTED", "NOT_STARTED")
+WORST: tuple[Status, ...] = ("INVALID", "FAILED", "TIMED_OUT", "INTERRUPTED", "NOT_STARTED")
 
 
 class CombineBackend:
@@ -28,7 +28,7 @@ class CombineBackend:
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
     awaited = True
 
-    def __init__(self, name: str, env: EnvConfig, environments: Mapping[str, EnvironmentBackend]) -> None:
+    def __init__(self, name: str, env: CombineConfig, environments: Mapping[str, EnvironmentBackend]) -> None:
         """`environments` are all environments of the run."""
         self._name = name
         self._env = env
@@ -96,13 +96,13 @@ class CombineBackend:
         """Return the build. Law 3: one build scores a group, so it must not depend on whether the gate was open. A part that was not asked
         counts with its last build."""
         builds = {part: scores[part].build if part in scores else build for part, build in self._builds.items()}
-        return compute_build(self._name, self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
+        return compute_build(self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0."""
         failures = {part: score for part, score in scores.items() if score.status != "SCORED"}
         if failures:
-            part, worst = min(failures.items(), key=lambda item: _WORST.index(item[1].status))
+            part, worst = min(failures.items(), key=lambda item: WORST.index(item[1].status))
             return Score(
                 worst.status,
                 message=f"{part}: {worst.message}",

@@ -7,17 +7,16 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from headrace.config.built_in import decisive_options
-from headrace.config.data import EnvConfig
+from headrace.config.environments import BuiltInConfig
 from headrace.env.source_build import digest_of
 from headrace.records.trajectory import BUILD_BYTES
 
 
-def compute_build(name: str, env: EnvConfig, *software: str) -> str:
-    """Return the build of `env.<name>`: the `software` that it judges with, and a digest of the reward service's source and of the options
-    that decide its rewards. It is the same in every process and on every machine."""
-    options = json.dumps(decisive_options(name, env), sort_keys=True)
-    digest = digest_of((importlib.metadata.version("headrace"), *_source(), str(env.kind(name)), options))
+def compute_build(env: BuiltInConfig, *software: str) -> str:
+    """Return the build of a built-in environment: the `software` that it judges with, and a digest of the reward service's source and of
+    the options that decide its rewards. It is the same in every process and on every machine, whatever the environment's name."""
+    options = json.dumps(env.decisive_options(), sort_keys=True)
+    digest = digest_of((importlib.metadata.version("headrace"), *_source(), env.type, options))
     said = ", ".join((*software, digest))
     return said if len(said.encode()) <= BUILD_BYTES else digest_of([said])
 

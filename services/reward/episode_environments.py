@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import EpisodicConfig
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import make_outcome, make_result
@@ -26,7 +26,7 @@ class EpisodeBackend:
     awaited = True
 
     def __init__(
-        self, name: str, env: EnvConfig, programs: ProgramBackend, environments: Mapping[str, EnvironmentBackend]
+        self, name: str, env: EpisodicConfig, programs: ProgramBackend, environments: Mapping[str, EnvironmentBackend]
     ) -> None:
         """`environments` are all environments of the run."""
         self._name = name

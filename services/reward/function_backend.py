@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.base.scratch import scratch_folder
 from headrace.base.tls import trusting
-from headrace.config.data import EnvConfig
+from headrace.config.environments import EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
 from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
@@ -41,7 +41,7 @@ class FunctionBackend:
 
     awaited = True
 
-    def __init__(self, name: str, env: EnvConfig, authorities: str | None) -> None:
+    def __init__(self, name: str, env: EpisodicConfig, authorities: str | None) -> None:
         """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
         self._stack = contextlib.ExitStack()
@@ -50,7 +50,7 @@ class FunctionBackend:
         told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
         self._process.what = f"the process of env.{name}"
-        served = env.model_copy(update={"type": None, "target": address})
+        served = TargetConfig(target=address, **env.model_dump(include={*EpisodicConfig.model_fields}))
         self._remote = RemoteBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
         self._keeping: asyncio.Task[None] | None = None
 

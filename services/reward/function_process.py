@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 
 from headrace.base.errors import HeadraceError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import FunctionConfig, TargetConfig, VerifiersConfig, read_environment
 from headrace.env import environment_file
 from headrace.env.environment import Environment
 from headrace.env.program_function import load
@@ -57,14 +57,18 @@ async def _environment(
     specification: FunctionSpecification,
 ) -> AsyncIterator[tuple[Environment, Callable[[], Awaitable[object]]]]:
     """Yield the environment, and a function whose result completes once the environment has died. Raises `HeadraceError`."""
-    name, env = specification.name, EnvConfig.model_validate(specification.env)
-    if env.kind(name) == "verifiers":
-        async with playing(name, env, f"{specification.address.removeprefix('unix:')}-verifiers") as (program, process):
-            yield program, process.wait
-    elif env.target is not None:
-        yield environment_file.load(env.target), asyncio.Event().wait
-    else:
-        yield load(name, str(env.function), env.concurrency), asyncio.Event().wait
+    name, env = specification.name, read_environment(specification.env)
+    match env:
+        case VerifiersConfig():
+            socket = f"{specification.address.removeprefix('unix:')}-verifiers"
+            async with playing(name, env, socket) as (program, process):
+                yield program, process.wait
+        case TargetConfig():
+            yield environment_file.load(env.target), asyncio.Event().wait
+        case FunctionConfig():
+            yield load(name, env.function, env.concurrency), asyncio.Event().wait
+        case _:
+            raise TypeError(f"env.{name} is not run in a process of its own: {type(env).__name__}")
 
 
 async def _end_of(stream: IO[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import EnvConfig
 from headrace.env.environment import Environment
 from headrace.env.server import BatchScorer
 from headrace.env.wire import sample_from_wire, score_to_wire

@@ -15,7 +15,7 @@ import prometheus_client
 
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import CodecError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import AttachedConfig, CodeConfig, EnvConfig, EpisodicConfig, SandboxedConfig
 from headrace.config.security import SecurityConfig
 from headrace.env.wire import check_trajectory, episode_from_wire, fit_results
 from headrace.net import rpc
@@ -54,7 +54,7 @@ class BuiltInBackend:
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
     awaited = False
 
-    def __init__(self, name: str, env: EnvConfig, pool: WorkerPool, workers: int) -> None:
+    def __init__(self, name: str, env: SandboxedConfig, pool: WorkerPool, workers: int) -> None:
         self._name = name
         self._env = env
         self._pool = pool
@@ -82,21 +82,20 @@ class BuiltInBackend:
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """Return the environment's description, or None if it can't be asked; and why it can't score now, or None if it can."""
-        kind = self._env.kind(self._name)
         capacity = self._capacity + self._pool.asleep
         description = environment_pb2.DescribeResponse(
             name=self._name,
             build=self._pool.builds.get(self._name, ""),
-            description=f"built-in {kind}",
+            description=f"built-in {self._env.type}",
             capacity=capacity,
-            calls=capacity if kind == "code" else 0,
+            calls=capacity if isinstance(self._env, CodeConfig) else 0,
             sandbox=self._pool.level,
         )
         return description, self._pool.problem()
 
 
 class RemoteBackend:
-    """An environment in its own process, which the hub calls at `EnvConfig.address`.
+    """An environment in its own process, which the hub calls at its `address`.
 
     A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Over all callers, the environment never has more than
     its stated capacity, so that it starts work on receipt. Trajectories that were not sent are NOT_STARTED.
@@ -108,7 +107,7 @@ class RemoteBackend:
     def __init__(
         self,
         name: str,
-        env: EnvConfig,
+        env: EpisodicConfig,
         max_message_bytes: int,
         security: SecurityConfig,
         credentials: Credentials | None,
@@ -374,7 +373,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._environments = environments
         self._env = env
         self._attached = attached
-        found = {name: each for name, each in environments.items() if env[name].episodes}
+        found = {name: each for name, each in environments.items() if env[name].runs_episodes}
         self._programs = {name: each for name, each in found.items() if isinstance(each, RunsEpisodes)}
         self._max_message_bytes = max_message_bytes
         self._access = access
@@ -497,9 +496,10 @@ class Hub(pb_grpc.RewardServiceServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"the token of {role} can't attach as {name!r:.80}; use that of environment {name:.80} or operator",
             )
-        if name in self._env and self._env[name].attached:
+        attaching = [name for name, env in self._env.items() if isinstance(env, AttachedConfig)]
+        if name in attaching:
             return None
-        known = ", ".join(name for name, env in self._env.items() if env.attached) or "none"
+        known = ", ".join(attaching) or "none"
         return (
             grpc.StatusCode.NOT_FOUND,
             f"{name!r:.80} is not one of the environments that attach to this run ({known:.400}); declare it in the run's configuration "
@@ -530,7 +530,7 @@ class Hub(pb_grpc.RewardServiceServicer):
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]
         # the grader scores the trajectories of its episodes
-        scored = env if env.grader is None else self._env[env.grader]
+        scored = self._env[env.grader] if isinstance(env, EpisodicConfig) and env.grader is not None else env
         attached = self._attached.get(name)
         description, problem = await environment.describe()
         return pb.EnvironmentStatus(

@@ -22,7 +22,7 @@ from headrace.base.addresses import find_proxy, url_through_proxy
 from headrace.base.errors import ConfigError
 from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 from headrace.base.tls import client_context
-from headrace.config.data import EnvConfig, JudgeConfig
+from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import compute_build
@@ -123,12 +123,12 @@ class LLMJudge(Hosted):
     verdict, there is no reward.
     """
 
-    def __init__(self, name: str, env: EnvConfig, store: VerdictStore) -> None:
+    def __init__(self, name: str, env: LLMJudgeConfig, store: VerdictStore) -> None:
         """Create the environment. Raises `ConfigError` for a judge's file that can't be used."""
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
-        self.build = compute_build(name, env)
+        self.build = compute_build(env)
         self.description = f"{len(env.judges)} judges: {', '.join(judge.model for judge in env.judges)}"
         self._store = store
         self._asking: dict[str, asyncio.Task[Verdict]] = {}  # requests under way, by their key
@@ -246,7 +246,7 @@ def question(sample: Sample) -> str:
     return json.dumps(shown, ensure_ascii=True)
 
 
-def make_request(judge: JudgeConfig, env: EnvConfig, content: str) -> dict[str, Any]:
+def make_request(judge: JudgeConfig, env: LLMJudgeConfig, content: str) -> dict[str, Any]:
     """Return the body of a request. Each request draws a new mark, which the author of the completion can't have known."""
     lowest, highest = env.scale
     mark = secrets.token_hex(12)
@@ -291,7 +291,7 @@ def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
     return verdict
 
 
-def compute_verdict(worth: Sequence[float], env: EnvConfig) -> float:
+def compute_verdict(worth: Sequence[float], env: LLMJudgeConfig) -> float:
     """Return the reward for the judges' scores, each 0 to 1."""
     votes = worth if env.threshold is None else [float(value >= env.threshold) for value in worth]
     return float(sum(votes) * 2 > len(votes)) if env.vote == "majority" else sum(votes) / len(votes)

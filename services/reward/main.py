@@ -6,13 +6,21 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.config.built_in import PROGRAMS
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import (
+    AttachedConfig,
+    CombineConfig,
+    CommandConfig,
+    EpisodicConfig,
+    LLMJudgeConfig,
+    RewardModelConfig,
+    SandboxedConfig,
+)
 from headrace.net import rpc
 from headrace.net.credentials import load_credentials
 from headrace.net.http_access import HttpAccess
@@ -31,8 +39,6 @@ from headrace_services.reward.reward_model import RewardModel
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
-# The built-in environments that don't score in a worker.
-HOSTED = ("llm_judge", "reward_model")
 _SERVICE = "headrace.v1.RewardService"
 # The roles that may call each method. A score is only worth what the environments make it: only the scorer may request one, and only a
 # runner may request an episode.
@@ -86,10 +92,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
 
-        built_in = {name: env for name, env in config.env.items() if not env.is_served}
-        sandboxed = {
-            name: env for name, env in built_in.items() if env.kind(name) not in ("combine", *PROGRAMS, *HOSTED)
-        }
+        sandboxed = {name: env for name, env in config.env.items() if isinstance(env, SandboxedConfig)}
         pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
         await pool.start()
         stack.push_async_callback(pool.aclose)
@@ -97,34 +100,35 @@ async def running(config: Config) -> AsyncIterator[Running]:
             name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
 
-        async def started(name: str, env: EnvConfig) -> FunctionBackend:
+        async def started(name: str, env: EpisodicConfig) -> FunctionBackend:
             function = FunctionBackend(name, env, config.security.tls_ca)
             stack.push_async_callback(function.aclose)
             await function.start()
             return function
 
-        for name, env in built_in.items():
-            if env.kind(name) in HOSTED:
+        attached: dict[str, AttachedBackend] = {}
+
+        async def reached(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | RemoteBackend:
+            if isinstance(env, AttachedConfig):
+                attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
+                return attached[name]
+            if env.address is None:  # a program, or a file that `headrace up` does not serve
+                return await started(name, env)
+            remote = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
+            stack.push_async_callback(remote.aclose)
+            return remote
+
+        for name, env in config.env.items():
+            if isinstance(env, LLMJudgeConfig | RewardModelConfig):
                 hosted = make_hosted(name, env, config)
                 stack.push_async_callback(hosted.aclose)
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
-            elif env.kind(name) in PROGRAMS:
-                environments[name] = EpisodeBackend(name, env, await started(name, env), environments)
-        attached: dict[str, AttachedBackend] = {}
-        for name in config.env.keys() - built_in.keys():
-            env = config.env[name]
-            backend: AttachedBackend | FunctionBackend | RemoteBackend
-            if env.attached:
-                backend = attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
-            elif env.address is None:  # a file that `headrace up` does not serve
-                backend = await started(name, env)
-            else:
-                backend = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
-                stack.push_async_callback(backend.aclose)
-            environments[name] = EpisodeBackend(name, env, backend, environments) if env.episodes else backend
-        for name, env in built_in.items():
-            if env.kind(name) == "combine":
+            elif isinstance(env, EpisodicConfig):
+                backend = await reached(name, env)
+                environments[name] = EpisodeBackend(name, env, backend, environments) if env.episodes else backend
+        for name, env in config.env.items():
+            if isinstance(env, CombineConfig):
                 environments[name] = CombineBackend(name, env, environments)
 
         hub = Hub(environments, config.env, attached, reward.max_message_bytes, rpc_access)
@@ -138,9 +142,9 @@ async def running(config: Config) -> AsyncIterator[Running]:
         yield Running(port, http.getsockname()[1], pool.failure)
 
 
-def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
+def make_hosted(name: str, env: LLMJudgeConfig | RewardModelConfig, config: Config) -> Hosted:
     """Create the hosted environment of `env.<name>`. Raises `ConfigError` if something that it needs can't be used."""
-    if env.kind(name) == "reward_model":
+    if isinstance(env, RewardModelConfig):
         return RewardModel(name, env)
     folder = None if config.run.id is None else config.run_folder
     return LLMJudge(name, env, VerdictStore(None if folder is None else folder / f"judge-{name}.sqlite"))
@@ -151,22 +155,15 @@ def sources_of_parts(config: Config) -> list[DataSourceConfig]:
     return [
         source.model_copy(update={"env_name": name})
         for source in config.data.sources
-        for name in _list_scorers(str(source.env_name), config)
+        if source.env_name in config.env
+        for name in config.list_scorers(source.env_name)
     ]
-
-
-def _list_scorers(name: str, config: Config) -> Iterator[str]:
-    """Yield the environments that score what `name` scores: itself, its parts and its grader."""
-    yield name
-    if (env := config.env.get(name)) is not None:
-        for part in (*env.parts, *([] if env.grader is None else [env.grader])):
-            yield from _list_scorers(part, config)
 
 
 def _check_started(config: Config) -> None:
     """Raise `ConfigError` for a program that was not started. Only `headrace up` starts programs, and gives them a port."""
     for name, env in config.env.items():
-        if env.command is not None and not env.port:
+        if isinstance(env, CommandConfig) and not env.port:
             raise ConfigError(
                 f"env.{name}.command {' '.join(env.command)}: only `headrace up` starts programs. Start it yourself as a separate service, "
                 f"and give its address: env.{name}.target=HOST:50400 env.{name}.command=null"

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import RewardModelConfig
 from headrace_services.reward.environment_build import compute_build, read_version
 from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 
@@ -38,9 +38,9 @@ Answer = float | str
 def main() -> None:
     hub = HubPipes()
     specification = hub.specification(ModelSpecification)
-    name, env = specification.name, EnvConfig.model_validate(specification.env)
+    name, env = specification.name, RewardModelConfig.model_validate(specification.env)
     try:
-        model = RewardModelOnDevice(name, env)
+        model = RewardModelOnDevice(env)
     except ImportError as error:
         problem = f"{error}; pip install 'headrace[reward-model]'"
     except Exception as error:  # noqa: BLE001  # transformers raises any kind of error for a model that it can't load
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class RewardModelOnDevice:
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, env: RewardModelConfig) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -78,7 +78,7 @@ class RewardModelOnDevice:
         self._longest = min(lengths, default=None)
         # only this process knows where the model computes; devices of the same type give the same rewards
         software = read_version("torch"), read_version("transformers"), f"on {self._device.type}"
-        self.build = compute_build(name, env, *software)
+        self.build = compute_build(env, *software)
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
         """Return one answer per conversation, from one forward pass over those that are not too long."""

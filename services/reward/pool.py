@@ -20,7 +20,8 @@ from google.protobuf.message import DecodeError
 
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
@@ -78,7 +79,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        environments: Mapping[str, EnvConfig],
+        environments: Mapping[str, SandboxedConfig],
         size: int,
         sources: Sequence[DataSourceConfig] = (),
         levels: Sequence[Level] = tuple(Level),
@@ -95,7 +96,7 @@ class WorkerPool:
         self._queue: asyncio.Queue[Sequence[_Job]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None]
-        programs = [env.memory_mb * 1024**2 for name, env in environments.items() if env.kind(name) == "code"]
+        programs = [env.memory_mb * 1024**2 for env in environments.values() if isinstance(env, CodeConfig)]
         self._needed_bytes = size * max(programs, default=0)  # what the programs in the places may have
         self._asleep: dict[asyncio.Task[None], _Job] = {}  # the last to fall asleep comes last
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.base.errors import ServiceError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import RewardModelConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import score_truncated
@@ -39,8 +39,7 @@ class RewardModel(Hosted):
     concurrency = 1  # calls at a time; a call is one forward pass
     patience_s = 60.0  # how long a start waits for the model; `headrace up` waits at most two minutes for a service
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
-        assert env.model_name is not None
+    def __init__(self, name: str, env: RewardModelConfig) -> None:
         self.name = name
         self.env = env
         self.max_batch_size = env.batch_size

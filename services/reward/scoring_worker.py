@@ -16,11 +16,13 @@ import select
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from headrace.base.errors import HeadraceError, ServiceError
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import CodeConfig, SandboxedConfig, read_environment
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.records.trajectory import Score
@@ -31,6 +33,7 @@ from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
+Make = Callable[[str, SandboxedConfig], BuiltInEnvironment[Any]]
 _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took
 
 
@@ -60,7 +63,7 @@ class Answer(msgspec.Struct, array_like=True):
     results: list[bytes | None]
 
 
-def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
+def main(make: Make = make) -> None:
     hub = HubPipes()
     specification = hub.specification(Specification)
     try:
@@ -83,14 +86,13 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     _Worker(sandbox, environments, hub).serve()
 
 
-def _load(
-    specification: Specification, make: Callable[[str, EnvConfig], BuiltInEnvironment]
-) -> dict[str, BuiltInEnvironment]:
+def _load(specification: Specification, make: Make) -> dict[str, BuiltInEnvironment[Any]]:
     sources = [DataSourceConfig.model_validate(source) for source in specification.sources]
     environments = {}
     for name, values in specification.environments.items():
-        env = EnvConfig.model_validate(values)
-        if env.kind(name) == "code" and Level.A not in specification.levels:
+        env = read_environment(values)
+        assert isinstance(env, SandboxedConfig)
+        if isinstance(env, CodeConfig) and Level.A not in specification.levels:
             raise ServiceError(refusal(name, f"allowed levels: {', '.join(specification.levels)}"))
         environments[name] = make(name, env)
         environments[name].prepare([source for source in sources if source.env_name == name])
@@ -106,7 +108,7 @@ def _check_threads() -> None:
         )
 
 
-def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: bytes) -> bytes | None:
+def _quick_result(environments: Mapping[str, BuiltInEnvironment[Any]], trajectory: bytes) -> bytes | None:
     """Return the result if it takes no more than a comparison, else None. An error is left to the trajectory's own turn."""
     wire = pb.Trajectory.FromString(trajectory)
     environment = environments[wire.environment]
@@ -120,7 +122,7 @@ def _quick_result(environments: Mapping[str, BuiltInEnvironment], trajectory: by
 class _Worker:
     """Answers requests. `_waiting` has those that wait, by the file descriptor that they wait for."""
 
-    def __init__(self, sandbox: Sandbox, environments: Mapping[str, BuiltInEnvironment], hub: HubPipes) -> None:
+    def __init__(self, sandbox: Sandbox, environments: Mapping[str, BuiltInEnvironment[Any]], hub: HubPipes) -> None:
         self._sandbox = sandbox
         self._environments = environments
         self._requests, self._replies = hub.requests, hub.replies
@@ -183,7 +185,7 @@ class _Worker:
 class _Scoring:
     """The scoring of one trajectory. `steps` does what must happen in the worker itself."""
 
-    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment, wire: pb.Trajectory) -> None:
+    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment[Any], wire: pb.Trajectory) -> None:
         self.request = request
         self._environment = environment
         self._wire = wire

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import TargetConfig
 from headrace.net.credentials import Credentials, complete
 from headrace.net.http_access import SESSION, Guard, HttpAccess, new_code
 from headrace.net.service import create_app
@@ -133,7 +133,7 @@ def service(
 
 
 async def _reward(config: Config) -> Service:
-    env = EnvConfig(target="127.0.0.1:1")
+    env = TargetConfig(target="127.0.0.1:1")
     backend = RemoteBackend("mine", env, 2**20, config.security, None)
     return Service(reward_app(Hub({"mine": backend}, {"mine": env}, {})))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import SandboxedConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import BuiltInEnvironment
@@ -14,8 +14,8 @@ from headrace_services.reward.scoring_worker import main
 ENDS_AT_SIGHT = "end"
 
 
-class Evaluating(BuiltInEnvironment):
-    def __init__(self, name: str, env: EnvConfig) -> None:
+class Evaluating(BuiltInEnvironment[SandboxedConfig]):
+    def __init__(self, name: str, env: SandboxedConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
 
@@ -33,7 +33,7 @@ class Evaluating(BuiltInEnvironment):
         return reward
 
 
-def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
+def make(name: str, env: SandboxedConfig) -> BuiltInEnvironment[SandboxedConfig]:
     return Evaluating(name, env)
 
 

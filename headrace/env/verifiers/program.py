@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import VerifiersConfig
 from headrace.env.environment import Environment
 from headrace.env.episode import Episode
 from headrace.env.source_build import digest_of
@@ -32,18 +32,18 @@ _WORKER = Path(__file__).with_name("verifiers_worker.py")
 _STOP_S = 5.0
 
 
-def check(name: str, env: EnvConfig) -> None:
+def check(name: str, env: VerifiersConfig) -> None:
     """Raise `ConfigError` if `env.<name>` can't be loaded."""
     _ask("check", name, env)
 
 
-def tasks(name: str, env: EnvConfig, select: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
+def tasks(name: str, env: VerifiersConfig, select: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
     """Return a row for each task that `select` (verifiers' own section of that name) selects, or for the first `size` tasks of an endless
     task set. A row has the `task`, and the `messages` that it begins with. Raises `ConfigError`."""
     return _ask("tasks", name, env, select=dict(select), size=size)
 
 
-def _ask(mode: str, name: str, env: EnvConfig, **arguments: Any) -> list[dict[str, Any]]:
+def _ask(mode: str, name: str, env: VerifiersConfig, **arguments: Any) -> list[dict[str, Any]]:
     python = _python(name, env)
     asked = json.dumps({"verifiers": env.verifiers, **arguments}) + "\n"
     argv = [python, "-P", str(_WORKER), mode]
@@ -59,9 +59,9 @@ def _ask(mode: str, name: str, env: EnvConfig, **arguments: Any) -> list[dict[st
     return rows
 
 
-def _python(name: str, env: EnvConfig) -> str:
+def _python(name: str, env: VerifiersConfig) -> str:
     """Return the path of the Python with its links unresolved, because by them it finds its installed packages."""
-    found = shutil.which(str(env.python))
+    found = shutil.which(env.python)
     if found is None:
         raise ConfigError(
             f"env.{name}.python {env.python!r} is not a program; give the path of the Python in which verifiers is installed, relative to "
@@ -81,7 +81,7 @@ class VerifiersProgram(Environment):
     """The program of `env.<name>`, while `playing` runs its process. Each episode is a connection to the process, which ends with the
     episode."""
 
-    def __init__(self, name: str, env: EnvConfig, address: str, software: list[str]) -> None:
+    def __init__(self, name: str, env: VerifiersConfig, address: str, software: list[str]) -> None:
         self.name = name
         self.episodes = env.concurrency
         options = json.dumps(env.verifiers, sort_keys=True)
@@ -120,7 +120,7 @@ def score_of(outcome: dict[str, Any]) -> Score:
 
 @contextlib.asynccontextmanager
 async def playing(
-    name: str, env: EnvConfig, address: str
+    name: str, env: VerifiersConfig, address: str
 ) -> AsyncIterator[tuple[VerifiersProgram, asyncio.subprocess.Process]]:
     """Yield the program and its process, which listens on the socket `address` and plays episodes. Raises `ConfigError` if it can't."""
     python = _python(name, env)

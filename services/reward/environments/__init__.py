@@ -1,32 +1,52 @@
-"""The built-in environments that score in a sandboxed worker: `make` finds the class that a `type` in the configuration names."""
+"""The built-in environments that score in a sandboxed worker: `make` finds the class for a model of the configuration."""
 
 from __future__ import annotations
 
-from headrace.config.data import EnvConfig
+from typing import Any
+
+from headrace.config.environments import (
+    CodeConfig,
+    FormatConfig,
+    LengthConfig,
+    MathConfig,
+    MathMultiRewardConfig,
+    ReasoningGymConfig,
+    RegexConfig,
+    RepetitionConfig,
+    SandboxedConfig,
+)
 from headrace_services.reward.environments.base import BuiltInEnvironment
 
 
-def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
+def make(name: str, env: SandboxedConfig) -> BuiltInEnvironment[Any]:
     """Create the built-in environment of `env.<name>`. Imports its module only now, because some need heavy libraries. Raises `ImportError`
     if a library is not installed."""
-    kind = env.kind(name)
-    if kind == "math":
-        from headrace_services.reward.environments.math import Math
+    match env:
+        case MathConfig():
+            from headrace_services.reward.environments.math import Math
 
-        return Math(name, env)
-    if kind == "math_multi_reward":
-        from headrace_services.reward.environments.math_multi_reward import MathMultiReward
+            return Math(name, env)
+        case MathMultiRewardConfig():
+            from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 
-        return MathMultiReward(name, env)
-    if kind == "reasoning_gym":
-        from headrace_services.reward.environments.reasoning_gym import ReasoningGym
+            return MathMultiReward(name, env)
+        case ReasoningGymConfig():
+            from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 
-        return ReasoningGym(name, env)
-    if kind == "code":
-        from headrace_services.reward.environments.code import Code
+            return ReasoningGym(name, env)
+        case CodeConfig():
+            from headrace_services.reward.environments.code import Code
 
-        return Code(name, env)
+            return Code(name, env)
     from headrace_services.reward.environments import text
 
-    made = {"regex": text.Regex, "format": text.Format, "length": text.Length, "repetition": text.Repetition}
-    return made[str(kind)](name, env)
+    match env:
+        case RegexConfig():
+            return text.Regex(name, env)
+        case FormatConfig():
+            return text.Format(name, env)
+        case LengthConfig():
+            return text.Length(name, env)
+        case RepetitionConfig():
+            return text.Repetition(name, env)
+    raise TypeError(f"no class scores {type(env).__name__}")

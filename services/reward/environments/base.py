@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from headrace.config.data import DataSourceConfig, EnvConfig, Extract
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import Extract, SandboxedConfig, ScoringConfig
 from headrace.env.environment import Environment, Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import compute_build
@@ -34,17 +35,18 @@ class Wait(NamedTuple):
     asleep: bool = False
 
 
+ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 Observation = Generator[Wait, None, Score | None]
 
 
-class BuiltInEnvironment(Environment):
+class BuiltInEnvironment(Environment, Generic[ConfigT]):
     """The base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`. `software` names the
     libraries that they judge with."""
 
-    def __init__(self, name: str, env: EnvConfig, *software: str) -> None:
+    def __init__(self, name: str, env: ConfigT, *software: str) -> None:
         self.name = name
         self.env = env
-        self.build = compute_build(name, env, *software)
+        self.build = compute_build(env, *software)
 
     def score(self, sample: Sample) -> float | Score:
         found = self.quick_score(sample)
@@ -76,7 +78,7 @@ class BuiltInEnvironment(Environment):
         raise NotImplementedError
 
 
-def score_truncated(env: EnvConfig, sample: Sample) -> Score | None:
+def score_truncated(env: ScoringConfig, sample: Sample) -> Score | None:
     """Return the score of a truncated completion if `require_stop` is set, else None."""
     if env.require_stop and sample.finish_reason == "length":
         return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ServiceError
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import CodeConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
@@ -56,7 +57,7 @@ class Tests(msgspec.Struct):
     fn_name: str | None = None
 
 
-class Code(BuiltInEnvironment):
+class Code(BuiltInEnvironment[CodeConfig]):
     """Runs the tests of a problem on the program in a completion.
 
     `extra_env_info` is `{"inputs": […], "outputs": […]}`: each test's standard input and expected standard output. With `"fn_name"` they
@@ -67,7 +68,7 @@ class Code(BuiltInEnvironment):
     there is nothing for a program to find.
     """
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: CodeConfig) -> None:
         python = f"Python {sys.version.split()[0]}"
         super().__init__(name, env, python if env.runs_with is None else env.runs_with[0])
         self.description = "tests of a program, or of a Python function"
@@ -243,7 +244,7 @@ def refusal(name: str, denied: str) -> str:
     )
 
 
-def extract_program(completion: str, env: EnvConfig) -> str | None:
+def extract_program(completion: str, env: CodeConfig) -> str | None:
     """Return the program: the last fenced block of what `extract` takes from the completion, or all of it if there is no fenced block."""
     said = extract_answer(completion, env.extract)
     if said is None:
@@ -288,7 +289,7 @@ def _input(function: str | None, given: Any) -> bytes:
     return str(given).encode() if function is None else json.dumps({"function": function, "arguments": given}).encode()
 
 
-def _problem(info: dict[str, Any], env: EnvConfig) -> str | None:
+def _problem(info: dict[str, Any], env: CodeConfig) -> str | None:
     """Return why the tests of a problem can't be run, or None if they can."""
     try:
         tests = msgspec.convert(info, Tests)

@@ -10,7 +10,8 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import MathConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import read_version
@@ -21,7 +22,7 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
-class Math(BuiltInEnvironment):
+class Math(BuiltInEnvironment[MathConfig]):
     """Compares a number or a formula. `extra_env_info` is `{"answer": …}`, a number or LaTeX.
 
     The reward is 1 if math-verify finds an equal expression in the completion (a boxed one first, else the last), else 0. With `extract` it
@@ -31,7 +32,7 @@ class Math(BuiltInEnvironment):
     math-verify's own deadlines are off, because they would turn a hang into "not equal". The hub's deadline ends a hang as TIMED_OUT.
     """
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: MathConfig) -> None:
         super().__init__(name, env, read_version("math-verify"), read_version("sympy"))
         self.description = "mathematical equality with extra_env_info.answer"
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off

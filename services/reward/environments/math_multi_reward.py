@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import MathMultiRewardConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import BuiltInEnvironment, shorten_answer
@@ -13,7 +13,7 @@ _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
-class MathMultiReward(BuiltInEnvironment):
+class MathMultiReward(BuiltInEnvironment[MathMultiRewardConfig]):
     """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. The components are each
     0 or 1, by the rules of NeMo RL's environment of this name. The reward is their sum.
 
@@ -23,7 +23,7 @@ class MathMultiReward(BuiltInEnvironment):
     - format: the completion is `<think>…</think>`, a new line, and a single `<answer>…</answer>`.
     """
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: MathMultiRewardConfig) -> None:
         super().__init__(name, env)
         self.description = "correctness, integer and format of an answer, as components"
 

@@ -11,7 +11,8 @@ import reasoning_gym
 
 from headrace.base.errors import ConfigError
 from headrace.base.tagged_json import from_json
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import ReasoningGymConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import read_version
@@ -19,7 +20,7 @@ from headrace_services.reward.environments.base import BuiltInEnvironment, extra
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 
-class ReasoningGym(BuiltInEnvironment):
+class ReasoningGym(BuiltInEnvironment[ReasoningGymConfig]):
     """Scores the tasks of reasoning-gym.
 
     `extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, with the entry as `tagged_json.to_json` writes it. If
@@ -30,7 +31,7 @@ class ReasoningGym(BuiltInEnvironment):
     not see (`gym_answers`) or can't read.
     """
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: ReasoningGymConfig) -> None:
         self._package = read_version("reasoning-gym")
         super().__init__(name, env, self._package, read_version("sympy"))
         self.description = f"{len(TASKS)} procedural tasks"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 
-from headrace.config.data import EnvConfig
+from headrace.config.environments import FormatConfig, LengthConfig, RegexConfig, RepetitionConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shorten_answer
 
 
-class Regex(BuiltInEnvironment):
+class Regex(BuiltInEnvironment[RegexConfig]):
     """Rewards 1 if `pattern` is found in what `extract` takes from the completion, else 0."""
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: RegexConfig) -> None:
         super().__init__(name, env)
-        assert env.pattern is not None
         self.description = f"whether {env.pattern!r:.80} is found"
         self._pattern = re.compile(env.pattern)
 
@@ -25,11 +24,11 @@ class Regex(BuiltInEnvironment):
         return Score("SCORED", reward=float(found is not None), metadata={"found": shorten_answer(found and found[0])})
 
 
-class Format(BuiltInEnvironment):
+class Format(BuiltInEnvironment[FormatConfig]):
     """Rewards 1 if the completion consists of `tags`, each opened and closed once and in this order, with only blanks between and around
     them, else 0."""
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: FormatConfig) -> None:
         super().__init__(name, env)
         self.description = " ".join(f"<{tag}>…</{tag}>" for tag in env.tags)
 
@@ -46,11 +45,11 @@ class Format(BuiltInEnvironment):
         return float(not rest)
 
 
-class Length(BuiltInEnvironment):
+class Length(BuiltInEnvironment[LengthConfig]):
     """Rewards 1 if the completion has `min_tokens` to `max_tokens` tokens. Outside that range the reward falls to 0 within
     `fade_tokens`."""
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: LengthConfig) -> None:
         super().__init__(name, env)
         most = "" if env.max_tokens is None else env.max_tokens
         self.description = f"tokens, {env.min_tokens} to {most}"
@@ -66,11 +65,11 @@ class Length(BuiltInEnvironment):
         return Score("SCORED", reward=reward, metadata={"tokens": tokens})
 
 
-class Repetition(BuiltInEnvironment):
+class Repetition(BuiltInEnvironment[RepetitionConfig]):
     """Rewards the share of distinct runs of `ngram` tokens: 1 if no run occurs twice, near 0 if the completion goes round in circles. A
     completion shorter than `ngram` repeats nothing."""
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: RepetitionConfig) -> None:
         super().__init__(name, env)
         self.description = f"share of distinct runs of {env.ngram} tokens"
 

@@ -97,7 +97,7 @@ class Recorder:
         environment_of = {group.id: group.env_name for group in groups}
         environments = [environment_of[trajectory.group_id] for trajectory in reservation.trajectories]
         metrics |= score_metrics(environments, trained.trajectories)
-        episodes = {name for name, env in config.env.items() if env.episodes}
+        episodes = config.episodic.keys()
         metrics |= episode_metrics(environments, extents, episodes)
         if config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.config.data import DataConfig, DataSourceConfig, EnvConfig
+from headrace.config.data import DataConfig, DataSourceConfig
+from headrace.config.environments import EnvConfig
 from headrace.records.trajectory import Message
 from headrace_services.trainer.data.sources import Problem, on_the_hub, read, repeats
 

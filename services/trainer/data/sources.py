@@ -19,7 +19,8 @@ from typing import Any
 from headrace.base.addresses import url_through_proxy
 from headrace.base.errors import CodecError, ConfigError
 from headrace.base.tagged_json import to_json
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import EnvConfig, VerifiersConfig
 from headrace.env.verifiers import program
 from headrace.records.trajectory import Message
 from headrace_services.trainer.data import arithmetic, rows
@@ -173,8 +174,10 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterator[Problem]:
     """Yield the environment's tasks. `extra_env_info` only identifies a task; its content stays with the environment."""
     name = str(source.env_name)
-    for row in program.tasks(name, env[name], source.task_config, source.size):
-        problem = _problem(source, row["messages"], {"task": row["task"]}, env[name].verifiers["taskset"]["id"])
+    played = env[name]
+    assert isinstance(played, VerifiersConfig)
+    for row in program.tasks(name, played, source.task_config, source.size):
+        problem = _problem(source, row["messages"], {"task": row["task"]}, played.verifiers["taskset"]["id"])
         yield dataclasses.replace(problem, key=row["task"]["key"])
 
 

@@ -17,7 +17,7 @@ import pytest
 import headrace_services.reward.pool
 from headrace import Sample
 from headrace.base.errors import ServiceError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import CodeConfig
 from headrace.env.wire import sample_to_wire
 from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
 from headrace_services.reward.environments.code import Code, refusal
@@ -84,7 +84,7 @@ async def test_programs_and_functions_earn_what_their_tests_say() -> None:
 )
 async def test_a_problem_without_tests_is_invalid(info: dict[str, Any], said: str) -> None:
     with pytest.raises(StopIteration) as decided:
-        next(Code("code", EnvConfig()).observe(sample("x", info), 0.0))
+        next(Code("code", CodeConfig()).observe(sample("x", info), 0.0))
     score = decided.value.value
     assert (score.status, score.reward) == ("INVALID", None)
     assert said in score.message
@@ -489,7 +489,7 @@ PATIENT = ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0}
 
 @contextlib.asynccontextmanager
 async def started(size: int, **env: Any) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool({"code": EnvConfig(**PATIENT | env)}, size)
+    pool = WorkerPool({"code": CodeConfig(**PATIENT | env)}, size)
     await pool.start()
     try:
         yield pool
@@ -614,7 +614,7 @@ async def test_another_language_has_its_command_and_a_limit_of_processes() -> No
 
 async def test_level_b_alone_refuses_to_run_programs_with_the_remedy() -> None:
     for levels in ([Level.B], [Level.B, Level.NONE]):
-        pool = WorkerPool({"solve": EnvConfig(type="code", unsafe_no_sandbox=True)}, 1, levels=levels)
+        pool = WorkerPool({"solve": CodeConfig(unsafe_no_sandbox=True)}, 1, levels=levels)
         with pytest.raises(
             ServiceError, match=r"env\.solve runs programs .*level A.*user namespaces.*env\.solve\.target"
         ):
@@ -623,7 +623,7 @@ async def test_level_b_alone_refuses_to_run_programs_with_the_remedy() -> None:
 
 
 async def test_a_command_that_is_not_there_is_refused_at_the_start() -> None:
-    pool = WorkerPool({"code": EnvConfig(runs_with=["no-such-thing"])}, 1)
+    pool = WorkerPool({"code": CodeConfig(runs_with=["no-such-thing"])}, 1)
     with pytest.raises(
         ServiceError, match=r"env\.code\.runs_with can't be started \(no-such-thing: .*programs see only /usr"
     ):

@@ -13,8 +13,7 @@ import yaml
 
 from headrace import Sample
 from headrace.config import Config
-from headrace.config.built_in import PROGRAMS
-from headrace.config.data import BUILT_IN, EnvConfig
+from headrace.config.environments import BUILT_IN, KINDS, ProgramConfig
 from tests.support.judge_server import JudgeServer, said
 from tests.support.reward_hub import start_hub
 from tests.support.tiny_reward_model import make_reward_model
@@ -56,9 +55,5 @@ async def test_a_documented_environment_gives_the_documented_rewards(example: An
 
 
 def test_every_built_in_environment_that_scores_has_an_example() -> None:
-    shown = {
-        EnvConfig.model_validate(env).kind(name)
-        for configuration, _ in EXAMPLES
-        for name, env in configuration["env"].items()
-    }
-    assert shown == {*BUILT_IN} - {*PROGRAMS}
+    shown = {type(env) for configuration, _ in EXAMPLES for env in Config.model_validate(configuration).env.values()}
+    assert shown == {KINDS[key] for key in BUILT_IN if not issubclass(KINDS[key], ProgramConfig)}

@@ -15,7 +15,7 @@ import trustme
 from headrace import Sample
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import LLMJudgeConfig
 from headrace.launch.exposure import check
 from headrace.records.trajectory import Score
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
@@ -197,12 +197,12 @@ async def test_equal_completions_are_judged_once_across_processes(tmp_path: Path
     path = tmp_path / "run" / "judge.sqlite"
     with JudgeServer(good) as server:
         for _ in range(2):
-            judge = LLMJudge("polite", EnvConfig.model_validate(env_of(server)), VerdictStore(path))
+            judge = LLMJudge("polite", LLMJudgeConfig.model_validate(env_of(server)), VerdictStore(path))
             scores = await asyncio.gather(*(judge.score(sample(text)) for text in ("please", "please", "no", "please")))
             assert [score.reward for score in scores if isinstance(score, Score)] == [1, 1, 0, 1]
             await judge.aclose()
         assert len(server.requests) == 2
-        other = EnvConfig.model_validate(env_of(server, rubric="Something else"))
+        other = LLMJudgeConfig.model_validate(env_of(server, rubric="Something else"))
         judge = LLMJudge("polite", other, VerdictStore(path))
         await judge.score(sample("please"))
         await judge.aclose()
@@ -222,7 +222,7 @@ async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: 
     """NOT_STARTED costs no attempt, and opens the breaker (docs/environments.md)."""
     path = tmp_path / "judge.sqlite"
     with JudgeServer(good) as server:
-        env = EnvConfig.model_validate(env_of(server, budget=2))
+        env = LLMJudgeConfig.model_validate(env_of(server, budget=2))
         first = LLMJudge("polite", env, VerdictStore(path))
         assert [await first.score(sample(text)) for text in ("a",)]
         await first.aclose()
@@ -254,7 +254,7 @@ async def test_the_key_comes_from_a_file_which_may_be_replaced(tmp_path: Path) -
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer first", "Bearer second"]
     assert without.status == "FAILED"
     with pytest.raises(ConfigError, match=r"judges\.api_key_file.*read"):
-        LLMJudge("polite", EnvConfig.model_validate(env), VerdictStore(None))
+        LLMJudge("polite", LLMJudgeConfig.model_validate(env), VerdictStore(None))
 
 
 async def test_over_tls_the_endpoint_has_to_show_who_it_is(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ async def test_law_3_one_build_what_decides_a_reward_is_in_the_build(change: dic
     }
     builds = set()
     for options in (env, env, env | change):
-        judge = LLMJudge("polite", EnvConfig.model_validate(options), VerdictStore(None))
+        judge = LLMJudge("polite", LLMJudgeConfig.model_validate(options), VerdictStore(None))
         builds.add(judge.build)
         await judge.aclose()
     assert len(builds) == 2

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace import Environment, Sample
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import MathConfig
 from headrace.env.server import serving
 from headrace.env.wire import sample_to_wire
 from headrace.net import rpc
@@ -333,7 +333,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
 
 
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
-    pool = WorkerPool({"math": EnvConfig.model_construct(type="none such")}, 2)
+    pool = WorkerPool({"math": MathConfig.model_construct(type="none such")}, 2)
     with pytest.raises(ServiceError, match=r"worker.*status 1"):
         await pool.start()
     assert not workers_of()

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from headrace import Sample
 from headrace.base.errors import ServiceError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import RewardModelConfig
 from headrace_services.reward.model_process import Conversation, ModelSpecification, RewardModelOnDevice
 from headrace_services.reward.reward_model import ModelProcess, RewardModel
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
@@ -32,7 +32,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_device(directory: Path, **more: Any) -> RewardModelOnDevice:
-    return RewardModelOnDevice("helpful", EnvConfig.model_validate(env_of(directory, **more)["helpful"]))
+    return RewardModelOnDevice(RewardModelConfig.model_validate(env_of(directory, **more)["helpful"]))
 
 
 def conversation(completion: str) -> Conversation:
@@ -107,7 +107,7 @@ async def test_the_hub_scores_with_the_model_a_batch_at_a_time(directory: Path, 
 
 
 async def test_law_7_failure_is_not_zero_a_lost_process_gives_no_reward(directory: Path) -> None:
-    environment = RewardModel("helpful", EnvConfig.model_validate(env_of(directory)["helpful"]))
+    environment = RewardModel("helpful", RewardModelConfig.model_validate(env_of(directory)["helpful"]))
     environment.patience_s = 0.0  # a model that takes long
     await environment.start()
     try:

@@ -16,7 +16,8 @@ import reasoning_gym
 from headrace import Sample
 from headrace.base.errors import ServiceError
 from headrace.base.tagged_json import to_json
-from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.config.data import DataSourceConfig
+from headrace.config.environments import MathConfig, ReasoningGymConfig
 from headrace.env.wire import sample_to_wire, score_from_wire
 from headrace.records.trajectory import Score
 from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
@@ -211,14 +212,12 @@ async def test_whose_result_it_is_is_not_for_the_child_to_say() -> None:
 
 
 async def test_a_hub_without_a_sandbox_refuses_unless_told_otherwise() -> None:
-    pool = WorkerPool(
-        {"math": EnvConfig(), "rest": EnvConfig(type="math", unsafe_no_sandbox=True)}, 1, levels=[Level.NONE]
-    )
+    pool = WorkerPool({"math": MathConfig(), "rest": MathConfig(unsafe_no_sandbox=True)}, 1, levels=[Level.NONE])
     with pytest.raises(
         ServiceError, match=r"no sandbox .*unprivileged user namespaces.*env\.math\.unsafe_no_sandbox: true$"
     ):
         await pool.start()
-    pool = WorkerPool({"math": EnvConfig(unsafe_no_sandbox=True)}, 1, levels=[Level.NONE])
+    pool = WorkerPool({"math": MathConfig(unsafe_no_sandbox=True)}, 1, levels=[Level.NONE])
     await pool.start()
     try:
         right = sample_to_wire(Sample("132", {"answer": "132"}, environment="math"))
@@ -303,7 +302,7 @@ async def test_a_problem_that_holds_code_is_invalid_and_nothing_of_it_runs(tmp_p
 
 async def test_a_task_without_a_safe_rule_is_refused_by_name_at_the_start() -> None:
     source = DataSourceConfig(dataset_name="reasoning_gym", task="composite", env_name="gym")
-    pool = WorkerPool({"gym": EnvConfig(type="reasoning_gym")}, 1, [source])
+    pool = WorkerPool({"gym": ReasoningGymConfig()}, 1, [source])
     with pytest.raises(
         ServiceError, match=r"env\.gym can't score the task 'composite'.*use one of ab, acre, .*chain_sum"
     ):
@@ -315,7 +314,7 @@ async def test_law_7_failure_is_not_zero_tasks_score_alike_in_the_sandbox() -> N
     """A file or system call that a rule needs and the sandbox denies would look like a wrong answer."""
     tasks = sorted(TASKS)
     sources = [DataSourceConfig(dataset_name="reasoning_gym", task=task, env_name="gym") for task in tasks]
-    pool = WorkerPool({"gym": EnvConfig(type="reasoning_gym")}, 1, sources)
+    pool = WorkerPool({"gym": ReasoningGymConfig()}, 1, sources)
     await pool.start()
     try:
         for task in tasks:
@@ -333,7 +332,7 @@ async def test_law_7_failure_is_not_zero_tasks_score_alike_in_the_sandbox() -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_worker_has_one_thread() -> None:
-    pool = WorkerPool({"gym": EnvConfig(type="reasoning_gym"), "math": EnvConfig()}, 1, levels=[Level.B, Level.NONE])
+    pool = WorkerPool({"gym": ReasoningGymConfig(), "math": MathConfig()}, 1, levels=[Level.B, Level.NONE])
     await pool.start()
     try:
         (process,) = (worker._process for worker in pool._workers)

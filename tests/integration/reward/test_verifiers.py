@@ -17,7 +17,7 @@ import pytest
 from headrace import Episode, Score
 from headrace.base.errors import ConfigError
 from headrace.config import load
-from headrace.config.data import EnvConfig
+from headrace.config.environments import VerifiersConfig
 from headrace.env.episode import EpisodeOutcome
 from headrace.env.kit.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
 from headrace.env.programs import Programs
@@ -70,7 +70,7 @@ def environment(python: Path, name: str, **config: Any) -> dict[str, Any]:
 
 
 def rows(env: dict[str, Any], **select: Any) -> list[dict[str, Any]]:
-    return tasks("played", EnvConfig.model_validate(env), select, 10)
+    return tasks("played", VerifiersConfig.model_validate(env), select, 10)
 
 
 def episode(name: str, row: dict[str, Any], base_url: str, key: str) -> Episode:
@@ -213,12 +213,12 @@ def test_what_cannot_be_trained_is_refused_by_name(python: Path, name: str, conf
     env = environment(python, name, **config)
     env["verifiers"] = {key: value for key, value in env["verifiers"].items() if value is not None}
     with pytest.raises(ConfigError, match=why):
-        check("played", EnvConfig.model_validate(env))
+        check("played", VerifiersConfig.model_validate(env))
 
 
 async def test_what_is_trained_is_what_the_harness_was_given(python: Path, tmp_path: Path) -> None:
     """Against the gateway itself: two turns of a user are two calls on one path."""
-    env = EnvConfig.model_validate(environment(python, "echo-user-sim-v1"))
+    env = VerifiersConfig.model_validate(environment(python, "echo-user-sim-v1"))
     row, *_ = tasks("played", env, {}, 1)
     async with open_episode(ToyPolicy(reasoning="stripped")) as opened:
         async with playing("played", env, str(tmp_path / "socket")) as (program, _):

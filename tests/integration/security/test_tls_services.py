@@ -23,7 +23,7 @@ import headrace
 from headrace.base.tls import CertificateFiles, client_context
 from headrace.cli.app import app as cli
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import AttachedConfig
 from headrace.env.server import serving
 from headrace.env.wire import sample_to_wire
 from headrace.launch.exposure import check
@@ -149,7 +149,7 @@ async def test_an_environment_attaches_over_tls_with_its_own_token(
     address: str, certs: Path, tokens: Path, tmp_path: Path
 ) -> None:
     config = config_of(address, certs, tokens)
-    config = config.model_copy(update={"env": {"mine": EnvConfig(attached=True)}})
+    config = config.model_copy(update={"env": {"mine": AttachedConfig()}})
     mine = written(tmp_path / "mine", "environment mine own\n")
     request = reward_pb2.ScoreRequest(
         trajectories=[sample_to_wire(headrace.Sample("x", environment="mine", group_id="g"))]

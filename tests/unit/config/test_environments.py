@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.config import Config
-from headrace.config.data import EnvConfig
+from headrace.config.environments import read_environment
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from headrace.config.data import EnvConfig
 def test_an_environment_is_built_in_served_or_started(
     given: dict[str, Any], served: bool, started: bool, address: str | None
 ) -> None:
-    env = EnvConfig.model_validate(given)
+    env = read_environment(given)
     assert (env.is_served, env.is_started, env.address) == (served, started, address)
 
 
@@ -39,14 +39,20 @@ def test_an_environment_is_built_in_served_or_started(
         ({"target": "my_env.py:Exact", "command": ["x"]}, "target 'my_env.py:Exact' and command"),
         ({"type": "math", "command": ["x"]}, "type 'math' and command"),
         ({"target": "127.0.0.1:5", "attached": True}, "and attached true: give one of them, .*attached to false"),
-        ({"attached": True, "port": 5}, "port 5 is for an environment that `headrace up` starts"),
+        (
+            {"attached": True, "port": 5},
+            "5 is an option of an environment with target, .* not of an environment with attached",
+        ),
         ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS nor the host:port"),
         ({"target": "my_env:Exact"}, "target 'my_env:Exact' is neither"),
         ({"target": "my_env.py:"}, "target 'my_env.py:' is neither"),
         ({"target": "judge.internal"}, "target 'judge.internal' is neither"),
         ({"command": []}, "at least 1 item"),
         ({"target": "127.0.0.1:5", "port": 5}, "port 5 is for an environment that `headrace up` starts"),
-        ({}, r"env\.mine: give `type` .*, `target` .*, `command`, or `attached: true`"),
+        ({}, r"env\.mine\n.* give `type` .*, `target` .*, `command`, or `attached: true`"),
+        ({"attached": False}, "give `type`"),
+        ({"type": "maths"}, r"env\.mine\.type\n.*'maths' is not a built-in environment; did you mean math\?"),
+        ({"type": ["math"]}, r"env\.mine\.type\n.*\['?math'?\] is not a built-in environment"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict[str, Any], said: str) -> None:

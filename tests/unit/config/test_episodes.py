@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config
+from headrace.config.environments import AttachedConfig, FunctionConfig
 from headrace.launch import environment_processes
 
 PROGRAM = {"attached": True, "episodes": True}
@@ -20,13 +21,14 @@ def config(env: dict[str, Any], **sections: Any) -> Config:
 
 def test_a_program_with_a_grader_and_public_fields() -> None:
     env = config({"game": {**PROGRAM, "public": ["board"], "grader": "judge"}, "judge": {"target": "h:1"}}).env["game"]
-    assert (env.episodes, env.public, env.grader) == (True, ["board"], "judge")
-    assert not config({"judge": {"target": "h:1"}}).env["judge"].episodes
+    assert isinstance(env, AttachedConfig)
+    assert (env.runs_episodes, env.public, env.grader) == (True, ["board"], "judge")
+    assert not config({"judge": {"target": "h:1"}}).env["judge"].runs_episodes
 
 
 def test_a_function_runs_episodes_without_being_told() -> None:
     env = config({"game": {"type": "function", "function": "games.chess:play"}}).env["game"]
-    assert (env.episodes, env.is_served, env.kind("game")) == (True, False, "function")
+    assert (env.runs_episodes, env.is_served, type(env)) == (True, False, FunctionConfig)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +42,18 @@ def test_a_function_runs_episodes_without_being_told() -> None:
         ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env; .* \(env has none\)"),
         ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself; name an .* \(math\)"),
         ({"game": {**PROGRAM, "grader": "other"}, "other": PROGRAM}, "'other' runs episodes itself"),
-        ({"math": {"episodes": True}}, "env.math.episodes true is for a program, not for type math, which scores"),
-        ({"game": {"type": "function"}}, "env.game.function null; name the program"),
+        ({"math": {"episodes": True}}, "true is an option of function, verifiers, .*, not of type math"),
+        ({"game": {"type": "function"}}, r"env.game.function\n.*required"),
         ({"game": {"type": "function", "function": "games.chess.play"}}, "should match pattern"),
         ({"game": {"type": "function", "function": "games.py:play"}}, None),
         (
             {"game": {"type": "function", "function": "g:p", "episodes": False}},
-            "env.game.episodes false, but a function",
+            r"env.game.episodes\n.*false, but this type runs episodes",
         ),
-        ({"game": {**PROGRAM, "function": "g:p"}}, "function 'g:p' is an option of function, not of a custom"),
+        (
+            {"game": {**PROGRAM, "function": "g:p"}},
+            r"env.game.function\n.*'g:p' is an option of function, not of an environment with attached",
+        ),
         ({"game": PROGRAM, "all": {"type": "combine", "parts": {"game": 1.0}}}, "env.all.parts.game runs episodes"),
     ],
 )

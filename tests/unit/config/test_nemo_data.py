@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config.environments import RewardModelConfig
 from tests.unit.config.nemo_cases import read, refusal
 
 
@@ -162,7 +163,7 @@ env:
 def test_a_reward_model_is_the_built_in_one(tmp_path: Path) -> None:
     config, translation = read(tmp_path, REWARD_MODEL)
     env = config.env["reward_model"]
-    assert env.kind("reward_model") == "reward_model"
+    assert isinstance(env, RewardModelConfig)
     assert (env.model_name, env.precision) == ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "bfloat16")
     assert (env.batch_size, env.max_model_len) == (config.policy.train_micro_batch_size, 2048)
     told = {key: says for says, keys in translation.replaced.items() for key in keys}

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.config.built_in import decisive_options
+from headrace.config.environments import VerifiersConfig
 from headrace.launch import environment_processes
 
 ECHO = {"type": "verifiers", "python": "p", "verifiers": {"taskset": {"id": "echo-v1"}}}
@@ -23,22 +23,23 @@ def config(env: dict[str, Any], *train: dict[str, Any]) -> Config:
 
 def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
     env = config(ECHO, TASKS).env["echo"]
-    assert (env.episodes, env.public, env.is_served, env.kind("echo")) == (True, ["task"], False, "verifiers")
+    assert isinstance(env, VerifiersConfig)
+    assert (env.runs_episodes, env.public, env.is_served) == (True, ["task"], False)
 
 
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"python": None}, "env.echo.python null; name the Python that verifiers is installed in"),
-        ({"verifiers": {}}, r"env.echo.verifiers {} names no environment; give taskset: {id: NAME}"),
+        ({"python": None}, r"env.echo.python\n.*required"),
+        ({"verifiers": {}}, r"{} names no environment; give taskset: {id: NAME}"),
         ({"verifiers": {"taskset": "echo-v1"}}, "names no environment"),
-        ({"episodes": False, "public": []}, "env.echo.episodes false, but a verifiers environment runs episodes"),
+        ({"episodes": False, "public": []}, "false, but this type runs episodes"),
         (
             {"public": ["task", "answer"]},
-            r"env.echo.public \['task', 'answer'\]: a verifiers environment gets only the task",
+            r"\['task', 'answer'\]: a verifiers environment gets only the task",
         ),
-        ({"function": "a:b"}, "env.echo.function 'a:b' is an option of function, not of type verifiers"),
-        ({"type": "math", "verifiers": {}}, "env.echo.python 'p' is an option of verifiers, not of type math"),
+        ({"function": "a:b"}, r"env.echo.function\n.*'a:b' is an option of function, not of type verifiers"),
+        ({"type": "math", "verifiers": {}}, r"env.echo.python\n.*'p' is an option of verifiers, not of type math"),
     ],
 )
 def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
@@ -65,7 +66,9 @@ def test_its_tasks_are_its_own(env: dict[str, Any], source: dict[str, Any], said
 
 
 def test_what_decides_rewards_is_configuration_and_not_where_it_runs() -> None:
-    decisive = decisive_options("echo", config(ECHO).env["echo"])
+    env = config(ECHO).env["echo"]
+    assert isinstance(env, VerifiersConfig)
+    decisive = env.decisive_options()
     assert decisive["verifiers"] == {"taskset": {"id": "echo-v1"}}
     assert "python" not in decisive
 

@@ -11,7 +11,15 @@ from reasoning_gym.factory import DATASETS
 
 from headrace import Sample, Score
 from headrace.base.tagged_json import to_json
-from headrace.config.data import EnvConfig
+from headrace.config.environments import (
+    KINDS,
+    LengthConfig,
+    MathConfig,
+    MathMultiRewardConfig,
+    ReasoningGymConfig,
+    RegexConfig,
+    SandboxedConfig,
+)
 from headrace.env.wire import sample_from_wire, sample_to_wire
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace_services.reward.environments import make
@@ -27,7 +35,7 @@ from headrace_services.reward.scoring_worker import score_one
     "said", ["132", "-7", "7", "007", "-0", "0", "12", "0.5", " 132", "132\n", "1e2", "١٣٢", "9" * 18, "9" * 19, ""]
 )
 def test_a_score_told_at_sight_is_what_math_verify_says(expected: object, said: str) -> None:
-    environment = Math("math", EnvConfig(type="math"))
+    environment = Math("math", MathConfig())
     sample = Sample(said, extra_env_info={"answer": expected})
     found = environment.quick_score(sample)
     assert found in (None, environment.judge(sample))
@@ -61,7 +69,7 @@ def test_extraction(completion: str, how: Extract, answer: str | None) -> None:
 
 
 def mathematics(completion: str, answer: Any, **env: Any) -> Score:
-    environment = Math("math", EnvConfig(**env))
+    environment = Math("math", MathConfig(**env))
     return score_one(environment, sample_to_wire(Sample(completion, {"answer": answer}, environment="math")))
 
 
@@ -107,8 +115,8 @@ def test_math_without_an_answer_to_compare_with_is_invalid(answer: Any) -> None:
 
 def test_a_completion_cut_off_earns_0_where_the_end_is_required() -> None:
     sample = Sample("132", {"answer": "132"}, finish_reason="length", environment="math")
-    assert score_one(Math("math", EnvConfig(require_stop=True)), sample_to_wire(sample)).reward == 0
-    assert score_one(Math("math", EnvConfig(require_stop=False)), sample_to_wire(sample)).reward == 1
+    assert score_one(Math("math", MathConfig(require_stop=True)), sample_to_wire(sample)).reward == 0
+    assert score_one(Math("math", MathConfig(require_stop=False)), sample_to_wire(sample)).reward == 1
 
 
 def entry_of(task: str, **config: Any) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def entry_of(task: str, **config: Any) -> dict[str, Any]:
 
 def gym(completion: str, info: dict[str, Any], **env: Any) -> Score:
     sample = Sample(completion, info, environment="gym")
-    return score_one(ReasoningGym("gym", EnvConfig(type="reasoning_gym", **env)), sample_to_wire(sample))
+    return score_one(ReasoningGym("gym", ReasoningGymConfig(**env)), sample_to_wire(sample))
 
 
 # Text that some rule can't read and raises for.
@@ -148,7 +156,7 @@ def test_every_task_scores_an_entry_from_the_wire_as_its_own(task: str) -> None:
     answer = str(entry["answer"])
     info = {"task": task, "entry": to_json(entry)}
     wire = Trajectory.FromString(sample_to_wire(Sample(answer, info, environment="gym")).SerializeToString())
-    environment = ReasoningGym("gym", EnvConfig(type="reasoning_gym"))
+    environment = ReasoningGym("gym", ReasoningGymConfig())
     score = score_one(environment, wire)
     assert sample_from_wire(wire).extra_env_info == info
     assert (score.status, score.message) == ("SCORED", "")
@@ -205,14 +213,20 @@ def test_a_problem_that_cannot_be_scored_is_invalid(info: dict[str, Any], words:
     assert words in score.message
 
 
-def test_an_environment_is_made_by_its_type_or_else_its_name() -> None:
-    assert isinstance(make("math", EnvConfig()), Math)
-    assert isinstance(make("reasoning_gym", EnvConfig()), ReasoningGym)
-    assert isinstance(make("sums", EnvConfig(type="math")), Math)
+def test_an_environment_is_made_by_its_kind_whatever_its_name() -> None:
+    assert isinstance(make("sums", MathConfig()), Math)
+    assert isinstance(make("math", ReasoningGymConfig()), ReasoningGym)
+
+
+def test_every_kind_that_scores_in_a_worker_has_its_environment() -> None:
+    least = {RegexConfig: {"pattern": "a"}, LengthConfig: {"max_tokens": 4}}
+    kinds = [kind for kind in KINDS.values() if issubclass(kind, SandboxedConfig)]
+    made = {type(make("mine", kind.model_validate(least.get(kind, {})))) for kind in kinds}
+    assert len(made) == len(kinds) > 0
 
 
 def components(completion: str, answer: Any = "132", finish_reason: str = "stop", **env: Any) -> Score:
-    environment = make("sums", EnvConfig(type="math_multi_reward", **env))
+    environment = make("sums", MathMultiRewardConfig(**env))
     assert isinstance(environment, MathMultiReward)
     sample = Sample(completion, {"answer": answer}, environment="sums", finish_reason=finish_reason)
     return score_one(environment, sample_to_wire(sample))

@@ -13,8 +13,15 @@ import reasoning_gym
 
 from headrace import Sample
 from headrace.base.tagged_json import to_json
-from headrace.config.built_in import problems
-from headrace.config.data import BUILT_IN, EnvConfig, JudgeConfig
+from headrace.config.environments import (
+    KINDS,
+    BuiltInConfig,
+    CombineConfig,
+    JudgeConfig,
+    MathConfig,
+    ProgramConfig,
+    SandboxedConfig,
+)
 from headrace.records.trajectory import BUILD_BYTES
 from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments import make
@@ -28,33 +35,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "reward_model": {"model_name": "models/reward"},
     "combine": {"parts": {"right": 1.0, "brief": 1.0}},
 }
-# With these it is another kind of environment, or none. The build of a program is of its source.
-OF_KIND = {
-    "type",
-    "target",
-    "command",
-    "attached",
-    "port",
-    "episodes",
-    "function",
-    "public",
-    "grader",
-    "verifiers",
-    "python",
-}
 # Another value of every option, and what it takes besides.
 OTHER: dict[str, dict[str, Any]] = {
-    "type": {"type": "math"},
-    "target": {"target": "127.0.0.1:50400"},
-    "command": {"command": ["node"]},
-    "attached": {"attached": True},
-    "port": {"port": 50400},
-    "episodes": {"episodes": True},
-    "function": {"function": "games:play"},
-    "public": {"public": ["task"]},
-    "grader": {"grader": "right"},
-    "verifiers": {"verifiers": {"taskset": {"id": "mine"}}},
-    "python": {"python": ".venv/bin/python"},
     "require_stop": {"require_stop": True},
     "extract": {"extract": "boxed"},
     "tolerance": {"tolerance": 0.01},
@@ -108,31 +90,34 @@ IDLE = {
 DECIDING = {("code", "timeout_s")}
 
 
-def environment(kind: str, **options: Any) -> EnvConfig:
-    return EnvConfig.model_validate({"type": kind, **LEAST.get(kind, {}), **options})
+SCORING = {
+    key: kind for key, kind in KINDS.items() if issubclass(kind, BuiltInConfig) and not issubclass(kind, ProgramConfig)
+}
 
 
-def accepted() -> Iterator[tuple[str, str, EnvConfig]]:
-    """Each built-in environment with another value of each option that it may have."""
-    parts = {"right": environment("math", timeout_s=20.0), "brief": environment("length", timeout_s=20.0)}
-    for kind in BUILT_IN:
-        for option in sorted(OTHER.keys() - OF_KIND):
-            env = environment(kind, **OTHER[option])
-            if not list(problems("mine", {"mine": env, **parts})):
-                yield kind, option, env
+def environment(kind: str, **options: Any) -> BuiltInConfig:
+    env = SCORING[kind].model_validate({**LEAST.get(kind, {}), **options})
+    assert isinstance(env, BuiltInConfig)
+    return env
+
+
+def options() -> Iterator[tuple[str, str, BuiltInConfig]]:
+    """Each built-in environment that scores, with another value of each of its options."""
+    for key, kind in SCORING.items():
+        for option in sorted(kind.model_fields.keys() - {"type"}):
+            yield key, option, environment(key, **OTHER[option])
     for option, value in OTHER_OF_JUDGE.items():
         yield "llm_judge", option, environment("llm_judge", judges=[{**JUDGE, option: value}])
 
 
 def test_no_option_is_forgotten_here() -> None:
-    assert OTHER.keys() == EnvConfig.model_fields.keys()
     assert OTHER_OF_JUDGE.keys() == JudgeConfig.model_fields.keys()
-    assert {option for _, option, _ in accepted()} >= OTHER.keys() - OF_KIND
+    assert OTHER.keys() == {option for kind in SCORING.values() for option in kind.model_fields} - {"type"}
 
 
-@pytest.mark.parametrize(("kind", "option", "env"), [pytest.param(*each, id="-".join(each[:2])) for each in accepted()])
-def test_law_3_one_build_has_each_option_that_decides_a_reward(kind: str, option: str, env: EnvConfig) -> None:
-    former, now = (compute_build("mine", each) for each in (environment(kind), env))
+@pytest.mark.parametrize(("kind", "option", "env"), [pytest.param(*each, id="-".join(each[:2])) for each in options()])
+def test_law_3_one_build_has_each_option_that_decides_a_reward(kind: str, option: str, env: BuiltInConfig) -> None:
+    former, now = (compute_build(each) for each in (environment(kind), env))
     assert (now != former) == (option not in IDLE or (kind, option) in DECIDING)
 
 
@@ -158,7 +143,10 @@ GYM = {"task": "countdown", "entry": ENTRY, "task_config": {}}
     ],
 )
 def test_law_3_one_build_changes_where_an_option_changes_a_reward(kind: str, option: str, sample: Sample) -> None:
-    former, now = make("mine", environment(kind)), make("mine", environment(kind, **OTHER[option]))
+    before, after = environment(kind), environment(kind, **OTHER[option])
+    assert isinstance(before, SandboxedConfig)
+    assert isinstance(after, SandboxedConfig)
+    former, now = make("mine", before), make("mine", after)
     assert reward(former.score(sample)) != reward(now.score(sample))
     assert former.build != now.build
 
@@ -168,22 +156,22 @@ def reward(said: Any) -> float:
 
 
 def test_it_is_the_same_in_every_process_name_and_order() -> None:
-    one = EnvConfig.model_validate({"type": "combine", "parts": {"a": 1.0, "b": 2.0}, "gate": "a"})
-    same = EnvConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
-    assert compute_build("one", one) == compute_build("two", same)
+    one = CombineConfig.model_validate({"type": "combine", "parts": {"a": 1.0, "b": 2.0}, "gate": "a"})
+    same = CombineConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
+    assert compute_build(one) == compute_build(same)
     program = (
-        "from headrace.config.data import EnvConfig; from headrace_services.reward.environment_build import compute_build;"
-        "print(compute_build('math', EnvConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
+        "from headrace.config.environments import MathConfig; from headrace_services.reward.environment_build import compute_build;"
+        "print(compute_build(MathConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
     )
     elsewhere = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/", env=os.environ | {"PYTHONHASHSEED": "7"}
     )  # fmt: skip
-    here = compute_build("other", EnvConfig(type="math", tolerance=0.01, extract="boxed"), "math-verify 1")
+    here = compute_build(MathConfig(tolerance=0.01, extract="boxed"), "math-verify 1")
     assert elsewhere.stdout.strip() == here
     assert here.startswith("math-verify 1, ")
 
 
 def test_it_is_no_longer_than_a_result_may_name() -> None:
-    long = [compute_build("all", environment("combine"), "x" * BUILD_BYTES + end) for end in "ab"]
+    long = [compute_build(environment("combine"), "x" * BUILD_BYTES + end) for end in "ab"]
     assert all(len(each) <= BUILD_BYTES for each in long)
     assert len(set(long)) == 2

@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 
 from headrace import Sample
 from headrace.base.tagged_json import to_json
-from headrace.config.data import EnvConfig
+from headrace.config.environments import ReasoningGymConfig
 from headrace.env.wire import sample_to_wire
 from headrace_services.reward.environments.gym_answers import ACCEPTS, SOUND, TASKS, acceptable, sound
 from headrace_services.reward.environments.reasoning_gym import ReasoningGym
@@ -165,7 +165,7 @@ def test_no_hostile_completion_earns_what_no_answer_does_not(task: str, tmp_path
     dataset = reasoning_gym.create_dataset(task, size=1, seed=3)
     entry = dataset[0]
     nothing = float(dataset.score_answer(None, entry))
-    environment = ReasoningGym("gym", EnvConfig(type="reasoning_gym"))
+    environment = ReasoningGym("gym", ReasoningGymConfig())
     info = {"task": task, "entry": to_json(entry)}
     for completion in hostile(tmp_path / "mark"):
         score = score_one(environment, sample_to_wire(Sample(completion, info, environment="gym")))

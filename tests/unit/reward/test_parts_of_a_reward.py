@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 
 from headrace import Sample, Score
-from headrace.config.data import EnvConfig
+from headrace.config.environments import SandboxedConfig, read_environment
 from headrace.env.wire import sample_to_wire
 from headrace_services.reward.environments import make
-from headrace_services.reward.environments.base import choice, extract_answer
+from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer
 from headrace_services.reward.scoring_worker import score_one
 
 
+def made(name: str, **options: Any) -> BuiltInEnvironment[Any]:
+    env = read_environment(options)
+    assert isinstance(env, SandboxedConfig)
+    return make(name, env)
+
+
 def scored(kind: str, completion: str = "", answer: Any = None, tokens: int = 0, **env: Any) -> Score:
-    environment = make("mine", EnvConfig(type=kind, **env))
+    environment = made("mine", type=kind, **env)
     sample = Sample(completion, {"answer": answer}, completion_token_ids=tuple(range(tokens)), environment="mine")
     return score_one(environment, sample_to_wire(sample))
 
@@ -135,7 +141,7 @@ def test_length_falls_off_on_both_sides(tokens: int, reward: float) -> None:
 
 
 def test_length_needs_no_child() -> None:
-    environment = make("brief", EnvConfig(type="length", max_tokens=3))
+    environment = made("brief", type="length", max_tokens=3)
     sample = Sample("x", completion_token_ids=(1, 2, 3, 4))
     assert environment.quick_score(sample) == environment.judge(sample)
 
@@ -145,7 +151,7 @@ def test_length_needs_no_child() -> None:
     [((1, 2, 3, 4), 1), ((1, 2, 1, 2, 1, 2), 2 / 5), ((7,) * 101, 1 / 100), ((1,), 1), ((), 1)],
 )
 def test_repetition_is_the_share_of_distinct_runs(tokens: tuple[int, ...], reward: float) -> None:
-    environment = make("fresh", EnvConfig(type="repetition", ngram=2))
+    environment = made("fresh", type="repetition", ngram=2)
     assert score_one(
         environment, sample_to_wire(Sample("x", completion_token_ids=tokens, environment="fresh"))
     ).reward == pytest.approx(reward)

@@ -17,7 +17,7 @@ import pytest
 
 from headrace import Episode, Score
 from headrace.base.errors import ConfigError
-from headrace.config.data import EnvConfig
+from headrace.config.environments import VerifiersConfig
 from headrace.env.kit.scripted_policy import ScriptedPolicy
 from headrace.env.programs import Programs
 from headrace.env.verifiers.program import VerifiersProgram, check, score_of
@@ -228,7 +228,7 @@ async def played(address: str, answer: Callable[[dict[str, Any]], bytes] | None)
         writer.write(answer(json.loads(await reader.readline())))
         writer.close()
 
-    env = EnvConfig.model_validate({"type": "verifiers", "python": "p", "verifiers": {"taskset": {"id": "t"}}})
+    env = VerifiersConfig.model_validate({"type": "verifiers", "python": "p", "verifiers": {"taskset": {"id": "t"}}})
     programs = Programs(VerifiersProgram("e", env, address, ["verifiers 0.4.0", "t 12"]))
     episode = Episode("http://h/s/k/v1", "key", public={"task": TASK}, deadline=time.monotonic() + WAIT_S)
     if answer is None:
@@ -286,7 +286,7 @@ async def test_what_is_no_reward_stays_none(tmp_path: Path, answer: Any, status:
     ],
 )
 def test_a_python_that_cannot_play_is_refused_with_the_remedy(python: str, why: str) -> None:
-    env = EnvConfig.model_validate({"type": "verifiers", "python": python, "verifiers": {"taskset": {"id": "t"}}})
+    env = VerifiersConfig.model_validate({"type": "verifiers", "python": python, "verifiers": {"taskset": {"id": "t"}}})
     with pytest.raises(ConfigError, match=why):
         check("e", env)
 
