@@ -56,7 +56,7 @@ def test_a_scratch_folder_is_this_users_alone_and_gone_at_the_end(tmp_path: Path
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_alone_are_removed_by_the_next(tmp_path: Path) -> None:
     with owner("a-", tmp_path) as (killed, left), owner("a-", tmp_path) as (living, held):
         with scratch_folder("a-", tmp_path) as own:
             assert {*tmp_path.iterdir()} == {left, held, own}
@@ -71,9 +71,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one
     assert names(tmp_path) == []
 
 
-def test_folders_of_every_kind_are_removed_and_nothing_that_somebody_else_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_our_dead_folders_of_every_kind_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "folder_for_sockets", lambda: tmp_path)
     (tmp_path / "headrace-runs" / "mine").mkdir(parents=True)
     (tmp_path / "headrace-file").write_text("")
@@ -111,7 +109,7 @@ def test_the_prefix_is_no_pattern(tmp_path: Path) -> None:
     assert left.exists()
 
 
-def test_no_module_makes_another_kind_of_temporary_folder_or_file_with_a_name() -> None:
+def test_no_module_makes_a_temporary_folder_otherwise() -> None:
     used = {
         (file.name, node.attr)
         for top in ("headrace", "services")

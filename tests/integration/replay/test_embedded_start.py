@@ -88,7 +88,7 @@ class Thieves:
 
 
 @pytest.mark.parametrize("most", [2, 1000])
-def test_when_a_thief_takes_the_port_that_was_free_another_is_chosen_a_few_times(
+def test_when_a_thief_takes_the_port_another_is_chosen_a_few_times(
     tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     async def fill(_: ReplayClient) -> None: ...

@@ -107,9 +107,7 @@ def test_a_family_with_a_tensor_beyond_a_refit_is_refused(tiny_model: Path, tmp_
 
 @pytest.mark.nightly  # an engine for each
 @pytest.mark.parametrize("bias", [True, False])
-def test_of_phimoe_the_engine_leaves_out_a_bias_of_the_head_and_needs_one(
-    tiny_model: Path, tmp_path: Path, bias: bool
-) -> None:
+def test_of_phimoe_the_engine_leaves_out_a_bias_that_it_needs(tiny_model: Path, tmp_path: Path, bias: bool) -> None:
     special = {"attention_bias": True, "lm_head_bias": bias}  # its published models have both
     found = tried("phimoe", special, tiny_model, tmp_path, "PhiMoEForCausalLM")
     assert (found["initial"] > TOLERANCE) == bias

@@ -176,7 +176,7 @@ async def test_made_up_keys_ask_few_at_a_time_and_a_real_one_once() -> None:
         await lookups.check("http://other", made_up[0])
 
 
-async def test_a_repeated_request_is_the_same_call_whichever_gateway_takes_it() -> None:
+async def test_a_repeated_request_is_the_same_call_at_every_gateway() -> None:
     key = {"idempotency-key": "Schlüssel".encode()}  # any bytes: they go on as they came
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}

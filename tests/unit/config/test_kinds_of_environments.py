@@ -61,7 +61,7 @@ def test_all_kinds_are_here() -> None:
     assert {type(env) for env in given().env.values()} == {*KINDS.values()}
 
 
-def test_what_a_run_saved_when_all_kinds_shared_their_keys_is_read_as_it_was(saved: Path) -> None:
+def test_a_run_saved_when_all_kinds_shared_their_keys_is_read(saved: Path) -> None:
     assert diff(load(saved, environ={}), given()) == []
 
 
@@ -71,7 +71,7 @@ def test_such_a_file_may_still_be_wrong(saved: Path) -> None:
         load(saved, environ={})
 
 
-def test_a_kind_may_be_changed_on_the_command_line_whatever_the_former_one_left(saved: Path) -> None:
+def test_a_kind_may_be_changed_on_the_command_line(saved: Path) -> None:
     changed = load(saved, ["env.fresh.type=null", "env.fresh.target=h:1"], {}).env["fresh"]
     assert changed == TargetConfig(target="h:1")
 
@@ -85,7 +85,7 @@ def test_a_run_saves_the_keys_of_the_kind_alone_and_reads_them_back(name: str) -
 
 
 @pytest.mark.parametrize("option", ["ngram: 4", "port: 0", "judges: []", "episodes: false"])
-def test_a_users_file_gives_no_option_of_another_kind_even_at_its_default(tmp_path: Path, option: str) -> None:
+def test_an_option_of_another_kind_is_refused_even_at_its_default(tmp_path: Path, option: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"env:\n  math:\n    {option}\n")
     key = option.partition(":")[0]
@@ -97,7 +97,7 @@ def test_a_users_file_gives_no_option_of_another_kind_even_at_its_default(tmp_pa
     assert all(name in str(refused.value) for name, kind in KINDS.items() if kind in owners)
 
 
-def test_null_says_that_an_option_is_left_out_so_that_a_file_may_change_the_kind_that_it_builds_on() -> None:
+def test_null_leaves_an_option_out_so_that_a_file_changes_the_kind() -> None:
     changed = {"type": "math", "target": None, "attached": False, "pattern": None, "python": None}
     assert Config.model_validate({"env": {"mine": changed}}).env["mine"] == MathConfig()
     with pytest.raises(ValidationError, match="Extra inputs"):

@@ -165,7 +165,7 @@ except SandboxDenied as denied:
 """
 
 
-def test_without_libseccomp_there_is_no_sandbox_of_any_level_and_the_remedy_is_named() -> None:
+def test_without_libseccomp_no_sandbox_and_the_remedy_is_named() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
     program, scorer = ran.stdout.splitlines()
     assert "apt-get install libseccomp2" in program

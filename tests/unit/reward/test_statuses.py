@@ -12,7 +12,7 @@ from headrace_services.replay import library
 from headrace_services.reward.combine import WORST
 
 
-def test_a_score_has_those_of_the_contract_and_one_that_no_environment_answers() -> None:
+def test_statuses_are_those_of_the_contract_and_one_of_the_hub() -> None:
     assert {*get_args(Status)} == {*STATUSES, "UNSENDABLE"}
     assert STATUSES["SCORED"] == pb.STATUS_SCORED
     assert pb.STATUS_UNSPECIFIED not in STATUSES.values()

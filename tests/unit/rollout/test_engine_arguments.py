@@ -304,7 +304,7 @@ def test_float32_is_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("given", "there", "warned"), [("", "ieee", 0), ("ieee", "ieee", 0), ("tf32", "tf32", 1)])
-def test_what_the_shell_says_of_tritons_products_stays_and_is_no_secret(
+def test_the_shells_setting_of_triton_stays_and_is_no_secret(
     given: str,
     there: str,
     warned: int,

@@ -55,7 +55,7 @@ def test_a_model_that_cant_be_refitted_is_refused(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_family_that_vllm_computes_otherwise_is_refused_for_that_reason(tmp_path: Path, bias: bool) -> None:
+def test_a_family_that_vllm_computes_otherwise_is_refused_with_why(tmp_path: Path, bias: bool) -> None:
     with pytest.raises(ServiceError) as refused:
         check_refit(model(tmp_path, "phimoe", num_local_experts=4, lm_head_bias=bias))
     assert "(lm_head.bias), which it leaves out of its logits" in str(refused.value)
