@@ -97,7 +97,7 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # With Triton, as on every GPU, vLLM would use its second model runner. That has a different sampler, which no test here can run.
     os.environ.setdefault(_MODEL_RUNNER, "0")
-    nccl.prepare_environment(config.weight_channel.timeout_s)
+    nccl.prepare_environment(config.weight_channel.connect_s)
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()

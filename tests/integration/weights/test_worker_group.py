@@ -35,6 +35,6 @@ def test_what_vllm_sets_for_its_own_groups_of_nccl_does_not_hold_for_one_with_th
     engine = WeightChannelEngine.__new__(WeightChannelEngine)
     engine._channel, engine._closed = None, SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
     engine.parallel_config, engine.device = SimpleNamespace(rank=0), "cpu"  # type: ignore[assignment]
-    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0))
+    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0, 0.5))
     assert found == [None]
     assert os.environ["NCCL_PROTO"] == "Simple"
