@@ -86,13 +86,14 @@ class LightReplica:
         if self._channel is None or self._channel[0] != group:
             place = GroupRank(
                 group_id=group,
-                backend="gloo",
+                backend=rendezvous.backend,
                 host=rendezvous.host,
                 port=rendezvous.port,
                 rank=rendezvous.first_rank(self.id, epoch.members),
                 world_size=rendezvous.world_size(epoch.members),
                 device=torch.device("cpu"),
                 secret=rendezvous.secret,
+                connect_s=rendezvous.connect_s,
             )
             self._channel = group, Channel.follow(place, deadline)
         buckets = receive(self._channel[1], rendezvous.manifest, deadline)

@@ -19,6 +19,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # (docs.nvidia.com/deploy/cuda-compatibility).
 CUDA_MAJOR = 13
 OLDEST_DRIVER = 580
+# The compute capability of the oldest GPUs that CUDA 13 has kernels for (Turing), and of the oldest that compute in bfloat16 (Ampere).
+OLDEST_CAPABILITY = (7, 5)
+BFLOAT16_CAPABILITY = (8, 0)
+# What to try where NCCL finds devices but can't connect them.
+NCCL_REMEDY = (
+    "at the trainer and all replicas try NCCL_P2P_DISABLE=1 (virtual machines, PCIe with ACS), NCCL_SOCKET_IFNAME=<interface> (machines "
+    "with several), NCCL_IB_DISABLE=1 (InfiniBand); NCCL_DEBUG=INFO shows what NCCL does"
+)
 # UUIDs begin with one of these.
 _KINDS = ("GPU-", "MIG-")
 _GIB = 1024**3
@@ -32,6 +40,7 @@ class Device:
     index: str
     name: str
     memory: int  # bytes
+    capability: tuple[int, int]
 
     @property
     def is_instance(self) -> bool:
@@ -84,6 +93,26 @@ def check_for_engine(devices: Iterable[Device]) -> None:
             f"replica needs whole GPUs. Choose them by {VISIBLE} (the trainer takes the first ones, and may have instances), or end the "
             f"division (`nvidia-smi -i {instances[0].index.partition(':')[0]} -mig 0`)"
         )
+
+
+def check_precision(devices: Iterable[Device], key: str, precision: str) -> None:
+    """Raise `ServiceError` if a device can't compute in `precision`, which is the value of `key` of the configuration."""
+    for device in devices:
+        found = f"{device} has compute capability {_version(device.capability)}"
+        if device.capability < OLDEST_CAPABILITY:
+            raise ServiceError(
+                f"{found}, and torch and vLLM are built for CUDA {CUDA_MAJOR}, which has kernels for {_version(OLDEST_CAPABILITY)} and "
+                f"newer; choose other devices ({VISIBLE}), or set trainer.device and rollout.device to cpu"
+            )
+        if precision == "bfloat16" and device.capability < BFLOAT16_CAPABILITY:
+            raise ServiceError(
+                f"{found}, and {key} bfloat16 needs {_version(BFLOAT16_CAPABILITY)} (Ampere) or newer; set it to float32 (a replica also "
+                f"computes in float16: policy.generation.vllm_cfg.precision), or choose other devices ({VISIBLE})"
+            )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 class TooFewDevices(ServiceError):
@@ -180,15 +209,16 @@ def _driver_error(error: pynvml.NVMLError) -> ServiceError:
 
 def _devices_of(index: int) -> Iterator[Device]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     if not _is_divided(handle):
-        yield _device(handle, str(index))
+        yield _device(handle, str(index), capability)
         return
     for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except pynvml.NVMLError_NotFound:  # an empty place
             continue
-        yield _device(instance, f"{index}:{number}")
+        yield _device(instance, f"{index}:{number}", capability)
 
 
 def _is_divided(handle: object) -> bool:
@@ -199,12 +229,13 @@ def _is_divided(handle: object) -> bool:
     return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def _device(handle: object, index: str) -> Device:
+def _device(handle: object, index: str, capability: Sequence[int]) -> Device:
     return Device(
         pynvml.nvmlDeviceGetUUID(handle),
         index,
         pynvml.nvmlDeviceGetName(handle),
         int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        (capability[0], capability[1]),
     )
 
 

@@ -63,6 +63,7 @@ class LineDisplay:
         self._waits: dict[str, float] = {}  # by what the run waits for: the seconds that the last line reported
         self._failed = 0
         self._failures = Repeats(_LINES_EVERY_S)
+        self._alarms: list[str] = []  # of the last step, without its number
         self._tenths = 0  # of an evaluation, as last reported
 
     def stop_when_unread(self, stop: Callable[[], object]) -> None:
@@ -83,8 +84,11 @@ class LineDisplay:
                 f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, "
                 f"{_number(metrics, 'timing/train/total_step_time', '.2f')} s{_failed(metrics, FAILED)}"
             )
+            before, self._alarms = self._alarms, []
             for alarm in alarms(step, metrics):
-                self.print(alarm)
+                self._alarms.append(alarm.partition(": ")[2])
+                if self._alarms[-1] not in before:
+                    self.print(alarm)
 
     def update(self, run: RunSummary) -> None:
         for line in run.services:

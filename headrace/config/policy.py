@@ -362,6 +362,12 @@ class PolicyConfig(Section):
         """Return `activation_checkpointing` on a device of this type."""
         return device == "cuda" if self.activation_checkpointing is None else self.activation_checkpointing
 
+    @property
+    def rollout_precision(self) -> tuple[str, str]:
+        """The precision of the replicas' weights, after the key that sets it."""
+        own = self.generation.vllm_cfg.precision
+        return ("policy.generation.vllm_cfg.precision", own) if own else ("policy.precision", self.precision)
+
     @model_validator(mode="after")
     def _rows(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:

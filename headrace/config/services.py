@@ -222,7 +222,8 @@ class TrainerConfig(Section):
 
 class WeightChannelConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl where the trainer and the replicas run on GPUs, else gloo"
+        "auto",
+        description="auto: nccl where the trainer and the replicas run on GPUs and it connects them, else gloo (docs/gpu.md)",
     )
     host: str | None = Field(
         None,
@@ -230,7 +231,9 @@ class WeightChannelConfig(Section):
     )
     port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 chooses a free one")
     timeout_s: float = Field(
-        60.0, gt=0, description="deadline in seconds of acknowledgement, of the transfer and of verification, each"
+        60.0,
+        gt=0,
+        description="deadline in seconds of acknowledgement, of the transfer and of verification, each; nccl has half of it to connect",
     )
     bucket_bytes: int | None = Field(
         None,
@@ -253,6 +256,12 @@ class WeightChannelConfig(Section):
     max_retries: int = Field(
         3, ge=0, description="repeated broadcasts of one version after a member was lost during the transfer"
     )
+
+    @property
+    def connect_s(self) -> float:
+        """How long the members of a group may take to connect once all have come, before another way to connect is tried: so that there is
+        time for all of them before `trainer.fleet_deadline_s`."""
+        return self.timeout_s / 2
 
     def bucket_size(self, device: str) -> int:
         """Return `bucket_bytes`, or what null means for a trainer on this kind of device."""

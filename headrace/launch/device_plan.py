@@ -26,7 +26,8 @@ _THREADS = "threads"
 
 
 def of(config: Config) -> DevicePlan | None:
-    """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices."""
+    """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices, or one that can't
+    compute what is configured."""
     return plan_devices(config, devices.visible(os.environ), devices.installed_versions())
 
 
@@ -52,7 +53,12 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
             f"({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to cpu. The plan so far:\n"
             + "\n".join(lines(error.partial))
         ) from error
-    devices.check_for_engine(device for slice_ in found.replicas for device in slice_)
+    of_replicas = [device for slice_ in found.replicas for device in slice_]
+    devices.check_for_engine(of_replicas)
+    devices.check_precision(found.trainer, "policy.precision", config.policy.precision)
+    if config.value.precision is not None:
+        devices.check_precision(found.trainer, "value.precision", config.value.precision)
+    devices.check_precision(of_replicas, *config.policy.rollout_precision)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.base.devices import NCCL_REMEDY
+
 # The share of a step's time from which waiting is reported.
 LONG_WAIT = 0.3
 
@@ -26,6 +28,9 @@ def alarms(step: int, metrics: Mapping[str, float]) -> list[str]:
         found.append(
             f"step {step}: nothing to learn from, all groups have had equal rewards for several steps; see the trainer's log"
         )
+    if given_up := metrics.get("weight_channel_alarm"):
+        how = "weights travel by gloo, because NCCL can't" if given_up > 1 else "only with blocking calls does NCCL"
+        found.append(f"step {step}: {how} connect the trainer and its replicas; {NCCL_REMEDY}")
     return found
 
 

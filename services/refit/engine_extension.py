@@ -40,8 +40,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.manifest import ADAPTER, Manifest
-from headrace_services.refit.membership import Backend
 from headrace_services.refit.proof import AdapterProof, WeightProof
 from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
 from headrace_services.refit.transport import (
@@ -71,6 +71,7 @@ class JoinGroup(WeightTransferInitInfo):
     rank_offset: int
     world_size: int
     timeout_s: float
+    connect_s: float
 
 
 @dataclass
@@ -110,8 +111,9 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             port=init_info.port,
             rank=init_info.rank_offset + self.parallel_config.rank,
             world_size=init_info.world_size,
-            device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
+            device=torch.device("cpu" if init_info.backend == "gloo" else self.device),
             secret=bytes.fromhex(init_info.secret),
+            connect_s=init_info.connect_s,
         )
         # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
         with unpinned_nccl_env(), _interrupting():

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
-from headrace.base.errors import ServiceError
 from headrace.replay import Epoch, Replica
-
-Backend = Literal["gloo", "nccl"]
 
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
@@ -60,12 +56,3 @@ def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) 
                 return f"{holders[uuid]} and {holder} share {uuid}"
             holders[uuid] = holder
     return None
-
-
-def choose_backend(configured: Literal["auto"] | Backend, problem: str | None) -> Backend:
-    """Resolve `auto`: nccl unless there is a `nccl_problem`. Raises `ServiceError` if nccl is configured but there is a problem."""
-    if configured == "nccl" and problem is not None:
-        raise ServiceError(f"weight_channel.backend: nccl, but {problem}; set it to auto or gloo")
-    if configured == "auto":
-        return "gloo" if problem else "nccl"
-    return configured

@@ -51,7 +51,7 @@ def is_exact(config: Config) -> bool:
 
 def rollout_dtype(config: Config) -> str:
     """Return the dtype of the replicas' weights, by torch's name without `torch.`."""
-    return config.policy.generation.vllm_cfg.precision or config.policy.precision
+    return config.policy.rollout_precision[1]
 
 
 def is_bounded_by_rounding(config: Config) -> bool:

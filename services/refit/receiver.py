@@ -239,6 +239,7 @@ class WeightReceiver:
             "rank_offset": rendezvous.first_rank(self._replica, epoch.members),
             "world_size": rendezvous.world_size(epoch.members),
             "timeout_s": rendezvous.timeout_s,
+            "connect_s": rendezvous.connect_s,
         }
         await self._workers("joining the group", "join_group", {"init_info": request}, rendezvous)
         self._group = group

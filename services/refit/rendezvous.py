@@ -14,8 +14,8 @@ import numpy as np
 
 from headrace.base.errors import CodecError
 from headrace.records.trajectory import Int32
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.membership import Backend
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -40,8 +40,9 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group `group_id` at
     the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has `workers` ranks, one per worker
-    process. Each phase ends after `timeout_s`. A member reports its log-probabilities of `probe_token_ids[1:]` at temperature 1, and
-    doesn't know the trainer's. Members prove with `secret` that they received this message (`weight_channel.transport`).
+    process. Each phase ends after `timeout_s`, and forming a group after `connect_s`. A member reports its log-probabilities of
+    `probe_token_ids[1:]` at temperature 1, and doesn't know the trainer's. Members prove with `secret` that they received this message
+    (`weight_channel.transport`).
     """
 
     group_id: str
@@ -53,6 +54,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     secret: Annotated[bytes, msgspec.Meta(min_length=32)]
     workers: Annotated[int, msgspec.Meta(ge=1)]
     timeout_s: AboveZero
+    connect_s: AboveZero
     manifest: Manifest
     probe_token_ids: Int32
 
@@ -76,8 +78,9 @@ class Rendezvous(msgspec.Struct, frozen=True):
         rendezvous = _decode(fields, cls)
         if rendezvous.probe_token_ids.size < 2:
             raise CodecError(f"rendezvous: a probe of {rendezvous.probe_token_ids.size} tokens, not of at least 2")
-        if not math.isfinite(rendezvous.timeout_s):
-            raise CodecError(f"rendezvous: timeout_s is not finite: {rendezvous.timeout_s}")
+        for name in ("timeout_s", "connect_s"):
+            if not math.isfinite(seconds := getattr(rendezvous, name)):
+                raise CodecError(f"rendezvous: {name} is not finite: {seconds}")
         return rendezvous
 
 

@@ -1,8 +1,9 @@
 """The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
 The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer,
-another attempt is made without it. Every live replica takes part, even if it already holds the version: the buffer has one membership at a
-time, and a replica outside it may not lease. A replica that holds the version discards the bytes, and is neither drained nor paused.
+another attempt is made without it. If living members can't be reached, another attempt is made by another backend (`ladder`). Every live
+replica takes part, even if it already holds the version: the buffer has one membership at a time, and a replica outside it may not lease. A
+replica that holds the version discards the bytes, and is neither drained nor paused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import itertools
 import logging
 import os
 import secrets
@@ -36,7 +38,8 @@ from headrace.base.errors import (
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
-from headrace_services.refit import membership
+from headrace_services.refit import membership, nccl
+from headrace_services.refit.ladder import Backend, Ladder
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
@@ -68,7 +71,8 @@ class WeightSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RefitReport:
-    """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts.
+    """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts. `given_up` are the backends that
+    this trainer no longer uses, because they failed.
 
     `members` are those of the last attempt; empty if no live replica came. `refused` has the reason of each member that did not complete an
     attempt. `failed` are those among them that were at fault.
@@ -82,6 +86,7 @@ class RefitReport:
     seconds: dict[str, float]
     nbytes: int
     attempts: int
+    given_up: tuple[Backend, ...] = ()
 
 
 class _AttemptOutcome(enum.Enum):
@@ -98,7 +103,7 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last four fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. The last five fields grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
     members of the attempt need it, and `manifest` is of that.
@@ -117,6 +122,7 @@ class _Refit:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
     silent: set[str] = dataclasses.field(default_factory=set)
+    changes: int = 0  # of the backend
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[float]:
@@ -142,12 +148,14 @@ class WeightSender:
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._uuids = devices.uuids(os.environ)[self._gpu.index :][:1] if self._gpu is not None else []
-        self._nccl_problem: str | None = None
+        self._ladder = Ladder(self._config.backend, may_be_nonblocking=nccl.may_be_nonblocking())
+        self._said: str | None = None  # how the weights travel, as last logged
         self._replay = replay
         self._host = self._config.host or host_towards(config.redis_url)
         self._meeting = RendezvousStore(self._host, self._config.port)
         logger.info("weights are handed out at %s", with_port(self._host, self._meeting.port))
         self._channel: Channel | None = None
+        self._newest: Channel | None = None  # the same, or the last one that was open
         self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
@@ -191,9 +199,10 @@ class WeightSender:
         bounds = tolerance or self._tolerance
         manifest = self._manifest(source)
         refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds)
-        for attempt in range(1, self._config.max_retries + 2):
+        for attempt in itertools.count(1):
             epoch, outcome = await self._attempt(refit)
-            if outcome is not _AttemptOutcome.INTERRUPTED:
+            # a backend that was given up is no lost member
+            if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + refit.changes:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
         return RefitReport(
@@ -205,6 +214,7 @@ class WeightSender:
             seconds=refit.seconds,
             nbytes=refit.manifest.nbytes,
             attempts=attempt,
+            given_up=tuple(self._ladder.given_up),
         )
 
     async def aclose(self) -> None:
@@ -223,16 +233,17 @@ class WeightSender:
         source = refit.whole if adapter is None else adapter
         if source is not refit.source:
             refit.source, refit.manifest = source, self._manifest(source)
+        refit.changes += self._ladder.decide(epoch.acknowledged)
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
                 epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *refit.tolerance
             )
-        outcome = await self._transfer(epoch, rendezvous, refit)
-        if outcome is _AttemptOutcome.SETTLED:
-            outcome = await self._await_proofs(epoch, refit)
+        failure = await self._transfer(epoch, rendezvous, refit)
+        outcome = _AttemptOutcome.INTERRUPTED if failure is not None else await self._await_proofs(epoch, refit)
         with _server_lost(epoch.id):
             ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _AttemptOutcome.INTERRUPTED)
+        self._judge_backend(ended, rendezvous, outcome, failure)
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.refused.update(ended.refused)
@@ -282,27 +293,54 @@ class WeightSender:
         problem = membership.nccl_problem(
             self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
         )
-        if problem != self._nccl_problem and self._gpu is not None:
-            logger.info("weights travel by %s", f"gloo, through the hosts' memory: {problem}" if problem else "nccl")
-        self._nccl_problem = problem
+        backend = self._ladder.choose(problem)
+        self._say_how(backend, problem)
         previous_group, previous_members = self._group if self._channel is not None else ("", ())
         return Rendezvous(
             group_id=epoch.id,
             previous_group=previous_group,
             previous_members=previous_members,
-            backend=membership.choose_backend(self._config.backend, problem),
+            backend=backend,
             host=self._host,
             port=self._meeting.port,
             secret=secrets.token_bytes(32),
             workers=self._workers,
             timeout_s=self._config.timeout_s,
+            connect_s=self._config.timeout_s if backend == "gloo" else self._config.connect_s,
             manifest=refit.manifest,
             probe_token_ids=refit.probe_ids,
         )
 
-    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _AttemptOutcome:
-        """Broadcast on a thread while watching the members. The outcome is INTERRUPTED, with the channel closed, if not all were
-        reached."""
+    def _say_how(self, backend: Backend, problem: str | None) -> None:
+        """Log how the weights travel, if that has changed."""
+        slow = " through the hosts' memory" if backend == "gloo" and self._gpu is not None else ""
+        how = f"weights travel by {backend}{slow}"
+        if given_up := self._ladder.describe_failures():
+            how += (
+                f", because nothing faster reached the replicas, which were there ({given_up}); {devices.NCCL_REMEDY}"
+            )
+        elif problem is not None:
+            how += f": {problem}"
+        if how != self._said and self._gpu is not None:
+            logger.log(logging.WARNING if given_up else logging.INFO, "%s", how)
+        self._said = how
+
+    def _judge_backend(
+        self, ended: Epoch, rendezvous: Rendezvous, outcome: _AttemptOutcome, failure: str | None
+    ) -> None:
+        """Tell the ladder what became of an attempt. `failure` is why the weights were not sent; None if they were."""
+        channel, group = self._newest, rendezvous.derive_group(ended.members)
+        if outcome is not _AttemptOutcome.INTERRUPTED:
+            if ended.verified:
+                self._ladder.carried(rendezvous.backend)
+        elif channel is not None and channel.membership.group_id == group and channel.gathered:
+            said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
+            reasons = dict.fromkeys([*([failure] if failure else []), *said])
+            self._ladder.suspect(rendezvous.backend, ended.members, "; ".join(reasons), connected=channel.formed)
+
+    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> str | None:
+        """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they
+        were."""
         with refit.timed("transfer"):
             broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
             try:
@@ -318,7 +356,7 @@ class WeightSender:
             except WeightChannelError as error:
                 logger.warning("the transfer of version %d failed: %s", refit.version, error)
                 self._close_channel()
-                return _AttemptOutcome.INTERRUPTED
+                return str(error)
             except BaseException:
                 # the thread must end before the next attempt opens its own channel: there can be only one
                 while not broadcast.done():
@@ -327,7 +365,7 @@ class WeightSender:
                 broadcast.exception()  # retrieved, so that asyncio does not warn about it
                 self._close_channel()
                 raise
-        return _AttemptOutcome.SETTLED
+        return None
 
     def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit) -> None:
         """Run on a thread: open a channel to the group unless one is open, then send."""
@@ -346,6 +384,7 @@ class WeightSender:
                 world_size=rendezvous.world_size(members),
                 device=self._device(rendezvous.backend),
                 secret=rendezvous.secret,
+                connect_s=rendezvous.connect_s,
             )
             Channel.lead(place, self._meeting, deadline, self._opened)
             self._group = (group, members)
@@ -372,14 +411,14 @@ class WeightSender:
             raise _lost_epoch(epoch_id)
         return epoch
 
-    def _device(self, backend: membership.Backend) -> torch.device:
+    def _device(self, backend: Backend) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
-        assert self._gpu is not None  # `choose_backend` ensures it
+        assert self._gpu is not None  # `membership.nccl_problem` names a trainer without one
         return self._gpu
 
     def _opened(self, channel: Channel) -> None:
-        self._channel = channel
+        self._channel = self._newest = channel
 
     def _close_channel(self) -> None:
         if self._channel is not None:

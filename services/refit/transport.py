@@ -8,8 +8,8 @@ long as it runs, and each group of ranks meets there under its own id. `gloo` an
 
 Neither backend reliably detects a peer that died or hangs. So every blocking call runs on a thread, which the caller abandons at the
 deadline, or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation or, with nccl, when its group
-is aborted. The abort may block too, and has its own thread. If one of these threads does not end, the process must be restarted
-(`ClosedChannels`). A group in which a call failed is never used again.
+is aborted. The abort may block too, and has its own thread. If a thread of a group that had connected does not end, the process must be
+restarted (`ClosedChannels`). A group in which a call failed is never used again.
 
 Anybody who can reach the store's port can read and write it. So each group has a secret, which its members get from the buffer. What they
 put into the store (gloo's addresses, NCCL's id) is signed with it, and before a tensor moves, every member answers a challenge that rank 0
@@ -24,6 +24,7 @@ import dataclasses
 import hmac
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import threading
@@ -46,10 +47,9 @@ from headrace.base.errors import (
     WeightChannelTimeout,
 )
 from headrace.net.service import bind
-from headrace_services.refit import nccl
 from headrace_services.refit.checksum import checksum
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.manifest import Bucket, Manifest
-from headrace_services.refit.membership import Backend
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ _GROUP_LIFETIME = timedelta(days=365)
 # how long the abort of a group may take, including the calls that it ends
 ABORT_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
+_TIMEOUT_CAUSES = "a peer died or hangs, or the network is slow: then raise weight_channel.timeout_s"
 
 
 class RendezvousStore:
@@ -95,7 +96,8 @@ class RendezvousStore:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRank:
-    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors; `secret` is the group's."""
+    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors; `secret` is the group's. Once all ranks
+    have come, they connect within `connect_s`."""
 
     group_id: str
     backend: Backend
@@ -105,6 +107,7 @@ class GroupRank:
     world_size: int
     device: torch.device
     secret: bytes = dataclasses.field(repr=False)
+    connect_s: float = math.inf
 
 
 class SignedStore(dist.Store):
@@ -149,6 +152,8 @@ class SignedStore(dist.Store):
 class Channel:
     """A group that this process has joined. Any failure closes it; a closed channel raises `WeightChannelAborted`.
 
+    `gathered`: all ranks have come to the group. `formed`: they have connected and proved who they are.
+
     Not safe for concurrent use, except that any thread may call `close` to end a running call.
     """
 
@@ -159,13 +164,15 @@ class Channel:
         with _torch_errors("connecting to the store"):
             control = store.clone()  # type: ignore[attr-defined]
         self._control = SignedStore(control, membership.group_id, membership.secret)
+        self.gathered = self.formed = False
         self._group: Any = None
+        self._connected = False
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
         self._over_by = 0.0  # when all of them should have ended
         self._not_aborted: str | None = None  # why torch could not abort the group
         self._starting = threading.Lock()
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = _no_buffers()
         self._pinned = False  # whether the buffers are the host's memory, and a GPU copies from or to them
         self._stream = torch.cuda.Stream(membership.device) if membership.device.type == "cuda" else None
         self._closed = threading.Event()
@@ -185,8 +192,7 @@ class Channel:
             channel._in_time("members to join", deadline, lambda: channel._await_keys(others, deadline))
             with _torch_errors("starting the group"):
                 channel._store.set("go", _GO)
-            channel._form(deadline)
-            channel._challenge(deadline)
+            channel._form(deadline, channel._challenge)
         return channel
 
     @classmethod
@@ -207,8 +213,7 @@ class Channel:
             if go != _GO:
                 raise WeightChannelAborted("the trainer gave up the group before it was complete")
             channel._watch()
-            channel._form(deadline)
-            channel._answer(deadline)
+            channel._form(deadline, channel._answer)
         return channel
 
     @contextlib.contextmanager
@@ -248,12 +253,15 @@ class Channel:
         return [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
 
     def close(self) -> None:
-        """Leave the group. When rank 0 leaves, the group ends for all members at once. Idempotent."""
+        """Leave the group. When rank 0 leaves, the group ends for all members at once. Buckets are freed once no call has them any more.
+        Idempotent."""
+        self._buffers = _no_buffers()
         if self._closed.is_set():
             return
         self._closed.set()
         with contextlib.suppress(InvalidStateError):
             self._running.set_exception(WeightChannelAborted("the group is over"))
+        self._running = Future()  # the error of a call that failed has what the call was given
         if self.membership.rank == 0:
             # members that have not joined yet wait for "go", joined members watch "over", and our own call waits for "ready"
             self._control.set("go", _OVER)
@@ -273,10 +281,12 @@ class Channel:
     @property
     def hangs(self) -> str | None:
         """Why this group may hold a device forever, or None if it can't: an abandoned call should have ended but still runs, or the group
-        could not be aborted."""
+        could not be aborted. Until a group has connected, nothing of it runs on a device."""
+        if not self._connected:
+            return None
         if self._not_aborted is not None:
             return f"could not be aborted ({self._not_aborted})"
-        if self.membership.backend == "nccl" and time.monotonic() > self._over_by and not self.join(0.0):
+        if self.membership.backend != "gloo" and time.monotonic() > self._over_by and not self.join(0.0):
             return f"has an abandoned call that has not ended within {ABORT_S:g} s"
         return None
 
@@ -307,19 +317,24 @@ class Channel:
     def _proof(self, rank: int, nonce: bytes) -> bytes:
         return self._store.sign(b"challenge", str(rank).encode(), nonce)
 
-    def _form(self, deadline: float) -> None:
+    def _form(self, deadline: float, prove: Callable[[float], None]) -> None:
+        """Connect to the other ranks, all of which have come, and prove with `prove` who this one is."""
+        self.gathered = True
+        deadline = min(deadline, time.monotonic() + self.membership.connect_s)
         seconds = _seconds_left(deadline, "joining the group")
         self._in_time("peers to connect", deadline, lambda: self._connect(seconds))
+        prove(deadline)
+        self.formed = True
 
     def _connect(self, seconds: float) -> None:
         self._group = group = self._process_group(seconds)
-        if self.membership.backend == "nccl" and not self._closed.is_set():
-            with self._starting:
-                self._over_by = max(self._over_by, time.monotonic() + nccl.connect_timeout_s() + ABORT_S)
-            # Connect now, with a deadline, not in the first broadcast. This can be aborted, because it does not block the device.
+        if self.membership.backend != "gloo" and not self._closed.is_set():
+            # Connect now, with a deadline, not in the first broadcast.
             group.eager_connect_single_device(self.membership.device)
         if self._closed.is_set():
             self._leave_group()  # `close` was called before the group existed
+        else:
+            self._connected = True
 
     def _leave_group(self) -> None:
         group, self._group = self._group, None
@@ -331,11 +346,12 @@ class Channel:
                 log.exception("group %s of nccl could not be aborted", self.membership.group_id)
                 self._not_aborted = _line(error)
 
-        if group is not None and self.membership.backend == "nccl":
+        if group is not None and self.membership.backend != "gloo":
             self._start("weight-channel-abort", abort, time.monotonic())
 
     def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
         """Run `call` on a thread, which should end soon after `deadline`."""
+
         thread = threading.Thread(target=call, name=name, daemon=True)
         with self._starting:
             thread.start()
@@ -353,8 +369,7 @@ class Channel:
         of_nccl = dist.ProcessGroupNCCL.Options()
         # This module has its own deadlines. An abort raises at this timeout, but `hangs` decides how long it may take.
         of_nccl._timeout = _GROUP_LIFETIME
-        if nccl.may_be_nonblocking():
-            of_nccl.config.blocking = 0  # a blocking call can't be aborted
+        of_nccl.config.blocking = int(m.backend == "nccl-blocking")  # a blocking call can't be aborted
         # A failed broadcast must not end the process, and neither must torch's watchdog when a broadcast holds it up. The first variable
         # would make torch end the process for the error, the second for the watchdog. Their threads run anyway (`refit/nccl.py`).
         quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -416,10 +431,12 @@ class Channel:
         try:
             return future.result(timeout=_seconds_left(deadline, what))
         except TimeoutError as error:
-            raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline; a peer died or hangs") from error
+            raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline; {_TIMEOUT_CAUSES}") from error
         except (RuntimeError, OSError) as error:  # torch's DistError family, and an address that can't be resolved
             if time.monotonic() >= deadline:
-                raise WeightChannelTimeout(f"waiting for {what} exceeded its deadline ({_line(error)})") from error
+                raise WeightChannelTimeout(
+                    f"waiting for {what} exceeded its deadline ({_line(error)}); {_TIMEOUT_CAUSES}"
+                ) from error
             raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
 
     @contextlib.contextmanager
@@ -544,8 +561,12 @@ def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda
 def _seconds_left(deadline: float, what: str) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise WeightChannelTimeout(f"{what}: the deadline has passed")
+        raise WeightChannelTimeout(f"{what}: the deadline has passed; {_TIMEOUT_CAUSES}")
     return left
+
+
+def _no_buffers() -> list[torch.Tensor]:
+    return [torch.empty(0, dtype=torch.uint8)] * 2
 
 
 def _listen_address(host: str) -> str:

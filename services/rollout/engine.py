@@ -96,7 +96,7 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # With Triton, as on every GPU, vLLM would use its second model runner. That has a different sampler, which no test here can run.
     os.environ.setdefault(_MODEL_RUNNER, "0")
-    nccl.prepare_environment(config.weight_channel.timeout_s)
+    nccl.prepare_environment(config.weight_channel.connect_s)
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()
@@ -205,6 +205,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
         () if on_cpu else devices.visible(os.environ).devices[: config.policy.generation.vllm_cfg.tensor_parallel_size]
     )
     devices.check_for_engine(own)
+    devices.check_precision(own, *config.policy.rollout_precision)
     memory = min((device.memory for device in own), default=0)
     vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)

@@ -44,6 +44,12 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
     memory->total = (strncmp(handle, "MIG", 3) ? 80ULL : 10ULL) << 30;
     return SUCCESS;
 }
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    int old = !strncmp(handle, "GPU-old", 7);
+    *major = old ? 7 : 9;
+    *minor = old ? 5 : 0;
+    return SUCCESS;
+}
 int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {
     if (!strncmp(handle, "GPU-old", 7)) return NOT_SUPPORTED;
     *current = *pending = (unsigned)((gpu_t *)handle)->divided;

@@ -66,9 +66,9 @@ def moved(name: str, attend: Callable[..., Any]) -> Differences:
 def _have_vllm_interpret() -> None:
     """Make vLLM's kernels run in Triton's interpreter, whose own products are exact whatever precision they are asked for."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    from triton._C.libtriton import ir
-    from triton.backends import backends
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton._C.libtriton import ir  # type: ignore[import-untyped]
+    from triton.backends import backends  # type: ignore[import-untyped]
+    from triton.runtime.interpreter import InterpreterBuilder  # type: ignore[import-untyped]
 
     # vLLM's build for CPUs uses Triton only with this backend
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))

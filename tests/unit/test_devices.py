@@ -29,7 +29,7 @@ from tests.support import nvml
 
 def device(index: int | str) -> Device:
     kind = "MIG" if ":" in str(index) else "GPU"
-    return Device(f"{kind}-{index}-abc", str(index), "H100", 80 * 1024**3)
+    return Device(f"{kind}-{index}-abc", str(index), "H100", 80 * 1024**3, (9, 0))
 
 
 FOUR = [device(index) for index in range(4)]
@@ -154,6 +154,7 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
     assert [(each["index"], each["uuid"], each["memory"] >> 30) for each in found["devices"]] == [
         ("0", "GPU-old", 80), ("1:0", "MIG-x", 10), ("1:2", "MIG-y", 10), ("2", "GPU-c", 80),
     ]  # fmt: skip
+    assert [each["capability"] for each in found["devices"]] == [[7, 5], [9, 0], [9, 0], [9, 0]]
     assert (found["driver"], found["cuda"]) == ("570.86", [12, 8])
     seen = find("GPU-a GPU-b", CUDA_VISIBLE_DEVICES="1")
     assert [each["uuid"] for each in seen["devices"]] == ["GPU-b"]

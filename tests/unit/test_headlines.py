@@ -51,6 +51,11 @@ def test_each_alarm_is_said() -> None:
     )
     assert "step 3: trainer and inference disagree (token_mult_prob_error 1.310)" in disagree
     assert "equal rewards" in equal
+    for level, token in ((1.0, "blocking"), (2.0, "gloo")):
+        (slow,) = alarms(3, {"weight_channel_alarm": level})
+        assert slow.startswith("step 3: ")
+        assert token in slow
+        assert "NCCL_DEBUG=INFO" in slow
 
 
 def test_the_time_of_a_step_is_a_median_without_starts() -> None:

@@ -93,6 +93,7 @@ class Fleet:
             )
         )
         self.refitted = True
+        self._context.telemetry.note_given_up(report.given_up)
         failed = {replica: f"its refit failed: {report.refused[replica]}" for replica in report.failed}
         self._failed_refits = await self._judge(self._failed_refits, report.verified, failed)
         behind = decisions.behind(await self._retry(self._replay.replicas), version, self._timeline)

@@ -190,7 +190,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         )
     if config.trainer.device != "cpu" and torch.version.cuda is not None:
         devices.read_inventory().check_driver()  # torch only warns, and sees no GPU then
-    nccl.prepare_environment(config.weight_channel.timeout_s)
+    nccl.prepare_environment(config.weight_channel.connect_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

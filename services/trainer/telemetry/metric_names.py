@@ -179,6 +179,9 @@ METRIC_SECTIONS = (
         Metric("timing/train/policy_and_reference_logprobs", "s", "passes without a gradient, and advantages"),
         Metric("timing/train/value_training", "s", "optimizer steps of the value model"),
         Metric("timing/train/weight_sync", "s", "weights were sent to the fleet"),
+        Metric("weight_channel_alarm", "1 or 2",
+               "only where NCCL does not connect the trainer and its replicas as it should: 1 if it takes blocking calls, 2 if gloo "
+               "carries the weights instead ([on GPUs](gpu.md#where-nccl-does-not-connect))"),
         Metric("timing/train/validation", "s", "a refit waited for a validation"),
         Metric("timing/train/checkpointing", "s", "the loop waited for a checkpoint: for its snapshot, and for the previous checkpoint"),
         Metric("timing/train/checkpoint_write", "s",

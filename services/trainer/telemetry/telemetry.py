@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
 from headrace.run.journal import Journal, Line
 from headrace.run.samples import SampleFiles, sample_of
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.probe import Differences
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
@@ -72,6 +73,7 @@ class Telemetry:
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
         self._disagreement = alarm.Streak()
         self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
+        self._slower_weights = 0
         self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[Sequence[Line]] | None = None
@@ -118,6 +120,10 @@ class Telemetry:
         """Set what a refit accepts as agreement of trainer and inference, from the next step on."""
         self._limits = alarm.alarm_limits(self._config, agreement)
 
+    def note_given_up(self, backends: Collection[Backend]) -> None:
+        """Take note of which backends of the weight channel were given up."""
+        self._slower_weights = 2 if "nccl-blocking" in backends else int("nccl" in backends)
+
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the trajectories of a step with these metrics will be written or drawn. Gathering them from the ranks is
         expensive."""
@@ -154,6 +160,7 @@ class Telemetry:
         return {
             "train_inference_alarm": float(self._disagreement.is_alarm),
             "equal_rewards_alarm": float(self._equal.is_alarm),
+            **({"weight_channel_alarm": float(self._slower_weights)} if self._slower_weights else {}),
             **tracker_metrics(self._trackers),
             **self._gpus.take(),
         }

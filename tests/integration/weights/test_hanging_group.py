@@ -19,6 +19,7 @@ import torch.distributed as dist
 from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
 from headrace_services.refit import nccl, transport
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.sender import WeightSender
 from headrace_services.refit.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
 
@@ -26,15 +27,24 @@ PATIENCE_S = 60.0
 
 
 class Group:
-    """Connecting waits for a peer that never comes, until the group is aborted; aborting waits for `let_go`."""
+    """Connecting waits for a peer that never comes, until the group is aborted; or, if it `connects`, the first broadcast does. Aborting
+    waits for `let_go`."""
 
     def __init__(self) -> None:
+        self.connects = False
         self.let_go, self.aborted = threading.Event(), threading.Event()
         self.connecting = threading.Event()
         self.failure: Exception | None = None  # of the abort
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.connecting.set()
+        if not self.connects:
+            self.wait()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Group:
+        return self
+
+    def wait(self) -> None:
         assert self.aborted.wait(PATIENCE_S)
 
     def abort(self) -> None:
@@ -47,21 +57,20 @@ class Group:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     group = Group()
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0")
     monkeypatch.setattr(Channel, "_process_group", lambda self, seconds: group)
     yield group
     group.let_go.set()
 
 
-def place(store: RendezvousStore) -> GroupRank:
-    return GroupRank("g", "nccl", "127.0.0.1", store.port, 0, 1, torch.device("cpu"), bytes(32))
+def place(store: RendezvousStore, backend: Backend = "nccl") -> GroupRank:
+    return GroupRank("g", backend, "127.0.0.1", store.port, 0, 1, torch.device("cpu"), bytes(32))
 
 
 def lead(timeout_s: float) -> Channel:
     """The channel, which was given up."""
     store = RendezvousStore("127.0.0.1", 0)
     opened: list[Channel] = []
-    with pytest.raises(WeightChannelTimeout, match="peers to connect"):
+    with pytest.raises(WeightChannelTimeout, match=r"peers to connect|a broadcast"):
         Channel.lead(place(store), store, time.monotonic() + timeout_s, opened.append)
     return opened[0]
 
@@ -78,6 +87,7 @@ def test_a_peer_that_never_comes_is_given_up_and_leaves_no_thread(group: Group) 
 
 
 def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    group.connects = True
     channel, closed = lead(0.5), ClosedChannels()  # which would wait for ever if the abort were waited for
     closed.add(channel)
     closed.check()  # it still has time
@@ -90,6 +100,7 @@ def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.
 
 
 async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    group.connects = True
     monkeypatch.setattr(transport, "ABORT_S", 0.0)
     sender = WeightSender(Config(), SimpleNamespace())  # type: ignore[arg-type]
     sender._opened(await asyncio.to_thread(lead, 0.5))
@@ -99,19 +110,23 @@ async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatc
         await sender.refit(0, "t", source, torch.zeros(2).numpy(), torch.zeros(1).numpy())  # type: ignore[arg-type]
 
 
-def test_a_call_may_wait_as_long_for_its_peers_as_torch_lets_it(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort waits for that call, and torch has one time for all groups of a process, however little was left for this one."""
+@pytest.mark.parametrize("failure", [None, RuntimeError("NCCL timeout in: NCCLUtils.cpp")])
+def test_a_group_that_never_connected_holds_no_device_however_long_its_call_hangs(
+    group: Group, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    """So the process goes on, and the weights can travel another way."""
     monkeypatch.setattr(transport, "ABORT_S", 0.0)
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "3600")
+    group.failure = failure
     channel, closed = lead(0.5), ClosedChannels()
     closed.add(channel)
     closed.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
+    closed.check()
 
 
 def test_a_group_that_was_not_aborted_ends_the_process(group: Group, caplog: pytest.LogCaptureFixture) -> None:
-    group.failure = RuntimeError("NCCL timeout in: NCCLUtils.cpp")
+    group.connects, group.failure = True, RuntimeError("NCCL timeout in: NCCLUtils.cpp")
     group.let_go.set()
     channel, closed = lead(0.5), ClosedChannels()
     closed.add(channel)
@@ -136,17 +151,17 @@ class TorchsGroup:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchsGroup]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchsGroup]:
     """Has a group made in a process that `headrace_services.refit.nccl` has prepared."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchsGroup, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
-    def made() -> TorchsGroup:
+    def made(backend: Backend = "nccl") -> TorchsGroup:
         nccl.prepare_environment(60.0)
         before = dict(os.environ)
         store = RendezvousStore("127.0.0.1", 0)
-        group = Channel(place(store), store.connect())._process_group(0.5)
+        group = Channel(place(store, backend), store.connect())._process_group(0.5)
         assert os.environ == before
         assert group.environment.keys() == before.keys()  # a thread may be reading it
         return group
@@ -154,7 +169,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TorchsGroup]:
     return made
 
 
-def test_torch_neither_ends_the_process_nor_gives_a_broadcast_up(made: Callable[[], TorchsGroup]) -> None:
+def test_torch_neither_ends_the_process_nor_gives_a_broadcast_up(made: Callable[..., TorchsGroup]) -> None:
     group = made()
     assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert group.environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
@@ -162,10 +177,11 @@ def test_torch_neither_ends_the_process_nor_gives_a_broadcast_up(made: Callable[
     assert group.options._timeout > timedelta(days=30)  # a group serves many refits, each with a deadline of its own
 
 
-@pytest.mark.parametrize(("switch", "blocking"), [(None, 0), ("1", 0), ("0", None)])
-def test_a_group_does_not_block_unless_torchs_switch_says_so(
-    made: Callable[[], TorchsGroup], switch: str | None, blocking: int | None
+@pytest.mark.parametrize(("backend", "blocking"), [("nccl", 0), ("nccl-blocking", 1)])
+def test_whether_a_group_blocks_is_said_whatever_torchs_switch_says(
+    made: Callable[..., TorchsGroup], backend: Backend, blocking: int
 ) -> None:
-    if switch is not None:
+    for switch in ("0", "1"):
         os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = switch
-    assert made().options.config.blocking == blocking
+        assert made(backend).options.config.blocking == blocking
+        assert nccl.may_be_nonblocking() == (switch == "1")

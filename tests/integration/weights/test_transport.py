@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -26,7 +28,15 @@ from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChann
 from headrace_services.refit import transport
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transport import Channel, GroupRank, RendezvousStore, SignedStore, receive, send
+from headrace_services.refit.transport import (
+    Channel,
+    ClosedChannels,
+    GroupRank,
+    RendezvousStore,
+    SignedStore,
+    receive,
+    send,
+)
 from tests.support import weight_peer
 from tests.support.forks import fork
 
@@ -67,6 +77,7 @@ class Fleet:
     def __init__(self) -> None:
         self.store = RendezvousStore("127.0.0.1", 0)
         self.peers: list[Peer] = []
+        self.group = "g"
         self.channel: Channel | None = None
 
     def start(
@@ -81,7 +92,7 @@ class Fleet:
             self.peers.append(
                 Peer(
                     {
-                        "group_id": "g",
+                        "group_id": self.group,
                         "port": self.store.port,
                         "secret": secret.hex(),
                         "rank": rank,
@@ -94,7 +105,7 @@ class Fleet:
             )
 
     def lead(self, size: int, timeout_s: float = PATIENCE_S) -> Channel:
-        place = GroupRank("g", "gloo", "127.0.0.1", self.store.port, 0, size + 1, torch.device("cpu"), SECRET)
+        place = GroupRank(self.group, "gloo", "127.0.0.1", self.store.port, 0, size + 1, torch.device("cpu"), SECRET)
         return Channel.lead(place, self.store, time.monotonic() + timeout_s, self._opened)
 
     def _opened(self, channel: Channel) -> None:
@@ -270,6 +281,51 @@ def test_a_member_that_never_comes_ends_the_wait_at_the_deadline(fleet: Fleet) -
     with pytest.raises(WeightChannelTimeout, match="members to join"):
         fleet.lead(2, timeout_s=1.0)
     assert fleet.peers[0].expect("error")["type"] == "WeightChannelAborted"
+
+
+def test_a_closed_group_frees_its_buckets(fleet: Fleet) -> None:
+    """As after a replica has joined or died: the next group has buckets of its own."""
+    tensors = weights()
+    manifest = manifest_of(tensors)
+    closed, buckets = ClosedChannels(), []
+    for fleet.group in ("first", "second", "third"):
+        fleet.start(manifest, 1)
+        channel = fleet.lead(1)
+        send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+        fleet.peers[-1].expect("received")
+        buckets += [weakref.ref(bucket) for bucket in channel._buffers]
+        closed.add(channel)
+        assert channel.join(PATIENCE_S)
+    gc.collect()
+    assert not [kept for bucket in buckets if (kept := bucket()) is not None]
+
+
+def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) -> None:
+    let_go = threading.Event()
+    buckets: list[weakref.ref[torch.Tensor]] = []
+
+    class Stuck(Channel):
+        def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
+            if tensor.numel() > 32:  # no challenge
+                buckets.append(weakref.ref(self._buffers[0]))
+                assert let_go.wait(PATIENCE_S)
+            super()._broadcast(tensor, *how)
+
+    tensors = weights()
+    manifest = manifest_of(tensors)
+    fleet.start(manifest, 1)
+    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
+    channel = Stuck.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
+    try:
+        with pytest.raises(WeightChannelTimeout, match=r"the network is slow.*weight_channel\.timeout_s"):
+            send(channel, manifest, tensors, time.monotonic() + 1.0)
+        gc.collect()
+        assert buckets[0]() is not None
+    finally:
+        let_go.set()
+    assert channel.join(PATIENCE_S)
+    gc.collect()
+    assert buckets[0]() is None
 
 
 def test_who_has_not_the_secret_gets_nothing(fleet: Fleet) -> None:

@@ -33,6 +33,6 @@ def test_vllms_settings_of_nccl_do_not_reach_the_trainers_group(monkeypatch: pyt
     engine = WeightChannelEngine.__new__(WeightChannelEngine)
     engine._channel, engine._closed = None, SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
     engine.parallel_config, engine.device = SimpleNamespace(rank=0), "cpu"  # type: ignore[assignment]
-    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0))
+    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0, 0.5))
     assert found == [None]
     assert os.environ["NCCL_PROTO"] == "Simple"

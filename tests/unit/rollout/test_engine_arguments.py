@@ -325,7 +325,7 @@ def test_nccl_and_model_runner_are_chosen_before_vllm_is_imported(
     given = Config.model_validate({"weight_channel": {"timeout_s": 90}})
     prepare_environment(given, tmp_path)
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "45"  # half of it
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     prepare_environment(given, tmp_path)

@@ -13,10 +13,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from headrace.config import Config
+from headrace.run.journal import JOURNAL, Journal
+from headrace_services.refit.ladder import Backend
 from headrace_services.refit.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.plots import draw_disagreement
+from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.trainer import batch, trajectory
 
 # What healthy runs measured: `examples/arithmetic_tiny.yaml` in float32 (age 0, then 1 and 2), bfloat16 on both sides (age 0).
@@ -25,6 +28,21 @@ FLOAT32 = [
     *({"token_mult_prob_error": error, "off_policy_tokens": 0.02} for error in (1.009, 1.024, 1.028, 1.025, 1.022)),
 ]
 BFLOAT16 = {"on_policy_token_mult_prob_error": 1.072, "on_policy_gen_kl_error": 0.011, "token_mult_prob_error": 1.072}
+
+
+@pytest.mark.parametrize(
+    ("given_up", "alarm"),
+    [((), None), (("nccl",), 1.0), (("nccl", "nccl-blocking"), 2.0), (("nccl-blocking",), 2.0)],
+)
+async def test_a_slower_way_of_the_weights_is_in_the_metrics_of_every_step(
+    given_up: tuple[Backend, ...], alarm: float | None, tmp_path: Path
+) -> None:
+    given = config(run={"id": "run", "dir": str(tmp_path)}, logger={"keep_step_data": 0})
+    telemetry = Telemetry(given, Journal(given.run_folder / JOURNAL))
+    telemetry.note_given_up(given_up)
+    for step in range(2):
+        added = await telemetry.report_step(step, [], None, {"reward": 0.5})
+        assert added.get("weight_channel_alarm") == alarm
 
 
 def config(**changes: Any) -> Config:

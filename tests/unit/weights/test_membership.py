@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.base.errors import CodecError, ServiceError
+from headrace.base.errors import CodecError
 from headrace.replay import Epoch, Replica
 from headrace_services.refit import membership
 from headrace_services.refit.manifest import Manifest
@@ -62,15 +62,6 @@ def test_nccl_needs_whole_gpus_none_of_which_is_shared(
     assert membership.nccl_problem(trainer, replicas) == problem
 
 
-def test_the_backend_follows_the_devices_unless_it_is_configured() -> None:
-    assert membership.choose_backend("auto", None) == "nccl"
-    assert membership.choose_backend("auto", "they share GPU-a") == "gloo"
-    assert membership.choose_backend("gloo", None) == "gloo"
-    assert membership.choose_backend("nccl", None) == "nccl"
-    with pytest.raises(ServiceError, match=r"weight_channel\.backend: nccl.*GPU-a"):
-        membership.choose_backend("nccl", "they share GPU-a")
-
-
 RENDEZVOUS = Rendezvous(
     group_id="new",
     previous_group="old",
@@ -81,6 +72,7 @@ RENDEZVOUS = Rendezvous(
     secret=bytes(32),
     workers=1,
     timeout_s=5.0,
+    connect_s=2.5,
     manifest=Manifest.of([("w", "float32", (2, 3))], 64),
     probe_token_ids=np.array([5, 6, 7], dtype=np.int32),
 )
@@ -118,6 +110,7 @@ def test_rendezvous_and_announcement_survive_the_wire() -> None:
         ({"workers": 0}, "workers"),
         ({"manifest": None}, "manifest"),
         ({"timeout_s": float("inf")}, "not finite"),
+        ({"connect_s": float("inf")}, "not finite"),
         ({"probe_token_ids": b"\0" * 4}, "a probe of 1 tokens"),
         ({"probe_token_ids": b"abc"}, "probe_token_ids"),
     ],

@@ -24,13 +24,9 @@ def test_a_group_that_fails_neither_ends_the_process_nor_waits(environment: dict
 
 
 @pytest.mark.parametrize(("configured", "there"), [(60.0, "60"), (90.4, "90"), (0.1, "1")])
-def test_peers_connect_within_the_deadline_of_a_refit(
-    environment: dict[str, str], configured: float, there: str
-) -> None:
-    assert nccl.connect_timeout_s() == 1800  # torch's own
+def test_peers_connect_within_the_time_for_it(environment: dict[str, str], configured: float, there: str) -> None:
     nccl.prepare_environment(configured)
     assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == there
-    assert nccl.connect_timeout_s() == float(there)
 
 
 def test_what_is_set_already_stays(environment: dict[str, str]) -> None:
@@ -38,4 +34,3 @@ def test_what_is_set_already_stays(environment: dict[str, str]) -> None:
     environment |= given
     nccl.prepare_environment(60.0)
     assert given.items() <= environment.items()
-    assert nccl.connect_timeout_s() == 7

@@ -1,0 +1,189 @@
+"""A trainer and a replica whose groups of NCCL don't form: the weights arrive by the next backend, within the same refit. Groups of NCCL
+are stand-ins, those of gloo are real."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headrace.base.errors import ServiceError
+from headrace.config import Config
+from headrace.config.services import WeightChannelConfig
+from headrace.replay import ReplayClient
+from headrace_services.refit.rendezvous import Rendezvous
+from headrace_services.refit.sender import RefitReport, WeightSender
+from headrace_services.refit.transport import Channel
+from tests.support.small_replica import SmallReplica, installed, running
+from tests.support.source_model import SourceModel
+
+TIMELINE = "timeline-1"
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class OnGpu(SmallReplica):
+    """A replica that registers a GPU, and computes on the CPU."""
+
+    async def run(self) -> None:
+        register = self._replay.register
+
+        async def with_gpu(id_: str, info: dict[str, Any], **how: Any) -> None:
+            await register(id_, {**info, "gpus": "GPU-b"}, **how)
+
+        self._replay.register = with_gpu  # type: ignore[method-assign, assignment]
+        await super().run()
+
+
+class Group:
+    """Of NCCL: `connect` is what connecting does; what it carries goes through `carrier`, a real group."""
+
+    def __init__(self, connect: Callable[[], None], carrier: Any) -> None:
+        self._connect, self._carrier = connect, carrier
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connect()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return self._carrier.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        pass
+
+
+class Nccl:
+    """`fails`: what connecting does where it does not succeed, by backend and whether it is the trainer that connects."""
+
+    def __init__(self) -> None:
+        self.fails: dict[tuple[str, bool], Callable[[], None]] = {}
+        self.tried: list[str] = []  # the backend of each group that the trainer made
+        self.over = threading.Event()
+
+    def hang(self) -> None:
+        self.over.wait(60)
+
+    def refuse(self) -> None:
+        raise RuntimeError("NCCL Error 7: in progress")
+
+    def make(self, own: Callable[[Channel, float], Any], channel: Channel, seconds: float) -> Any:
+        """A group of the channel's backend; `own` makes one of gloo."""
+        place = channel.membership
+        if not place.rank:
+            self.tried.append(place.backend)
+        if place.backend == "gloo":
+            return own(channel, seconds)
+        if fails := self.fails.get((place.backend, not place.rank)):
+            return Group(fails, None)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        carrier = dist.ProcessGroupGloo(channel._store, place.rank, place.world_size, options)
+        return Group(lambda: None, carrier)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
+    nccl = Nccl()
+    own = Channel._process_group
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(Channel, "_process_group", lambda channel, seconds: nccl.make(own, channel, seconds))
+    yield nccl
+    nccl.over.set()
+
+
+class Run:
+    def __init__(self, replay: ReplayClient, model: Path, backend: str) -> None:
+        given = {"backend": backend}
+        self.replay, self.source = replay, SourceModel(model)
+        self.sender = WeightSender(
+            Config.model_validate({"weight_channel": given, "policy": {"precision": "float32"}}), replay
+        )
+        self.sender._gpu, self.sender._uuids = CPU, ["GPU-a"]
+        self.replica = OnGpu(replay, model)
+
+    async def refit(self, version: int) -> RefitReport:
+        probe = self.source.probe_ids
+        return await self.sender.refit(version, TIMELINE, self.source, probe, self.source.logprobs(probe))
+
+    @contextlib.asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        await self.replay.rewind(0, TIMELINE)
+        async with running(self.replica.run()):
+            while not await self.replay.replicas():
+                await self.replay.wait_epoch(0.1)
+            yield
+        await self.sender.aclose()
+
+
+@pytest.fixture
+def backend() -> str:
+    return "auto"
+
+
+@pytest.fixture
+async def run(replay: ReplayClient, tiny_model: Path, backend: str, nccl: Nccl) -> AsyncIterator[Run]:
+    run = Run(replay, tiny_model, backend)
+    async with run.started():
+        yield run
+        nccl.over.set()
+
+
+async def test_where_nccl_connects_it_carries_the_weights(run: Run, nccl: Nccl) -> None:
+    for version in (0, 1):
+        report = await run.refit(version)
+        assert (report.verified, report.attempts, report.given_up) == ((run.replica.id,), 1, ())
+    assert nccl.tried == ["nccl"]
+
+
+@pytest.mark.parametrize("at_trainer", [True, False])
+async def test_a_group_that_starts_only_with_blocking_calls_is_formed_with_them(
+    run: Run, nccl: Nccl, at_trainer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever it is that NCCL refuses; the other one waits."""
+    nccl.fails = {("nccl", at_trainer): nccl.refuse, ("nccl", not at_trainer): nccl.hang}
+    report = await run.refit(0)
+    assert (report.verified, report.attempts, report.given_up) == ((run.replica.id,), 2, ("nccl",))
+    assert nccl.tried == ["nccl", "nccl-blocking"]
+    said = [
+        record.getMessage() for record in caplog.records if "weights travel by nccl-blocking" in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert "NCCL Error 7" in said[0]
+    assert "NCCL_SOCKET_IFNAME" in said[0]
+
+
+async def test_where_nccl_hangs_gloo_carries_the_weights_in_the_same_refit_and_from_then_on(
+    run: Run, nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightChannelConfig, "connect_s", 1.0)
+    nccl.fails = {
+        (backend, at_trainer): nccl.hang for backend in ("nccl", "nccl-blocking") for at_trainer in (True, False)
+    }
+    report = await run.refit(0)
+    assert (report.verified, report.attempts, report.failed) == ((run.replica.id,), 3, frozenset())
+    assert report.given_up == ("nccl", "nccl-blocking")
+    run.source.train()
+    report = await run.refit(1)
+    assert (report.verified, report.attempts) == ((run.replica.id,), 1)
+    await installed(run.replica, 1)
+    assert run.replica.installed == [0, 1]  # each version once
+    assert nccl.tried == ["nccl", "nccl-blocking", "gloo"]
+    epoch = await run.replay.epoch()
+    assert epoch is not None
+    assert Rendezvous.decode(epoch.rendezvous).backend == "gloo"
+
+
+@pytest.mark.parametrize("backend", ["nccl"])
+async def test_who_names_nccl_gets_an_error(run: Run, nccl: Nccl) -> None:
+    nccl.fails = {
+        (backend, at_trainer): nccl.refuse for backend in ("nccl", "nccl-blocking") for at_trainer in (True, False)
+    }
+    with pytest.raises(ServiceError, match=r"weight_channel\.backend: nccl, .*NCCL_P2P_DISABLE"):
+        await run.refit(0)
+    assert nccl.tried == ["nccl", "nccl-blocking"]
