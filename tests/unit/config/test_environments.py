@@ -35,17 +35,17 @@ def test_an_environment_is_built_in_served_or_started(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5': give one of them"),
+        ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5'"),
         ({"target": "my_env.py:Exact", "command": ["x"]}, "target 'my_env.py:Exact' and command"),
         ({"type": "math", "command": ["x"]}, "type 'math' and command"),
         ({"target": "127.0.0.1:5", "attached": True}, "and attached true: give one of them, .*attached to false"),
-        ({"attached": True, "port": 5}, "port 5 is for an environment that `headrace up` starts"),
-        ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS nor the host:port"),
+        ({"attached": True, "port": 5}, "port 5 is for"),
+        ({"target": "my_env.py"}, "target 'my_env.py'"),
         ({"target": "my_env:Exact"}, "target 'my_env:Exact' is neither"),
         ({"target": "my_env.py:"}, "target 'my_env.py:' is neither"),
         ({"target": "judge.internal"}, "target 'judge.internal' is neither"),
         ({"command": []}, "at least 1 item"),
-        ({"target": "127.0.0.1:5", "port": 5}, "port 5 is for an environment that `headrace up` starts"),
+        ({"target": "127.0.0.1:5", "port": 5}, "port 5 is for"),
         ({}, r"env\.mine: give `type` .*, `target` .*, `command`, or `attached: true`"),
     ],
 )

@@ -32,23 +32,20 @@ def test_a_function_runs_episodes_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"game": {"attached": True, "public": ["board"]}}, r"public \[board\] is for an environment with episodes"),
-        (
-            {"game": {"attached": True, "grader": "math"}, "math": {}},
-            "grader 'math' is for an environment with episodes",
-        ),
-        ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env; .* \(env has none\)"),
-        ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself; name an .* \(math\)"),
+        ({"game": {"attached": True, "public": ["board"]}}, r"public \[board\]"),
+        ({"game": {"attached": True, "grader": "math"}, "math": {}}, "grader 'math'"),
+        ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env"),
+        ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself"),
         ({"game": {**PROGRAM, "grader": "other"}, "other": PROGRAM}, "'other' runs episodes itself"),
-        ({"math": {"episodes": True}}, "env.math.episodes true is for a program, not for type math, which scores"),
-        ({"game": {"type": "function"}}, "env.game.function null; name the program"),
+        ({"math": {"episodes": True}}, "env.math.episodes true"),
+        ({"game": {"type": "function"}}, "env.game.function null"),
         ({"game": {"type": "function", "function": "games.chess.play"}}, "should match pattern"),
         ({"game": {"type": "function", "function": "games.py:play"}}, None),
         (
             {"game": {"type": "function", "function": "g:p", "episodes": False}},
             "env.game.episodes false, but a function",
         ),
-        ({"game": {**PROGRAM, "function": "g:p"}}, "function 'g:p' is an option of function, not of a custom"),
+        ({"game": {**PROGRAM, "function": "g:p"}}, "function 'g:p' is an option"),
         ({"game": PROGRAM, "all": {"type": "combine", "parts": {"game": 1.0}}}, "env.all.parts.game runs episodes"),
     ],
 )

@@ -29,16 +29,13 @@ def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"python": None}, "env.echo.python null; name the Python that verifiers is installed in"),
-        ({"verifiers": {}}, r"env.echo.verifiers {} names no environment; give taskset: {id: NAME}"),
+        ({"python": None}, "env.echo.python null"),
+        ({"verifiers": {}}, r"env.echo.verifiers {}"),
         ({"verifiers": {"taskset": "echo-v1"}}, "names no environment"),
-        ({"episodes": False, "public": []}, "env.echo.episodes false, but a verifiers environment runs episodes"),
-        (
-            {"public": ["task", "answer"]},
-            r"env.echo.public \['task', 'answer'\]: a verifiers environment gets only the task",
-        ),
-        ({"function": "a:b"}, "env.echo.function 'a:b' is an option of function, not of type verifiers"),
-        ({"type": "math", "verifiers": {}}, "env.echo.python 'p' is an option of verifiers, not of type math"),
+        ({"episodes": False, "public": []}, "env.echo.episodes false"),
+        ({"public": ["task", "answer"]}, r"env.echo.public \['task', 'answer'\]"),
+        ({"function": "a:b"}, "env.echo.function 'a:b'"),
+        ({"type": "math", "verifiers": {}}, "env.echo.python 'p'"),
     ],
 )
 def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
@@ -49,13 +46,9 @@ def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("env", "source", "said"),
     [
-        (
-            ECHO,
-            {"dataset_name": "arithmetic"},
-            "env_name 'echo' is of type verifiers, which has only its own tasks",
-        ),
-        ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo', which is of another type"),
-        (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers, .* leave it out"),
+        (ECHO, {"dataset_name": "arithmetic"}, "env_name 'echo' is of type verifiers"),
+        ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo'"),
+        (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers"),
         (ECHO, {"prompt_file": "p.txt"}, "data: prompt_file with dataset_name verifiers"),
     ],
 )

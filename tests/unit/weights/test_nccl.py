@@ -24,9 +24,7 @@ def test_a_group_that_fails_neither_ends_the_process_nor_waits(environment: dict
 
 
 @pytest.mark.parametrize(("configured", "there"), [(60.0, "60"), (90.4, "90"), (0.1, "1")])
-def test_peers_connect_within_the_deadline_of_a_refit(
-    environment: dict[str, str], configured: float, there: str
-) -> None:
+def test_peers_connect_within_the_refits_deadline(environment: dict[str, str], configured: float, there: str) -> None:
     assert nccl.connect_timeout_s() == 1800  # torch's own
     nccl.prepare_environment(configured)
     assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == there
