@@ -70,9 +70,7 @@ names = st.lists(st.sampled_from("abcd"), min_size=1, max_size=6, unique=True)
 
 
 @given(timelines=names, remover=st.sampled_from("abcdx"), left=st.lists(st.sampled_from("abcdx"), unique=True))
-def test_nobody_removes_what_a_newer_or_unknown_trainer_writes(
-    timelines: list[str], remover: str, left: list[str]
-) -> None:
+def test_nobody_removes_what_a_newer_or_unknown_one_writes(timelines: list[str], remover: str, left: list[str]) -> None:
     starts = [Start(timeline, 2 * i) for i, timeline in enumerate(timelines)]
     remains = {f".unfinished-step_{i}-{timeline}": timeline for i, timeline in enumerate(left)}
     gone = removable(starts, remover, [*remains, "step_4", "abandoned-step_4-a", ".unfinished-notes"])
@@ -91,9 +89,7 @@ def test_what_builds_left_that_knew_no_chain_goes() -> None:
     began=st.lists(st.integers(1, 3), min_size=1, max_size=5),
     strays=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20)), max_size=3),
 )
-def test_a_folder_without_a_chain_gets_that_of_its_newest_checkpoint(
-    began: list[int], strays: list[tuple[int, int]]
-) -> None:
+def test_a_folder_without_a_chain_gets_its_newest_checkpoints(began: list[int], strays: list[tuple[int, int]]) -> None:
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
     version = 0
     for number, count in enumerate(began):

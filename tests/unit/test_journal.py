@@ -84,9 +84,7 @@ def test_segments_are_read_through_as_one(limit: int, steps: int, offset: int) -
         assert all(nbytes >= limit for nbytes in full)
 
 
-def test_a_journal_that_is_renamed_while_it_is_read_loses_no_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_renamed_while_it_is_read_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path, 1)
     for step in range(3):

@@ -88,16 +88,16 @@ def test_a_build_is_of_the_code_and_not_of_its_comments(library: Callable[..., L
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        ({"push": PUSH.replace("_args, _run", "_args, _run, _runs")}, "push.lua:3: uses _runs, but there is no _runs.lua"),
-        ({"push": PUSH.replace("_args, _run", "_args, _run, push")}, "push.lua:3: uses push, but there is no push.lua"),
-        ({"push": PUSH.replace("_args, _run", "_args")}, "push.lua:6: takes 'load_run' from _run, which its `uses` line does not name"),
+        ({"push": PUSH.replace("_args, _run", "_args, _run, _runs")}, "push.lua:3: uses _runs"),
+        ({"push": PUSH.replace("_args, _run", "_args, _run, push")}, "push.lua:3: uses push"),
+        ({"push": PUSH.replace("_args, _run", "_args")}, "push.lua:6: takes 'load_run' from _run"),
         ({"push": PUSH.replace("-- uses: _args, _run\n", "")}, "push.lua:5: takes 'load_run' from _run"),
         ({"_run": RUN.replace("-- uses: _args\n", "")}, "_run.lua:3: takes 'name' from _args"),
-        ({"push": PUSH.replace(", MOST", "")}, "push.lua:3: uses _args, but takes no name from it"),
+        ({"push": PUSH.replace(", MOST", "")}, "push.lua:3: uses _args"),
         ({"_run": RUN + "local LOADED = early\n", "_aaa": "-- uses: _run\nlocal early = load_run\n"}, "takes 'early' from _aaa"),
         (
             {"_run": RUN.replace("_args", "_args, _aaa") + "local LOADED = early\n", "_aaa": "-- uses: _run\nlocal early = load_run\n"},
-            "_run.lua:2: a circle of shared files: _aaa -> _run -> _aaa",
+            "_run.lua:2: a circle",
         ),
         ({"_aaa": "local early = 1\n"}, "_aaa.lua:1: no file uses _aaa"),
         ({"_aaa": "-- uses: _args\n\nlocal LEAST = 1\n"}, "_aaa.lua:3: 'LEAST' is defined in _args too"),

@@ -52,7 +52,7 @@ def test_the_first_prompts_of_the_runs_own_order(tmp_path: Path) -> None:
 def test_a_prompt_that_the_model_does_not_know_is_refused_as_in_a_run(tmp_path: Path) -> None:
     path = run(tmp_path, *SUMS)
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 6}')
-    assert "the embedding of policy.model_name has 6 rows" in refused("data", "show", path)
+    assert "has 6 rows" in refused("data", "show", path)
 
 
 def test_token_by_token(tmp_path: Path) -> None:
@@ -71,9 +71,7 @@ def test_the_validation_prompts_with_their_system_prompt(tmp_path: Path) -> None
     shown = said("data", "show", path, "--split", "validation")
     assert "<sys>1<user>2+2<asst>" in shown
     assert shown.count("── ") == 1
-    assert "data.validation has no prompts to show" in refused(
-        "data", "show", run(tmp_path, *SUMS), "--split", "validation"
-    )
+    assert "data.validation has no prompts" in refused("data", "show", run(tmp_path, *SUMS), "--split", "validation")
 
 
 def test_what_a_data_set_holds_does_nothing_to_the_terminal(tmp_path: Path) -> None:

@@ -82,10 +82,7 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
     with pytest.raises(ServiceError) as refused:
         device_plan.plan_devices(config(2, 2, 2), gpus(3), CUDA)
     said = str(refused.value)
-    assert (
-        "needs 6 GPUs (trainer.num_processes 2, rollout.replicas 2 x policy.generation.vllm_cfg.tensor_parallel_size 2)"
-        in said
-    )
+    assert "needs 6 GPUs (trainer.num_processes 2, rollout.replicas 2" in said
     assert "this machine has 3" in said
     assert said.splitlines()[1:] == [
         "trainer    GPU 0 (H100, 80 GiB), GPU 1 (H100, 80 GiB)",

@@ -43,10 +43,10 @@ def test_a_configuration_is_checked_without_the_trainer_s_packages(config: Path)
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
     assert first.startswith(f"{config}: valid; ")
-    assert second == "data and model were not checked: pip install 'headrace[trainer]'"
+    assert "pip install 'headrace[trainer]'" in second
     config.write_text(CONFIG + "grpo: {sed: 3}\n")
-    assert error_of(light("config", "check", config)) == (
-        f"error: grpo.sed: unknown key, value 3 ({config}:6); did you mean grpo.seed?\n"
+    assert f"grpo.sed: unknown key, value 3 ({config}:6); did you mean grpo.seed?" in error_of(
+        light("config", "check", config)
     )
 
 

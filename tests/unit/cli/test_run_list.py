@@ -31,7 +31,7 @@ def test_runs_are_listed_with_how_they_stand_and_why(tmp_path: Path) -> None:
     assert "val:accuracy 0.5 at step 4" in rows["adder"]
     assert "2 of 1000000" in rows["renamed"]
     assert "failed" in rows["broken"]
-    assert f"the trainer can't continue; its log: … error: {SHOWN}" in rows["broken:"]
+    assert f"error: {SHOWN}" in rows["broken:"]
     assert "unreadable" in rows["damaged"]
     assert "not a line of metrics" in rows["damaged:"]
 
@@ -52,9 +52,7 @@ def test_two_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "secret" not in text
     assert not any(own in text for own in ("run.id", "trainer.port"))
     assert "train:reward" not in said("runs", "compare", "old", "new", "--metric", "accuracy")
-    assert "--metric val:nothing: neither run has this metric" in refused(
-        "runs", "compare", "old", "new", "--metric", "val:nothing"
-    )
+    assert "--metric val:nothing" in refused("runs", "compare", "old", "new", "--metric", "val:nothing")
     assert "are the same run" in refused("runs", "compare", "old", "old")
     assert "is not a run" in refused("runs", "compare", "old", "third")
 
@@ -77,9 +75,7 @@ def test_the_page_of_a_comparison_has_both_curves(tmp_path: Path, monkeypatch: p
     assert "--html" in refused("runs", "compare", "old", "new", "--html", tmp_path / "no" / "both.html")
 
 
-def test_the_status_of_a_run_that_is_down_is_what_its_folder_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_of_a_run_that_is_down_is_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = past_run(tmp_path, "adder", 4, replay="{redis_port: 1}")
     with pytest.raises(ValueError, match="out"), recorded(folder, Stopped):
         raise ValueError(f"out of {HOSTILE}")
@@ -98,4 +94,4 @@ def test_the_status_of_a_run_that_is_down_is_what_its_folder_says(
     assert "is not a run" in refused("status", tmp_path / "nothing")
     text = said("status", folder.rename(tmp_path / "first"))
     assert "run           first" in text
-    assert "continue      rename the folder to adder; or start a new run from its weights" in text
+    assert "rename the folder to adder" in text

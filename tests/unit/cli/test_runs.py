@@ -184,7 +184,7 @@ def test_what_a_run_saved_holds_from_every_folder(tmp_path: Path, monkeypatch: p
     assert runs.prepare(archived / runs.SAVED, [])[0].run_folder == archived
 
 
-def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
+def test_a_trainer_that_nobody_supervises_saves_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "run.yaml"

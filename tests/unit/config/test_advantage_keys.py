@@ -21,46 +21,31 @@ def check(tmp_path: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["grpo.reward_scaling.source_max=0"], r"grpo.reward_scaling: source_min 0.0 is not below source_max 0.0"),
+        (["grpo.reward_scaling.source_max=0"], r"source_min 0.0 is not below source_max 0.0"),
         (["grpo.reward_scaling.target_max=0"], "target_min and target_max are both 0.0"),
-        (
-            ["grpo.adv_estimator.name=gae"],
-            r"grpo.adv_estimator.name: gae is an estimator of ppo; write a `ppo` section",
-        ),
-        (
-            ["ppo.adv_estimator.name=gdpo"],
-            r"ppo.adv_estimator.name: gdpo is an estimator of grpo; write a `grpo` section",
-        ),
+        (["grpo.adv_estimator.name=gae"], r"grpo.adv_estimator.name: gae is an estimator of ppo"),
+        (["ppo.adv_estimator.name=gdpo"], r"ppo.adv_estimator.name: gdpo is an estimator of grpo"),
         (["grpo.adv_estimator.name=opd"], "opd without grpo.adv_estimator.teacher_model_name"),
-        (["grpo.adv_estimator.teacher_model_name=x"], "which has no teacher; leave it out, or set name: opd"),
+        (["grpo.adv_estimator.teacher_model_name=x"], "name: opd"),
         (["grpo.adv_estimator.name=gspo"], "'gspo' should be 'grpo'"),
-        (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo: only gdpo weighs"),
+        (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo"),
         (
             ["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[1,.inf]"],
-            r"reward_weights \[1.0, inf\] are not all finite",
+            r"reward_weights \[1.0, inf\]",
         ),
-        (
-            ["grpo.adv_estimator.minus_baseline=false"],
-            "minus_baseline false with name grpo: only reinforce_plus_plus uses it",
-        ),
-        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: only reinforce_plus_plus uses it"),
-        (
-            ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"],
-            "kl_to_go true without a KL penalty in the rewards; set loss_fn.use_kl_in_reward true",
-        ),
-        (
-            ["loss_fn.use_kl_in_reward=true"],
-            "loss_fn.use_kl_in_reward true with grpo.adv_estimator.name grpo, which has no token rewards",
-        ),
+        (["grpo.adv_estimator.minus_baseline=false"], "minus_baseline false with name grpo"),
+        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo"),
+        (["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"], "kl_to_go true without"),
+        (["loss_fn.use_kl_in_reward=true"], "loss_fn.use_kl_in_reward true with grpo.adv_estimator.name grpo"),
         (
             ["loss_fn.use_kl_in_reward=true", "ppo.adv_estimator.name=raw_reward"],
-            "loss_fn.use_kl_in_reward true with ppo.adv_estimator.name raw_reward",
+            "use_kl_in_reward true with ppo.adv_estimator.name raw_reward",
         ),
         (
             ["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.length_adaptive_alpha=0.05"],
-            "length_adaptive_alpha 0.05 with name raw_reward, which takes no lambda",
+            "length_adaptive_alpha 0.05 with name raw_reward",
         ),
-        (["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda: 1.5 should be less than or equal to 1"),
+        (["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda: 1.5"),
         (
             [
                 "grpo.num_generations_per_prompt=1",
@@ -71,20 +56,14 @@ def check(tmp_path: Path, *overrides: str) -> Config:
         ),
         (
             ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=-2"],
-            r"grpo: advantage_clip_low 2.0 is not below advantage_clip_high -2.0",
+            r"advantage_clip_low 2.0 is not below advantage_clip_high -2.0",
         ),
-        (
-            ["grpo.seq_logprob_error_threshold=0.5"],
-            "grpo.seq_logprob_error_threshold: 0.5 should be greater than or equal to 1",
-        ),
+        (["grpo.seq_logprob_error_threshold=0.5"], "grpo.seq_logprob_error_threshold: 0.5"),
         (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=600"],
-            "grpo.reward_shaping.overlong_buffer_length 600 is more than max_response_length 512",
+            "overlong_buffer_length 600 is more than max_response_length 512",
         ),
-        (
-            ["grpo.reward_shaping.stop_properly_penalty_coef=2"],
-            "stop_properly_penalty_coef: 2 should be less than or equal to 1",
-        ),
+        (["grpo.reward_shaping.stop_properly_penalty_coef=2"], "stop_properly_penalty_coef: 2 "),
     ],
 )
 def test_what_cannot_go_together_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:

@@ -33,7 +33,7 @@ def test_a_file_gives_grpo_or_ppo_and_grpo_where_it_gives_neither(tmp_path: Path
 
 def test_both_are_refused_and_one_can_make_room_for_the_other(tmp_path: Path) -> None:
     path = written(tmp_path, "grpo: {seed: 3}\n")
-    assert refusal(path, "ppo.seed=4").startswith("grpo and ppo are both given")
+    assert "grpo and ppo are both given" in refusal(path, "ppo.seed=4")
     assert load(path, ["ppo.seed=4", "grpo=null"], {}).algorithm.seed == 4
 
 
@@ -49,9 +49,7 @@ def test_both_name_the_bound_on_ages_by_their_own_key(tmp_path: Path) -> None:
         assert load(path, [], {}).algorithm.max_age == 3
         assert load(path, [f"{name}.async_{name}.enabled=false"], {}).algorithm.max_age == 0
         said = refusal(path, f"{name}.async_{name}.staleness_policy=drop", f"{name}.async_{name}.ahead_steps=2")
-        assert (
-            said == f"{name}.async_{name}: ahead_steps 2 is below max_trajectory_age_steps 3; raise it (command line)"
-        )
+        assert f"{name}.async_{name}: ahead_steps 2 is below max_trajectory_age_steps 3" in said
 
 
 @pytest.mark.parametrize("section", ["policy", "value"])
@@ -60,7 +58,7 @@ def test_optimizer_steps_divide_the_batch(tmp_path: Path, section: str) -> None:
     key = f"{section}.train_global_batch_size"
     assert getattr(load(path, [f"{key}=8"], {}), f"{section}_batch") == 8
     said = refusal(path, f"{key}=9")
-    assert said.startswith(f"{key} 9 does not divide the 24 trajectories of a batch (ppo.num_prompts_per_step 6")
+    assert said.startswith(f"{key} 9 does not divide the 24 trajectories")
 
 
 def test_without_a_size_one_optimizer_step_takes_the_batch(tmp_path: Path) -> None:
@@ -93,17 +91,14 @@ def test_a_schedule_is_written_as_nemo_rl_writes_it(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("policy.scheduler.2.milestones=[50, 60]", "2 schedulers need 1 milestones, not 2"),
-        ("policy.scheduler.2.milestones=[0]", "milestones [0] are not ascending steps of 1 or more"),
+        ("policy.scheduler.2.milestones=[0]", "milestones [0]"),
         (
             "policy.scheduler.0.name=torch.optim.lr_scheduler.LambdaLR",
             "unknown scheduler 'torch.optim.lr_scheduler.LambdaLR'",
         ),
-        (
-            "policy.scheduler.0.kwargs.gamma=2",
-            "LinearLR takes no gamma; it takes end_factor, start_factor, total_iters",
-        ),
+        ("policy.scheduler.0.kwargs.gamma=2", "LinearLR takes no gamma"),
         ("policy.scheduler.0.milestones=[3]", "name and milestones; give name and kwargs"),
-        ("ppo={policy_training_start_step: 5, max_num_steps: 5}", "the policy would never be trained"),
+        ("ppo={policy_training_start_step: 5, max_num_steps: 5}", "never be trained"),
     ],
 )
 def test_what_cannot_be_a_schedule_is_refused(tmp_path: Path, override: str, said: str) -> None:

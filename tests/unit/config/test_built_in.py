@@ -48,10 +48,7 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
             {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
             r"env\.llm_judge\.scale: \[5, 1\]: the best score",
         ),
-        (
-            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}},
-            r"vote majority without threshold; give",
-        ),
+        ({"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}}, r"vote majority without threshold"),
         (
             {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
             r"match pattern",
@@ -71,11 +68,11 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
         ),
         (
             {"both": {"type": "combine", "combine": "product", "parts": {"math": 0.5}}, "math": {}},
-            r"env\.both\.parts\.math 0\.5 with combine product, which has no weights",
+            r"env\.both\.parts\.math 0\.5 with combine product",
         ),
         (
             {"both": {"type": "combine", "gate": "format", "parts": {"math": 1}}, "math": {}, "format": {}},
-            r"env\.both\.gate 'format' is not one of its parts \(math\)",
+            r"env\.both\.gate 'format'",
         ),
         (
             {
@@ -83,7 +80,7 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
                 "math": {},
                 "format": {},
             },
-            r"env\.both\.timeout_s 60 is less than the 70 s that its parts have, the gate's before the others'; raise it",
+            r"env\.both\.timeout_s 60 is less than the 70 s",
         ),
         ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
         (

@@ -35,7 +35,7 @@ def test_an_environment_is_built_in_served_or_started(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5': give one of them"),
+        ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5'"),
         ({"target": "my_env.py:Exact", "command": ["x"]}, "target 'my_env.py:Exact' and command"),
         ({"type": "math", "command": ["x"]}, "type 'math' and command"),
         ({"target": "127.0.0.1:5", "attached": True}, "and attached true: give one of them, .*attached to false"),

@@ -34,13 +34,10 @@ def test_a_function_runs_episodes_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"game": {"attached": True, "public": ["board"]}}, r"public \[board\] is for an environment with episodes"),
-        (
-            {"game": {"attached": True, "grader": "math"}, "math": {}},
-            "grader 'math' is for an environment with episodes",
-        ),
-        ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env; .* \(env has none\)"),
-        ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself; name an .* \(math\)"),
+        ({"game": {"attached": True, "public": ["board"]}}, r"public \[board\]"),
+        ({"game": {"attached": True, "grader": "math"}, "math": {}}, "grader 'math'"),
+        ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env"),
+        ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself"),
         ({"game": {**PROGRAM, "grader": "other"}, "other": PROGRAM}, "'other' runs episodes itself"),
         ({"math": {"episodes": True}}, "true is an option of function, verifiers, .*, not of type math"),
         ({"game": {"type": "function"}}, r"env.game.function\n.*required"),

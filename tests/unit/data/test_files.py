@@ -116,13 +116,13 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"input": "a", "output": "1", "w": NaN}', "NaN is not a JSON number"),
-        ('{"input": "a", "output": 1e400}', "1e400, larger than a float64 can be, is not a JSON number"),
+        ('{"input": "a", "output": "1", "w": NaN}', "NaN is not"),
+        ('{"input": "a", "output": 1e400}', "1e400"),
         ('{"input": "a", "output": "1", "w": 1e999}', "1e999, larger than a float64"),
-        ('{"input": "a\\ud800", "output": "1"}', "field 'input' can't be stored as JSON and msgpack .*surrogates"),
-        ('{"input": "a", "output": "\\ud800"}', "field 'answer' can't be stored as JSON and msgpack .*surrogates"),
-        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' can't be stored as JSON and msgpack"),
-        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+        ('{"input": "a\\ud800", "output": "1"}', "field 'input' .*surrogates"),
+        ('{"input": "a", "output": "\\ud800"}', "field 'answer' .*surrogates"),
+        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' "),
+        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deeply"),
         ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
         ("\0\x1b[2J", "Expecting value"),
     ],
@@ -175,9 +175,7 @@ def test_a_bad_line_of_any_file_is_named(tmp_path: Path, rows: list[Any], torn: 
         assert sample_from_wire(sample_to_wire(sample)).extra_env_info == problem.extra_env_info
 
 
-def test_a_line_that_is_no_line_of_prompts_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_no_line_of_prompts_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_LONGEST_LINE", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1", "output": "1"}\n' + "x" * 1000)

@@ -77,9 +77,7 @@ def model(folder: Path, *, ends: object = 1, vocabulary: int = 20) -> dict[str, 
 @pytest.mark.parametrize(
     ("ends", "found"), [([1, 6], (1, 6, 9)), (7, (1, 7, 9)), (0, (1, 0, 9)), ([], (1, 9)), (None, (1, 3, 9))]
 )
-def test_the_end_tokens_are_those_at_which_an_engine_stops_too(
-    tmp_path: Path, ends: object, found: tuple[int, ...]
-) -> None:
+def test_the_end_tokens_are_those_that_an_engine_stops_at(tmp_path: Path, ends: object, found: tuple[int, ...]) -> None:
     tokenizer, generation = tiny.make_tokenizer(), {"stop_token_ids": [9, 1], "stop_strings": ["="]}
     config = Config.model_validate({"policy": {**model(tmp_path, ends=ends), "generation": generation}})
     tokens = ModelTokens.load(config, tokenizer)

@@ -122,11 +122,8 @@ def test_any_set_is_read_by_owner_and_name(place: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({"dataset_name": "gsm8k", "split": "dev"}, r"openai/gsm8k \(subset main, split dev\) can't be read"),
-        (
-            {"data_path": "me/mine", "output_key": "b"},
-            "row 0 of me/mine: no field 'b' .output_key.; it has 'question', 'answer', and output_key can name another; or give",
-        ),
+        ({"dataset_name": "gsm8k", "split": "dev"}, r"openai/gsm8k \(subset main, split dev\)"),
+        ({"data_path": "me/mine", "output_key": "b"}, "row 0 of me/mine: no field 'b' .output_key."),
         ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "field 'answer' is None, not text"),
     ],
     ids=["split", "field", "answer"],
@@ -169,15 +166,9 @@ def test_prompt_and_system_prompt_come_from_files(place: Path, end: str) -> None
     ("text", "said"),
     [
         (None, "prompt_file cot.txt: can't be read"),
-        ("no place", "prompt_file cot.txt: it has no place for the problem; write {} where the problem goes"),
-        (
-            "{} \\boxed{x}",
-            "prompt_file cot.txt: {x} is not a field of questions, which has 'answer'; .* {{ and }} for braces",
-        ),
-        (
-            "{} \\boxed{",
-            "prompt_file cot.txt: ValueError.*write {} where the problem goes, .* and {{ and }} for braces",
-        ),
+        ("no place", "prompt_file cot.txt: it has no place"),
+        ("{} \\boxed{x}", "prompt_file cot.txt: {x} is not a field of questions"),
+        ("{} \\boxed{", "prompt_file cot.txt: ValueError"),
         ("{} {x.y}", "prompt_file cot.txt: .*write {} where the problem goes"),
         ("{0} {1}", "prompt_file cot.txt: IndexError"),
         ("{} {}", "prompt_file cot.txt: IndexError"),

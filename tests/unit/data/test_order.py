@@ -19,7 +19,7 @@ def test_every_epoch_has_every_problem_once(count: int, seed: int, epochs: int, 
 
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 5), picks=st.lists(st.integers(0, 99), max_size=20))
-def test_law_5_any_place_is_the_same_however_it_is_reached(count: int, seed: int, picks: list[int]) -> None:
+def test_law_5_a_place_is_the_same_however_reached(count: int, seed: int, picks: list[int]) -> None:
     walked = PromptOrder(count, seed, True, 2)
     line = [walked[k] for k in range(len(walked))]
     jumping = PromptOrder(count, seed, True, 2)

@@ -135,10 +135,7 @@ def test_an_entry_of_any_task_survives_json_and_is_scored_the_same(task: str) ->
     ("source", "message"),
     [
         ({}, r"data\.train\[0\]: give dataset_name"),
-        (
-            {"dataset_name": "arithmetic", "task_config": {"digits": 0}},
-            r"arithmetic takes only digits, a number from 1 to 9",
-        ),
+        ({"dataset_name": "arithmetic", "task_config": {"digits": 0}}, r"arithmetic takes only digits"),
         ({"dataset_name": "arithmetic", "task_config": {"digit": 2}}, r"arithmetic takes only digits"),
         ({"dataset_name": "reasoning_gym", "task": "chain_sums"}, r"task 'chain_sums' is not a task .*chain_sum,"),
         ({**CHAIN_SUM, "task_config": {"terms": 2}}, r"chain_sum refuses it .*terms"),
@@ -176,11 +173,11 @@ def test_jsonl_problems(tmp_path: Path) -> None:
     [
         ("{", "Expecting property name"),
         ("[1]", "a JSON list, not an object"),
-        ('{"input": "1+1"}', r"no field 'output' \(output_key\); it has 'input', and output_key can name another"),
+        ('{"input": "1+1"}', r"no field 'output' \(output_key\)"),
         ('{"output": "2"}', r"no field 'input' \(input_key\)"),
         ('{"input": 3, "output": "2"}', "field 'input' is 3, not text or a list of messages"),
         ('{"input": [], "output": "2"}', r"field 'input' is \[\]"),
-        ('{"input": [{"role": "user"}], "output": "2"}', "not text or a list of messages with role and content"),
+        ('{"input": [{"role": "user"}], "output": "2"}', "with role and content"),
         ('{"input": [{"role": "assistant", "content": "2"}], "output": "2"}', "ends with a message of the assistant"),
         ('{"input": "1+1", "output": null}', "field 'output' is None, not text or a number"),
     ],

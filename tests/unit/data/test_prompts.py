@@ -75,7 +75,7 @@ def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, capl
         made = prompts(tmp_path, "47+85+3", "1+1", "2+2", "47+85", overlong_prompts="leave_out")
     assert made.total == 2
     assert [group.dataset_index for group in made.train(range(2))] == [1, 2]
-    assert "data.train: 2 of 4 problems are left out" in caplog.text
+    assert "2 of 4 problems" in caplog.text
     assert (made.counts.train, made.counts.too_long) == (2, 2)
 
 
@@ -114,10 +114,7 @@ def test_what_is_left_out_and_what_ends_the_run_is_said(tmp_path: Path) -> None:
         "steps: at most 1, when the prompts are used up (grpo.max_num_epochs 3), of grpo.max_num_steps 1000000",
     ]
     two = config(tmp_path, max_num_steps=1, num_prompts_per_step=2)
-    assert (
-        made.counts.lines(two)[1]
-        == "steps: 1 (grpo.max_num_steps), before the prompts are used up (grpo.max_num_epochs 1)"
-    )
+    assert made.counts.lines(two)[1].startswith("steps: 1 (grpo.max_num_steps)")
 
 
 def config(tmp_path: Path, **grpo: Any) -> Config:

@@ -35,7 +35,7 @@ def test_at_every_place_each_set_has_had_its_share_to_within_one(shares: list[in
     epochs=st.integers(1, 3),
     picks=st.lists(st.integers(0, 10_000), max_size=20),
 )
-def test_law_5_any_place_is_the_same_however_it_is_reached(
+def test_law_5_a_place_is_the_same_however_reached(
     sets: list[tuple[int, int]], seed: int, epochs: int, picks: list[int]
 ) -> None:
     shares, counts = [share for share, _ in sets], [count for _, count in sets]
@@ -81,15 +81,9 @@ def test_weights_are_shares_as_they_are_written(weights: list[float | None], sha
     [
         ({"train": [{"weight": 0}]}, "greater than 0"),
         ({"train": [{"weight": float("inf")}]}, "finite"),
-        ({"validation": [{"weight": 2}]}, r"validation\[0\]\.weight 2: every problem of a validation set is asked"),
-        (
-            {"train": [{"weight": 2}, {}], "use_multiple_dataloader": True},
-            "use_multiple_dataloader true draws equally many",
-        ),
-        (
-            {"train": [{"weight": 0.33333}, {"weight": 0.66667}]},
-            "need 100000 prompts to reach their exact shares; round them",
-        ),
+        ({"validation": [{"weight": 2}]}, r"validation\[0\]\.weight 2"),
+        ({"train": [{"weight": 2}, {}], "use_multiple_dataloader": True}, "use_multiple_dataloader true"),
+        ({"train": [{"weight": 0.33333}, {"weight": 0.66667}]}, "need 100000 prompts"),
     ],
 )
 def test_weights_that_can_t_be_followed_are_refused(data: dict[str, Any], said: str) -> None:

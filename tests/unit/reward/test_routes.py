@@ -35,7 +35,5 @@ AWAY = EnvironmentStatus(ready=False, message="nobody is attached")
         ([], []),
     ],
 )
-def test_work_goes_to_the_newest_build_where_it_is_ready(
-    statuses: list[EnvironmentStatus | None], places: list[int]
-) -> None:
+def test_work_goes_to_the_newest_ready_build(statuses: list[EnvironmentStatus | None], places: list[int]) -> None:
     assert routes(statuses) == places

@@ -75,7 +75,7 @@ def test_it_says_what_the_check_finds_wrong() -> None:
     with served(Careless()) as careless:
         (fault,) = careless.faults(golden)
     assert fault.check == "odd completions"
-    assert "ValueError: could not convert string to float: 'no'" in str(fault)
+    assert "could not convert string to float: 'no'" in str(fault)
     with served(Exact()) as exact:
         assert exact.faults() == []
 
@@ -90,13 +90,10 @@ def test_more_samples_than_it_has_room_for_are_scored_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "can't be read (No such file or directory)"),
+        (None, "No such file"),
         ("\n", "has no samples"),
         ('{"completion": "4"}\n{"completion": 4}\n', ":2: not a sample (Expected `str`, got `int`"),
-        (
-            '{"completion": "4", "rewrad": 1}',
-            ":1: not a sample (Object contains unknown field `rewrad`); write an object of completion,",
-        ),
+        ('{"completion": "4", "rewrad": 1}', ":1: not a sample (Object contains unknown field `rewrad`)"),
         ("{", ":1: not a sample (Input data was truncated)"),
     ],
 )
@@ -123,7 +120,7 @@ def test_a_file_of_samples_that_is_none_is_named(tmp_path: Path, text: str | Non
         ({"components": {"format": 1}}, Score("SCORED", 1.0), "component format is missing"),
     ],
 )
-def test_a_golden_sample_says_how_a_score_differs(
+def test_a_golden_sample_says_how_scores_differ(
     golden: dict[str, object], score: Score, difference: str | None
 ) -> None:
     assert GoldenSample(completion="4", **golden).difference(score) == difference

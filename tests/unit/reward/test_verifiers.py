@@ -280,8 +280,8 @@ async def test_what_is_no_reward_stays_none(tmp_path: Path, answer: Any, status:
 @pytest.mark.parametrize(
     ("python", "why"),
     [
-        ("nowhere/bin/python", r"env.e.python 'nowhere/bin/python' is not a program; give the path of the Python"),
-        (sys.executable, r"env.e.verifiers: .* can't import verifiers .*; install it there"),
+        ("nowhere/bin/python", r"env.e.python 'nowhere/bin/python'"),
+        (sys.executable, r"env.e.verifiers: .* can't import verifiers"),
         ("/bin/false", r"env.e.verifiers: /bin/false ended with status 1"),
     ],
 )

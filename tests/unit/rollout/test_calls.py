@@ -32,9 +32,7 @@ def request(**changes: Any) -> SampleRequest:
         ({"max_new_tokens": 10**30}, "context", "max_new_tokens 1000000"),
     ],
 )
-def test_what_must_not_reach_the_engine_is_refused_by_its_value(
-    changes: dict[str, Any], reason: str, said: str
-) -> None:
+def test_what_must_not_reach_the_engine_is_refused_by_value(changes: dict[str, Any], reason: str, said: str) -> None:
     with pytest.raises(RenderRefused, match=said) as refused:
         check_request(request(**changes), context=10, vocabulary=20)
     assert refused.value.reason == reason

@@ -214,14 +214,12 @@ def test_a_choice_of_plugins_keeps_the_one_that_watches_the_children(
 
 def test_an_error_of_vllm_names_the_shells_variables() -> None:
     said = explain(config(), "ValueError: Unable to configure handler 'vllm'", ["VLLM_LOGGING_LEVEL"], on_cpu=True)
-    assert "unset what you don't need of VLLM_LOGGING_LEVEL" in said
+    assert "VLLM_LOGGING_LEVEL" in said
     assert "unset" not in explain(config(), "ValueError: no", on_cpu=True)
     assert "util-linux" in explain(config(), "CalledProcessError: Command 'lscpu --json' returned 127", on_cpu=True)
 
 
-def test_an_installation_whose_engines_would_outlive_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_installation_whose_engines_outlive_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(engine, "entry_points", lambda **_: ())
     with pytest.raises(ServiceError, match="install it again"):
@@ -260,10 +258,7 @@ def vllm_config(
         ({"model": {"is_moe": True}, "moe": "flashinfer_trtllm"}, "moe_backend flashinfer_trtllm"),
         ({"model": {"is_moe": True}, "lora": True}, "refit adapter: the replica is a mixture of experts"),
         ({"model": {"use_mla": True}, "lora": True, "device": "cpu"}, "latent attention (MLA), where this is not"),
-        (
-            {"parallel": {"tensor_parallel_size": 2}, "lora": True},
-            "tensor parallel (2 ways), where this is not proved",
-        ),
+        ({"parallel": {"tensor_parallel_size": 2}, "lora": True}, "tensor parallel (2 ways), where this is not proved"),
     ],
 )
 def test_a_model_that_cant_be_refitted_safely_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -318,9 +313,7 @@ def test_the_shells_setting_of_triton_stays_and_is_no_secret(
     assert len([line for line in caplog.messages if "TRITON_F32_DEFAULT=tf32" in line]) == warned
 
 
-def test_nccl_and_model_runner_are_chosen_before_vllm_is_imported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nccl_and_model_runner_are_chosen_before_vllm_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {})
     given = Config.model_validate({"weight_channel": {"timeout_s": 90}})
     prepare_environment(given, tmp_path)

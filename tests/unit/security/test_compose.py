@@ -71,9 +71,7 @@ def test_services_speak_tls_and_ask_for_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["replay", "reward", "rollout", "agents", "trainer"])
-def test_a_configuration_means_in_a_container_what_its_variables_say(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_in_a_container_is_what_its_variables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each service starts with them, that of the profile `agents` on a configuration that has episodes."""
     monkeypatch.chdir(DEPLOY.parent)
     for key, value in SERVICES[name]["environment"].items():

@@ -273,7 +273,7 @@ def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     old = alarm.disagreement_message(7, alarm.find_exceeded({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
     for part in ("0.75, above 0.5", "beyond the clip", "learning rate", "age bound"):
         assert part in old
-    assert "the current weights sampled these tokens" in said
+    assert "current weights" in said
 
 
 def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:

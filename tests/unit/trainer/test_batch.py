@@ -64,11 +64,7 @@ def test_law_2_tokens_over_age_do_not_count(max_age: int, expected: list[int]) -
 @pytest.mark.parametrize(
     ("of_trajectory", "columns", "says"),
     [
-        (
-            {"logprobs": np.array([-1, -1, np.nan, -1, -1], np.float32)},
-            {},
-            "behaviour log-probability is not finite",
-        ),
+        ({"logprobs": np.array([-1, -1, np.nan, -1, -1], np.float32)}, {}, "log-probability is not finite"),
         ({}, {"rewards": np.array([np.inf])}, "its reward is inf"),
         ({}, {"multipliers": np.array([-1.0])}, "multiplier is -1"),
         ({}, {"multipliers": np.array([np.nan])}, "multiplier is nan"),
@@ -119,9 +115,7 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_tokens() -> None:
 
 
 @given(sizes=st.tuples(st.integers(1, 6), st.integers(1, 5)), ranks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_a_steps_trajectories_are_the_same_for_any_number_of_ranks(
-    sizes: tuple[int, int], ranks: int, seed: int
-) -> None:
+def test_a_steps_trajectories_are_the_same_for_any_ranks(sizes: tuple[int, int], ranks: int, seed: int) -> None:
     size, count = sizes
     groups, per_group = size * count, 2
     lengths = np.random.default_rng(seed).integers(1, 50, groups * per_group).tolist()

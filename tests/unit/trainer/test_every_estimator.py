@@ -156,7 +156,7 @@ def test_a_column_that_is_missing_or_of_another_length_is_refused() -> None:
     ],
     ids=["grpo", "gdpo", "reinforce", "reinforce-kl", "reinforce-kl-of-weight-0", "opd", "gae", "gae-kl", "raw"],
 )
-def test_only_what_an_estimator_needs_has_to_be_there(
+def test_only_what_an_estimator_needs_must_be_there(
     estimator: Estimator, loss_fn: LossConfig, expected: set[str]
 ) -> None:
     section = {} if isinstance(estimator, PPOAdvEstimatorConfig) else {"use_leave_one_out_baseline": False}

@@ -172,7 +172,7 @@ def test_what_the_loss_is_averaged_over(keys: dict[str, object], loss: float) ->
     ],
     ids=["none", "tis", "tis-both", "icepop", "seq-mask-none-left", "seq-mask"],
 )
-def test_importance_weights_of_tokens(
+def test_importance_weights_by_token(
     keys: dict[str, object], weights: tuple[float, ...], outside: float | None
 ) -> None:
     old, advantages = row(-1, -1, -1), row(1, 2, 3)
@@ -322,7 +322,7 @@ def shares(
 
 @settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases, data=st.data())
-def test_micro_batches_and_the_order_of_sequences_change_nothing(
+def test_micro_batches_and_order_of_sequences_change_nothing(
     config: LossConfig, case: Case, data: st.DataObject
 ) -> None:
     case = case.under(config)

@@ -178,9 +178,7 @@ def test_a_kl_weight_that_overflows_counts_nothing() -> None:
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs"])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_a_log_probability_that_is_not_a_number_makes_the_loss_none(
-    name: str, advantage: float, corrected: bool
-) -> None:
+def test_a_log_probability_that_is_nan_makes_the_loss_nan(name: str, advantage: float, corrected: bool) -> None:
     columns = {key: -torch.ones(2) for key in ("logprobs", "old_logprobs", "ref_logprobs")}
     columns[name] = torch.tensor([math.nan, -1.0])
     output = PolicyOutput(columns.pop("logprobs"))

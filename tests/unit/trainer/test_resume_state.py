@@ -44,7 +44,7 @@ def test_start_restores_where_the_checkpoint_before_is_in_doubt() -> None:
     assert restore_reason(CHECKPOINT, run_state(committed=2), before=2) is None
     found = restore_reason(CHECKPOINT, run_state(committed=1), before=2)
     assert found is not None
-    assert "its newest published version is 1" in found
+    assert "newest published version is 1" in found
 
 
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:

@@ -41,8 +41,7 @@ def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(0, 0.0), (80, 0.0), (81, 0.05), (90, 0.5), (99, 0.95), (100, 1.0), (130, 1.0)],
+    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, 0.05), (90, 0.5), (99, 0.95), (100, 1.0), (130, 1.0)]
 )
 def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, penalty: float) -> None:
     """Without a floor a completion of 130 tokens would lose 2.5."""
@@ -131,18 +130,10 @@ def test_components_are_scaled_and_ordered_by_name() -> None:
 @pytest.mark.parametrize(
     ("scores", "weights", "words"),
     [
-        ([{}, {}], None, "environment 'math' scored with reward components none, and gdpo needs two or more"),
-        ([{"a": 1.0}, {"a": 0.0}], None, "environment 'math' scored with reward components a, and gdpo"),
-        (
-            [{"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0}],
-            None,
-            "environment 'code' scored with reward components a, c, environment 'math' with a, b",
-        ),
-        (
-            [{"a": 1.0, "b": 0.0}] * 2,
-            [1.0],
-            "reward_weights has 1 entries, and environment 'math' scored with 2 .*: a, b;",
-        ),
+        ([{}, {}], None, "'math' scored with reward components none"),
+        ([{"a": 1.0}, {"a": 0.0}], None, "'math' scored with reward components a,"),
+        ([{"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0}], None, "'code' scored with reward components a, c"),
+        ([{"a": 1.0, "b": 0.0}] * 2, [1.0], "reward_weights has 1 entries"),
     ],
     ids=["none", "one", "different", "weights"],
 )

@@ -24,7 +24,7 @@ def test_the_curves_are_those_of_the_surviving_history(tmp_path: Path, monkeypat
     config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
     failures = ""
     client = TestClient(build_app(config, ready, Progress(), lambda: failures))
-    assert "No step has been trained yet" in client.get("/").text
+    assert "No step" in client.get("/").text
     journal = Journal(config.run_folder / "metrics.jsonl")
     for step in range(3):
         journal.append("train", step, "a", {"reward": 0.125})
@@ -55,7 +55,7 @@ def test_a_trainer_whose_work_stands_still_is_not_healthy(tmp_path: Path) -> Non
         now += 1
         answer = client.get("/healthz")
         assert (answer.status_code, answer.json()["status"]) == (503, "stuck")
-        assert "no progress for 701 s; trainer.collective_timeout_s is 700" in answer.json()["reason"]
+        assert "trainer.collective_timeout_s is 700" in answer.json()["reason"]
         progress.mark()
         assert client.get("/healthz").status_code == 200
 

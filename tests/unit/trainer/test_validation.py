@@ -67,7 +67,5 @@ def test_components_and_times_are_of_held_out_prompts_too() -> None:
         (None, None, False),
     ],
 )
-def test_a_validation_ends_the_run_at_its_threshold_only(
-    metric: str | None, threshold: float | None, ends: bool
-) -> None:
+def test_a_validation_ends_a_run_at_its_threshold_only(metric: str | None, threshold: float | None, ends: bool) -> None:
     assert reaches_target({"accuracy": 0.5}, metric, threshold) is ends

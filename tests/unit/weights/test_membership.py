@@ -52,14 +52,15 @@ A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
         (A, {"one": B, "two": ["GPU-c", "GPU-b"]}, "replica one and replica two share GPU-b"),
         (A, {"one": MIG}, "replica one has MIG-x, an instance of a divided GPU"),
         (MIG, {"one": A}, "the trainer has MIG-x, an instance of a divided GPU"),
-        (A, {"one": []}, "replica one names no GPU (it runs on a CPU, or NVML can't be reached there)"),
-        ([], {"one": A}, "the trainer names no GPU (it runs on a CPU, or NVML can't be reached there)"),
+        (A, {"one": []}, "replica one names no GPU"),
+        ([], {"one": A}, "the trainer names no GPU"),
     ],
 )
 def test_nccl_needs_whole_gpus_none_of_which_is_shared(
     trainer: list[str], replicas: dict[str, list[str]], problem: str | None
 ) -> None:
-    assert membership.nccl_problem(trainer, replicas) == problem
+    found = membership.nccl_problem(trainer, replicas)
+    assert found is None if problem is None else problem in (found or "")
 
 
 RENDEZVOUS = Rendezvous(

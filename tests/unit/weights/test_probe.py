@@ -137,9 +137,7 @@ def test_a_probe_exceeds_the_window_and_fits_engine_and_report(
         (40_000, 32, None, False),
     ],
 )
-def test_a_window_that_the_probe_does_not_pass_is_named(
-    most: int, length: int, window: int | None, unseen: bool
-) -> None:
+def test_a_window_beyond_the_probe_is_named(most: int, length: int, window: int | None, unseen: bool) -> None:
     said = unseen_window(most, length, window)
     assert (said is not None) is unseen
     if said:
