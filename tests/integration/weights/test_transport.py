@@ -328,6 +328,29 @@ def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) ->
     assert buckets[0]() is None
 
 
+def test_a_group_that_failed_frees_the_bucket_that_did_not_travel(fleet: Fleet) -> None:
+    """Its error, which the channel keeps, knows what the failed call was given."""
+    buckets: list[weakref.ref[torch.Tensor]] = []
+
+    class Failing(Channel):
+        def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
+            if tensor.numel() > 32:  # no challenge
+                buckets.append(weakref.ref(self._buffers[0]))
+                raise RuntimeError("connection reset")
+            super()._broadcast(tensor, *how)
+
+    tensors = weights()
+    manifest = manifest_of(tensors)
+    fleet.start(manifest, 1)
+    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
+    channel = Failing.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
+    with pytest.raises(WeightChannelError, match="connection reset"):
+        send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+    assert channel.join(PATIENCE_S)
+    gc.collect()
+    assert buckets[0]() is None
+
+
 def test_who_has_not_the_secret_gets_nothing(fleet: Fleet) -> None:
     manifest = manifest_of(weights())
     fleet.start(manifest, 1, secret=b"x" * 32)
