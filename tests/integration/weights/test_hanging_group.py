@@ -111,7 +111,7 @@ async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatc
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("NCCL timeout in: NCCLUtils.cpp")])
-def test_a_group_that_never_connected_holds_no_device_however_long_its_call_hangs(
+def test_a_group_that_never_connected_holds_no_device(
     group: Group, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
     """So the process goes on, and the weights can travel another way."""

@@ -142,7 +142,7 @@ async def test_where_nccl_connects_it_carries_the_weights(run: Run, nccl: Nccl) 
 
 
 @pytest.mark.parametrize("at_trainer", [True, False])
-async def test_a_group_that_starts_only_with_blocking_calls_is_formed_with_them(
+async def test_a_group_that_starts_only_with_blocking_calls_is_formed(
     run: Run, nccl: Nccl, at_trainer: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever it is that NCCL refuses; the other one waits."""
@@ -158,7 +158,7 @@ async def test_a_group_that_starts_only_with_blocking_calls_is_formed_with_them(
     assert "NCCL_SOCKET_IFNAME" in said[0]
 
 
-async def test_where_nccl_hangs_gloo_carries_the_weights_in_the_same_refit_and_from_then_on(
+async def test_where_nccl_hangs_gloo_carries_the_weights_from_then_on(
     run: Run, nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WeightChannelConfig, "connect_s", 1.0)

@@ -105,7 +105,7 @@ def test_a_replica_gets_whole_gpus_and_the_trainer_may_get_a_slice() -> None:
             planned(*devices)
 
 
-def test_a_device_that_lacks_bfloat16_is_refused_with_the_key_that_asks_for_it() -> None:
+def test_a_device_that_lacks_bfloat16_is_refused_with_the_key() -> None:
     """A T4 computes float32 and float16."""
     new, old = gpus(1).devices[0], dataclasses.replace(gpus(2).devices[1], name="Tesla T4", capability=(7, 5))
 

@@ -35,7 +35,7 @@ def test_the_backend_follows_the_devices_unless_it_is_configured() -> None:
         ladder("nccl").choose(SHARED)
 
 
-def test_each_backend_that_does_not_connect_is_followed_by_the_next_and_stays_given_up() -> None:
+def test_a_backend_that_does_not_connect_is_given_up_for_the_next() -> None:
     auto = ladder()
     assert fail(auto, "nccl")
     assert auto.choose(None) == "nccl-blocking"
@@ -56,7 +56,7 @@ def test_a_member_that_does_not_come_back_may_have_been_the_cause(returned: tupl
     assert fail(auto, "nccl", (*PAIR, "c"))
 
 
-def test_a_group_that_connected_is_suspected_only_of_a_backend_that_never_carried_weights() -> None:
+def test_a_connected_group_is_suspected_only_if_it_never_carried() -> None:
     auto = ladder()
     auto.carried("nccl")
     assert not fail(auto, "nccl", connected=True)
