@@ -25,7 +25,7 @@ from headrace.launch.supervisor import Child, Supervisor, child_environ
 from headrace.net import api_key
 from headrace.net.service import bind
 
-_SERVER = "vllm.entrypoints.openai.api_server"
+_SERVER, _LIMITED = "vllm.entrypoints.openai.api_server", "headrace.net.limited_server"
 # For requests in progress when the server is stopped.
 _GRACE_S = 10.0
 
@@ -163,7 +163,7 @@ async def _run(options: Sequence[str], environ: Mapping[str, str]) -> int:
     answers.
     """
     supervisor = Supervisor(environ, lambda line: typer.echo(line, err=True), grace_s=_GRACE_S)
-    server = Child("vLLM", [sys.executable, "-m", _SERVER, *options], log=None)
+    server = Child("vLLM", [sys.executable, "-m", _LIMITED, _SERVER, *options], log=None)
     signals, stopped = list[int](), asyncio.Event()
 
     def on(signum: int) -> None:

@@ -218,9 +218,10 @@ async def test_who_never_ends_a_request_is_not_waited_for(
     certificate = CertificateFiles(Path(f"{certs / HOST}.pem"), Path(f"{certs / HOST}.key"))
     context = client_context(str(certs / "ca.pem")) if encrypted else None
     async with serving_http(tmp_path, certificate if encrypted else None) as port, asyncio.TaskGroup() as drips:
-        waiting = []
+        waiting, writers = [], []
         for part in HALVES.values():
             reader, writer = await asyncio.open_connection(HOST, port, ssl=context)
+            writers.append(writer)  # one that nobody holds ends its connection itself
             writer.write(part)
             waiting.append(ends(reader))
         for head, byte in DRIPS.values():
@@ -459,6 +460,55 @@ async def test_a_grpc_server_limits_connections_and_serves_those_it_has(monkeypa
             task.cancel()
         for _, writer in opened:
             writer.transport.abort()
+
+
+@contextlib.contextmanager
+def limited(head_s: float, *certificate: str) -> Iterator[int]:
+    """The port of a server that is not Headrace's own, started as `headrace serve` starts vLLM's."""
+    pytest.importorskip("uvloop")
+    server = ["tests.support.unlimited_server", str(head_s), *certificate]
+    command = [sys.executable, "-m", "headrace.net.limited_server", *server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()  # it would wait for its connections
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+async def test_another_server_ends_what_takes_too_long_or_is_too_much(certs: Path, encrypted: bool) -> None:
+    context = client_context(str(certs / "ca.pem")) if encrypted else None
+    with limited(3.0, *[f"{certs / HOST}.pem", f"{certs / HOST}.key"][: 2 * encrypted]) as port:
+        assert await served(port, context)
+        waiting, writers = [], []
+        for part in (b"", HEAD + b"X: ", HEAD + b"X: " + b"a" * 2 * http_connection.MOST_HEAD_BYTES):
+            reader, writer = await asyncio.open_connection(HOST, port, ssl=context)
+            writers.append(writer)
+            writer.write(part)
+            waiting.append(ends(reader))
+        silent, silence = await asyncio.open_connection(HOST, port)  # over TLS, in the middle of a handshake
+        assert all(await asyncio.gather(*waiting, ends(silent)))
+        assert await served(port, context)
+        silence.close()
+        # what asks for another protocol gets an answer in this one
+        reader, writer = await asyncio.open_connection(HOST, port, ssl=context)
+        writer.write(HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.timeout(120)
+async def test_another_server_has_a_most_of_connections(certs: Path) -> None:
+    with limited(1e6, f"{certs / HOST}.pem", f"{certs / HOST}.key") as port:
+        # none of them says a word, so that their handshakes are counted
+        opened = [await asyncio.open_connection(HOST, port) for _ in range(60)]
+        ended = [asyncio.create_task(ends(reader)) for reader, _ in opened]
+        await asyncio.wait(ended[:40])
+        assert await served(port, client_context(str(certs / "ca.pem")))
+        assert not all(task.done() for task in ended)
+        for task in ended:
+            task.cancel()
 
 
 def test_the_document_has_the_limits() -> None:
