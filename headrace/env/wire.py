@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from headrace.base import strict_json
 from headrace.base.errors import CodecError
-from headrace.env.environment import Sample, describe_error, encodable, single_conversation
+from headrace.env.environment import Sample, check_range, describe_error, encodable, single_conversation
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.codec import pack
 from headrace.records.trajectory import (
@@ -127,6 +127,14 @@ def score_from_wire(result: pb.Result) -> Score:
         return score.with_early_traceback()
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
+
+
+def check_result(result: pb.Result, least: float | None = None, most: float | None = None) -> pb.Result:
+    """Return a result of another process: itself, if it keeps the contract and its reward is from `least` to `most`; otherwise FAILED
+    (law 7)."""
+    score = check_range(score_from_wire(result), least, most)
+    read = STATUSES[score.status], score.message, score.reward is not None
+    return result if read == (result.status, result.message, result.HasField("reward")) else score_to_wire(score)
 
 
 def episode_to_wire(episode: Episode) -> episode_pb2.Episode:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.env.environment import check_range
-from headrace.env.wire import bounds, outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
+from headrace.env.wire import bounds, check_result, outcome_from_wire, outcome_to_wire
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 
 
@@ -25,7 +25,7 @@ def check_results(
         wrong = f"{who} returned {len(results)} results for {len(batch)} trajectories"
         return [make_result(trajectory_pb2.STATUS_FAILED, wrong, environment)] * len(batch)
     least, most = bounds(description)
-    return [score_to_wire(check_range(score_from_wire(result), least, most)) for result in results]
+    return [check_result(result, least, most) for result in results]
 
 
 def check_outcome(

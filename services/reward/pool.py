@@ -22,8 +22,7 @@ from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig
-from headrace.env.wire import score_from_wire, score_to_wire
-from headrace.records.trajectory import Score
+from headrace.env.wire import check_result
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.frames import LENGTH, Started
 from headrace_services.reward.free_memory import free_memory
@@ -493,17 +492,12 @@ class ScoringWorker(WorkerProcess):
         """Return the result that came out of the sandbox. Law 7: it becomes FAILED if it breaks the contract. The hub, not the sandbox,
         sets its environment, build and duration."""
         try:
-            score = score_from_wire(pb.Result.FromString(answer))
+            result = check_result(pb.Result.FromString(answer))
         except DecodeError:
-            score = Score("FAILED", message="the scoring process returned an invalid result")
-        return score_to_wire(
-            msgspec.structs.replace(
-                score,
-                environment=environment,
-                build=self.builds.get(environment, ""),
-                timings={"environment": took_s},
-            )
-        )
+            result = pb.Result(status=pb.STATUS_FAILED, message="the scoring process returned an invalid result")
+        result.environment, result.build = environment, self.builds.get(environment, "")
+        result.took_ms = 1000 * took_s
+        return result
 
 
 def _refusal(denials: str, guarded: Iterable[str]) -> str:

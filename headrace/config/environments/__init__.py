@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, to_jsonable_python
 
 from headrace.config.environments.answers import MathConfig, MathMultiRewardConfig, ReasoningGymConfig
 from headrace.config.environments.base import (
@@ -89,7 +88,7 @@ _Kind = (
     | CommandConfig
     | AttachedConfig
 )
-_BOOL = TypeAdapter(bool)
+_BOOL, _JSON = TypeAdapter(bool), TypeAdapter[Any](Any)
 # Options that every environment took, though only some heeded them, before each kind had a model of its own.
 _ONCE_OF_ALL = ("require_stop", "unsafe_no_sandbox")
 
@@ -108,7 +107,10 @@ def _of_its_kind(values: Any, handler: ValidatorFunctionWrapHandler) -> EnvConfi
     if isinstance(values, EnvConfig):
         return values
     if not isinstance(values, dict):
-        raise PydanticKnownError("model_type", {"class_name": EnvConfig.__name__})
+        raise ValidationError.from_exception_data(
+            EnvConfig.__name__,
+            [{"type": "model_type", "input": values, "ctx": {"class_name": EnvConfig.__name__}}],
+        )
     kind = _kind_of(values)
     return kind.model_validate(_own(values, kind))
 
@@ -152,7 +154,7 @@ def _drop_former(name: str, values: Any) -> Any:
 def _is_default(option: str, value: Any) -> bool:
     """Whether this is the option's default in a kind that has it, or null or empty where that kind needs one."""
     fields = [kind.model_fields[option] for kind in KINDS.values() if option in kind.model_fields]
-    defaults = [to_jsonable_python(field.default) for field in fields if not field.is_required()]
+    defaults = [_JSON.dump_python(field.default, mode="json") for field in fields if not field.is_required()]
     return bool(fields) and (value in (None, [], {}) or value in defaults)
 
 
@@ -219,11 +221,7 @@ def _wrong(found: Mapping[str, tuple[Any, str]]) -> ValidationError:
     return ValidationError.from_exception_data(
         EnvConfig.__name__,
         [
-            InitErrorDetails(
-                type=PydanticCustomError("value_error", "Value error, {error}", {"error": said}),
-                loc=(option,),
-                input=value,
-            )
+            {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(said)}}
             for option, (value, said) in found.items()
         ],
     )

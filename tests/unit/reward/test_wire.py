@@ -15,6 +15,7 @@ from headrace import Sample, Score
 from headrace.base.errors import CodecError
 from headrace.env.episode import EpisodeOutcome
 from headrace.env.wire import (
+    check_result,
     check_trajectory,
     outcome_from_wire,
     outcome_to_wire,
@@ -195,6 +196,38 @@ def test_law_7_failure_is_not_zero_a_result_off_contract_is_failed(result: pb.Re
     score = score_from_wire(result)
     assert (score.status, score.reward) == ("FAILED", None)
     assert words in score.message
+    assert score_from_wire(check_result(result)) == score
+    assert not check_result(result).HasField("reward")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pb.Result(status=pb.STATUS_SCORED, reward=0, metadata_json='{ "n": 1 }', took_ms=2, build="1"),
+        pb.Result(status=pb.STATUS_INVALID, message="no answer", environment="mine"),
+        pb.Result(status=pb.STATUS_FAILED),
+    ],
+)
+def test_a_result_of_another_process_is_passed_on_as_it_is(result: pb.Result) -> None:
+    assert check_result(result, 0, 1) is result
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pb.Result(status=pb.STATUS_SCORED, reward=2, build="1"),
+        pb.Result(status=pb.STATUS_FAILED, reward=1, build="1"),
+        pb.Result(status=pb.STATUS_FAILED, metadata_json="[", build="1"),
+        pb.Result(status=pb.STATUS_INVALID, took_ms=-1, build="1"),
+    ],
+)
+def test_law_7_failure_is_not_zero_what_another_process_may_not_answer_is_passed_on_as_failed(
+    result: pb.Result,
+) -> None:
+    passed = check_result(result, 0, 1)
+    assert (passed.status, passed.HasField("reward"), passed.build) == (pb.STATUS_FAILED, False, "1")
+    assert score_from_wire(passed).status == "FAILED"
+    assert passed.metadata_json in ("", "{}")
 
 
 @pytest.mark.parametrize("metadata", [{"x": object()}, {"x": float("nan")}, {"x": {1, 2}}])
