@@ -5,9 +5,8 @@
 Time is simulated, calls are real. Generating a group takes log-normal time (mean 3 trainer steps, sigma 0.6 of the logarithm), a step
 takes 1, a refit nothing; replicas x slots groups are in flight at most, and `P` is such that this is 1.15 times what the trainer can use.
 Every lease, push, score, heartbeat, acknowledgement, verification, reservation, read and commit is a call to one server by the client
-that the services use, each replica with a connection of its own (a bare one, without pool and retries, so that one process can be a
-thousand clients). Whatever falls into the same twentieth of a step is called as fast as that process can, 32 calls at a time: a call's
-time includes its wait for the other 31 and for the process.
+that the services use, each replica with a client of its own. Whatever falls into the same twentieth of a step is called as fast as one
+process can, 32 calls at a time: a call's time includes its wait for the other 31 and for the process.
 
 Length is proportional to time, refits reach groups in flight: a token is of the version that was newest when it was sampled. Figures
 leave out the first steps, while the fleet fills up. `bias` is how much shorter (-) what was trained is than what was generated.
@@ -38,7 +37,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.buffer import group, limits, server
-from benchmarks.light_wire import LightClient
 from headrace.records.trajectory import Score, Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
@@ -77,7 +75,7 @@ class Figures:
 class SimulatedReplica:
     """One simulated rollout client."""
 
-    def __init__(self, client: LightClient, slots: int) -> None:
+    def __init__(self, client: ReplayClient, slots: int) -> None:
         self.id = f"rollout-{secrets.token_hex(6)}"
         self.client = client
         self.free = slots
@@ -111,7 +109,7 @@ class Fleet:
         bounds = limits(self.prompts, GENERATIONS, self.age, self._policy, self.ahead)
         self._timeline = (await self._service.open_run(bounds)).timeline
         for _ in range(self._size):
-            client = await LightClient.open(self._service.redis, self._url, self._run_id)
+            client = ReplayClient(open_redis(self._url), self._run_id)
             self._replicas.append(SimulatedReplica(client, self._slots))
         await self._together(self._timed("register", r.client.register(r.id, {})) for r in self._replicas)
         await self._refit(0)
@@ -134,9 +132,7 @@ class Fleet:
         return await self._report(time.perf_counter() - wall)
 
     async def aclose(self) -> None:
-        for replica in self._replicas:
-            replica.client.hang_up()
-        await self._service.aclose()
+        await asyncio.gather(self._service.aclose(), *(replica.client.aclose() for replica in self._replicas))
 
     _step = 0
     _ready_at = 0.0

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 
+from headrace.base.http_client import open_session
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.service import bind, serve_openly
@@ -77,7 +77,7 @@ class Stage:
         fleet = Fleet(lambda url: self.others.get(url, self.toy), RunClock(lambda: self.now[0]))
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
         with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-            async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
+            async with open_session(None) as forward, serve_openly(build_app(gateway, forward), sock):
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}"
                 reached = config.agents.advertised_url or url
                 info = {"name": gateway.name, "gateway": url}
