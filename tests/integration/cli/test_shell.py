@@ -1,6 +1,7 @@
 """`headrace up` in hostile shells: the run is the same as in any other, and the variables are in the table of docs/operations.md.
 
-By day a few shells with many variables each; `make test-all` has every variable alone. What is refused is in tests/unit/cli/test_shell.py.
+By day one shell with many variables; `make test-all` has others, and every variable alone. What is refused is in
+tests/unit/cli/test_shell.py.
 """
 
 from __future__ import annotations
@@ -134,10 +135,11 @@ def limited() -> None:
 
 
 def shells() -> list[object]:
-    """Those of every day, and each variable alone."""
-    daily = [
-        pytest.param(Shell(SHELLS["quiet"]), id="quiet"),
-        pytest.param(Shell(SHELLS["loud"], limited), id="loud"),
+    """That of every day, the others, and each variable alone."""
+    daily = pytest.param(Shell({**SHELLS["quiet"], **SHELLS["loud"]}, limited), id="daily")
+    others = [
+        pytest.param(Shell(SHELLS["quiet"]), id="quiet", marks=pytest.mark.nightly),
+        pytest.param(Shell(SHELLS["loud"], limited), id="loud", marks=pytest.mark.nightly),
     ]
     alone = [
         pytest.param(Shell({name: value}), id=f"{name}={value:.20}", marks=pytest.mark.nightly)
@@ -148,7 +150,7 @@ def shells() -> list[object]:
         pytest.param(Shell({}, lambda number=number: os.close(number)), id=f"{number}>&-", marks=pytest.mark.nightly)
         for number in range(3)
     ]
-    return [*daily, *alone, *streams]
+    return [daily, *others, *alone, *streams]
 
 
 @pytest.fixture(scope="module")
