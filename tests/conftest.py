@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import datetime
 import os
 import secrets
@@ -17,12 +17,10 @@ from hypothesis import HealthCheck, settings
 from headrace.net.service import importing
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.replay import library
-from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
 from tests.support.buffer import LIMITS
 from tests.support.fork_server import TESTS, folder_of_sockets
-from tests.support.ports import free_port
+from tests.support.redis_servers import buffer_server
 
 # before torch is imported: a second thread on a busy core makes both slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +58,7 @@ def _fork_beside_grpc() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     _fork_beside_grpc()
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
+    config.addinivalue_line("markers", "limits: what is different in the limits of the test's run")
     settings.load_profile("night" if config.getoption("nightly") else "day")
     if hasattr(config, "workerinput"):  # one of the processes that share the tests
         config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
@@ -120,16 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey of this test session, with the buffer's functions loaded. Tests keep apart by their run ids."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port())
-
-    async def start() -> None:
-        await server.start()
-        async with open_redis(server.url) as redis:
-            await library.load(redis)
-
-    asyncio.run(start())
-    yield server.url
-    asyncio.run(server.stop())
+    with buffer_server(tmp_path_factory.mktemp("replay")) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -138,9 +129,16 @@ def run_id() -> str:
 
 
 @pytest.fixture
-def limits() -> Limits:
-    """Of a small run (`tests.support.buffer`). Override for another."""
+def base_limits() -> Limits:
+    """Of a small run. A folder may override them for its tests."""
     return LIMITS
+
+
+@pytest.fixture
+def limits(base_limits: Limits, request: pytest.FixtureRequest) -> Limits:
+    """What the buffer is opened with: `base_limits` but for what `pytest.mark.limits` changes."""
+    mark = request.node.get_closest_marker("limits")
+    return base_limits if mark is None else dataclasses.replace(base_limits, **mark.kwargs)
 
 
 @pytest.fixture

@@ -28,13 +28,7 @@ TORN = {
 
 
 def make_plan(
-    seed: int,
-    faults: int,
-    topology: Topology,
-    lease_s: float = 3.0,
-    *,
-    clocks: bool = True,
-    episodes: bool = False,
+    seed: int, faults: int, topology: Topology, lease_s: float = 3.0, *, clocks: bool = True, episodes: bool = False
 ) -> list[Fault]:
     return make_plan_with(seed, faults, topology, lease_s, clocks=clocks, episodes=episodes)
 

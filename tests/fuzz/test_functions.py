@@ -23,10 +23,9 @@ from headrace.base.errors import HeadraceError
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.connection import function_name, open_redis
 from headrace_services.replay import library
-from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.mutation import Mutator, pack
-from tests.support.ports import free_port
 from tests.support.recorded_run import DIGEST, Call, Contents, record
+from tests.support.redis_servers import buffer_server
 
 RUN = "fuzzed"
 FUNCTIONS = library.built_in().transitions
@@ -160,16 +159,8 @@ def _changed_bytes(sent: list[bytes], mutator: Mutator) -> list[bytes]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its own: what it holds is put back before each few calls."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port(), appendfsync="no")
-
-    async def start() -> None:
-        await server.start()
-        async with open_redis(server.url) as redis:
-            await library.load(redis)
-
-    asyncio.run(start())
-    yield server.url
-    asyncio.run(server.stop())
+    with buffer_server(tmp_path_factory.mktemp("replay"), appendfsync="no") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from headrace_services.reward.hub import Hub, RemoteBackend
 from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry.http import build_app as trainer_app
 from tests.fuzz.asgi import Request
-from tests.support.buffer import contents, enqueue, healthy_replica, push_all
+from tests.support.buffer import begin, contents, push_all
 from tests.support.mutation import Mutator
 from tests.support.recorded_run import LIMITS
 
@@ -104,8 +104,7 @@ async def _filled(url: str, limits: Any) -> ReplayClient:
     """A run whose groups are queued, open, waiting for scores; with records that others wrote strangely."""
     replay = ReplayClient(open_redis(url), "pages")
     await replay.open_run(limits)
-    await enqueue(replay, range(6))
-    first, second, _ = await replay.lease(await healthy_replica(replay), 3)
+    first, second, _ = await replay.lease(await begin(replay, 6), 3)
     await push_all(replay, first)
     strange = {"nan": float("nan"), "deep": [[[]]], "big": 2**63}
     for job in await replay.take_scoring({"math": 2}):

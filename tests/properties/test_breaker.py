@@ -272,9 +272,7 @@ class TestSomePromptsAlone:
             await say(world, [probe], status)
 
     @pytest.mark.parametrize("status", FAILURES)
-    async def test_law_6_a_new_group_that_is_scored_ends_the_others_as_failed(
-        self, world: World, status: Status
-    ) -> None:
+    async def test_law_6_a_new_group_that_is_scored_fails_the_others(self, world: World, status: Status) -> None:
         await self.left_with_bad_ones(world, status)
         await self.fail_probes(world, 3, status)
         (lease,) = await world.call("lease", "replica", 8)
@@ -293,9 +291,7 @@ class TestSomePromptsAlone:
         assert world.model.count("train") == {"ready": 1, "failed": 2, "queued": 3}
 
     @pytest.mark.parametrize("status", FAILURES)
-    async def test_law_1_a_new_group_that_fails_is_followed_by_doubled_probes(
-        self, world: World, status: Status
-    ) -> None:
+    async def test_law_1_a_new_group_that_fails_is_followed_by_two_probes(self, world: World, status: Status) -> None:
         await self.left_with_bad_ones(world, status)
         probes = 3
         await self.fail_probes(world, probes, status)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.records.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
@@ -34,9 +35,9 @@ def nonce() -> str:
 
 
 def make_group(
-    order: int, *, n: int = 2, lane: Lane = "train", group_id: str | None = None, env_name: str = "math"
+    order: int, *, n: int = 2, lane: Lane = "train", group_id: str | None = None, env_name: str = "math", **changes: Any
 ) -> Group:
-    return Group(
+    group = Group(
         id=group_id or f"e0-{lane}-{order}",
         lane=lane,
         order=order,
@@ -49,6 +50,7 @@ def make_group(
         n=n,
         sampling=Sampling(temperature=1.0, max_new_tokens=16),
     )
+    return msgspec.structs.replace(group, **changes)
 
 
 def make_trajectory(lease: Lease, index: int, versions: Sequence[int] | None = None, length: int = 4) -> Trajectory:
@@ -110,6 +112,18 @@ async def healthy_replica(replay: ReplayClient, version: int = 0) -> str:
     await replay.register(replica, {"host": "here"})
     await refit(replay, version, [replica])
     return replica
+
+
+async def begin(replay: ReplayClient, prompts: int) -> str:
+    """So many prompts, and a replica that may lease them."""
+    await enqueue(replay, range(prompts))
+    return await healthy_replica(replay)
+
+
+async def lease_one(replay: ReplayClient) -> Lease:
+    """The only prompt, leased to a replica."""
+    (lease,) = await replay.lease(await begin(replay, 1), 1)
+    return lease
 
 
 async def push_all(replay: ReplayClient, lease: Lease, versions: Sequence[int] | None = None) -> None:

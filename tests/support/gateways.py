@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.net.service import bind, serve_openly
-from headrace.records.trajectory import Call, Group, Message, Sampling
+from headrace.records.trajectory import Call, Message, Sampling
 from headrace.replay import Lease, Replica
 from headrace_services.agents import metrics
 from headrace_services.agents.fleet import Fleet, RunClock
@@ -26,6 +26,7 @@ from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.main import forwarding
 from headrace_services.agents.running_episode import Keep, OpenEpisode
 from headrace_services.agents.session import Clocks, SessionLimits
+from tests.support.buffer import make_group
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS, user
 
@@ -34,17 +35,13 @@ HI: Any = [user("hi")]
 
 
 def lease(n: int = 1) -> Lease:
-    group = Group(
-        id="group-1",
-        lane="train",
-        order=0,
-        task_name="talk",
+    group = make_group(
+        0,
+        n=n,
+        group_id="group-1",
         env_name="talk",
         messages=({"role": "user", "content": "hi"},),
         prompt_token_ids=np.asarray([1], np.int32),
-        extra_env_info={},
-        dataset_index=0,
-        n=n,
         sampling=Sampling(temperature=1.0, max_new_tokens=64, stop_token_ids=(END,)),
     )
     return Lease(group, "token", 0, 0, 3, TIMELINE, "incarnation", 60.0, n, tuple(range(n)))

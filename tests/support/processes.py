@@ -1,15 +1,29 @@
-"""Waiting for processes by their id, without sleeping."""
+"""Processes that a test starts, and those that it waits for by their id, without sleeping."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 # Before a command: it runs as a user without privileges does, though root runs the tests. Root may look into every process.
 UNPRIVILEGED = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+
+
+@contextlib.asynccontextmanager
+async def started(*argv: object, **pipes: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that is ended by SIGKILL if the test did not end it."""
+    process = await asyncio.create_subprocess_exec(*map(str, argv), **pipes)  # type: ignore[arg-type]
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:

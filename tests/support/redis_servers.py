@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from headrace.net.service import die_with_parent
+from headrace.replay.connection import open_redis
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.ports import free_port
 
 REDIS = shutil.which("redis-server")
 
@@ -63,3 +68,20 @@ async def redis_server(folder: Path, port: int, *words: str) -> AsyncIterator[Re
         yield server
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def buffer_server(
+    folder: Path, load: Callable[[Redis], Awaitable[object]] = library.load, **settings: Any
+) -> Iterator[EmbeddedServer]:
+    """A server with the buffer's functions, or with what else `load` puts there."""
+    server = EmbeddedServer(folder, "127.0.0.1", free_port(), **settings)
+
+    async def start() -> None:
+        await server.start()
+        async with open_redis(server.url) as redis:
+            await load(redis)
+
+    asyncio.run(start())
+    yield server
+    asyncio.run(server.stop())

@@ -20,6 +20,7 @@ from headrace.replay import ReplayClient
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace_services.replay.scorer import run_scorer
 from headrace_services.reward.main import Running, running
+from tests.support.processes import started
 
 WAIT_S = 60.0
 
@@ -98,25 +99,15 @@ async def attach_environment(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Starts a file of Python, or of `program`, that attaches an environment to `hub`; ends it by SIGKILL if the test did not."""
     argv = [program, str(path), "--attach", f"127.0.0.1:{hub.port}", *arguments]
-    process = await asyncio.create_subprocess_exec(*argv, **pipes)  # type: ignore[arg-type]
-    try:
+    async with started(*argv, **pipes) as process:
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @contextlib.asynccontextmanager
 async def start_environment(path: Path, port: int = 0, *, program: str = sys.executable) -> AsyncIterator[Process]:
     """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
-    process = await asyncio.create_subprocess_exec(program, path, "--port", str(port), stderr=asyncio.subprocess.PIPE)
-    try:
+    async with started(program, path, "--port", port, stderr=asyncio.subprocess.PIPE) as process:
         yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def _logged_port(process: asyncio.subprocess.Process) -> int:

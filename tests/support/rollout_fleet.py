@@ -17,11 +17,12 @@ import yaml
 
 from headrace.config import Config
 from headrace.config.inherit import merge
-from headrace.records.trajectory import Group, Sampling, Score, Trajectory
+from headrace.records.trajectory import Sampling, Score, Trajectory
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.buffer import LIMITS as SMALL
+from tests.support.buffer import make_group
 from tests.support.forks import command, fork
 from tests.support.source_model import SourceModel, Weights
 
@@ -163,19 +164,8 @@ class Fleet:
 
     async def enqueue(self, *, tokens: int = 0, n: int = 2, prompt: tuple[int, ...] = PROMPT) -> str:
         """A group; `tokens`: greedy, which keeps clear of the end token, so many of them."""
-        group = Group(
-            id=f"e0-train-{self.orders}",
-            lane="train",
-            order=self.orders,
-            task_name="arithmetic",
-            env_name="math",
-            messages=(),
-            prompt_token_ids=np.array(prompt, dtype=np.int32),
-            extra_env_info={},
-            dataset_index=self.orders,
-            n=n,
-            sampling=Sampling(temperature=0.0, max_new_tokens=tokens) if tokens else Sampling(1.0, 24),
-        )
+        sampling = Sampling(temperature=0.0, max_new_tokens=tokens) if tokens else Sampling(1.0, 24)
+        group = make_group(self.orders, n=n, prompt_token_ids=np.array(prompt, np.int32), sampling=sampling)
         self.orders += 1
         assert await self.replay.enqueue([group], self.timeline) == 1
         return group.id

@@ -70,6 +70,10 @@ class ToyPolicy:
             if found:
                 tokens, stop_reason = tokens[:length], found[0]
                 break
+        return self._sampled(request, tokens, stop_reason)
+
+    def _sampled(self, request: SampleRequest, tokens: list[int], stop_reason: int | str | None) -> Sampled:
+        """The answer to a request; cut off where it has no room for all of them."""
         if len(tokens) > request.max_new_tokens:
             tokens, stop_reason = tokens[: request.max_new_tokens], None
         self.asked.append((tuple(request.token_ids), tuple(tokens)))

@@ -82,3 +82,13 @@ class Program:
         self.carry_out(call)
         self.session.note_delivery(call)
         return call
+
+
+def path_of(calls: Any, number: int) -> list[int]:
+    """The tokens from the root to the end of a recorded call."""
+    tokens: list[int] = []
+    while number >= 0:
+        call = calls[number]
+        tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
+        number = call.parent
+    return tokens

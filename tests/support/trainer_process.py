@@ -20,7 +20,7 @@ from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
 from tests.support.forks import ROOT, Forked, fork, fork_ranks
-from tests.support.small_replica import repeated
+from tests.support.small_replica import SmallReplica, repeated, running, score_all
 
 STEPS, PROMPTS = 4, 2
 
@@ -73,6 +73,15 @@ class Trainer:
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.config.checkpoint_folder, self.config.checkpointing)
+
+
+async def run_with_replica(
+    trainer: Trainer, replay: ReplayClient, fault: str = "none", *, code: int = 0, equal_every: int = 0, **replica: Any
+) -> None:
+    """Run it to its end, which has this `code`, beside a scorer and a small replica of its model."""
+    small = SmallReplica(replay, Path(trainer.settings["policy"]["model_name"]), **replica)
+    async with running(small.run(), score_all(replay, equal_every)):
+        assert await trainer.run(fault) == code, trainer.said()
 
 
 async def ended(process: Forked) -> int:

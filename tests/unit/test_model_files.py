@@ -34,9 +34,9 @@ def test_a_whole_model_has_no_problem(model: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (POINTER, r"is a pointer of git-lfs, not the file itself: run `git lfs pull` in "),
-        (PAGE, "is a page of HTML, perhaps one that asks to sign in; download or copy it again"),
-        (b"", "is empty; download or copy it again"),
+        (POINTER, r"git lfs pull"),
+        (PAGE, "a page of HTML"),
+        (b"", "is empty"),
         (b"\xff" * 40, r"; download or copy it again"),
     ],
     ids=["pointer", "page", "empty", "noise"],
@@ -69,7 +69,7 @@ def test_a_part_that_the_index_names_and_is_not_there_is_named(model: Path) -> N
     assert problem_of_model(model) is None
     _index(model, "model-1.safetensors", "model-2.safetensors")
     problem = problem_of_model(model)
-    assert problem == f"{model / 'model-2.safetensors'} does not exist; download or copy it again"
+    assert f"{model / 'model-2.safetensors'} does not exist" in (problem or "")
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}'])

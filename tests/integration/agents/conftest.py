@@ -17,9 +17,9 @@ from tests.support.toy_policy import ToyPolicy
 
 
 @pytest.fixture
-def limits(limits: Limits) -> Limits:
+def base_limits(base_limits: Limits) -> Limits:
     return dataclasses.replace(
-        limits, generations_per_prompt=N, environments={"talk": EnvironmentLimits(episodes=True)}, max_attempts=2
+        base_limits, generations_per_prompt=N, environments={"talk": EnvironmentLimits(episodes=True)}, max_attempts=2
     )
 
 

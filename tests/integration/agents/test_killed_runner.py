@@ -35,13 +35,12 @@ GROUPS = 2  # of a step
 DEAD_S = 3.0  # without a heartbeat; a runner that is late for that long on a busy machine would be charged, too
 SUPPORT = Path(__file__).parents[2] / "support"
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    environments = {"talk": EnvironmentLimits(episodes=True)}
-    return dataclasses.replace(
-        limits, prompts_per_step=GROUPS, generations_per_prompt=N, environments=environments, replica_dead_s=DEAD_S
-    )
+pytestmark = pytest.mark.limits(
+    prompts_per_step=GROUPS,
+    generations_per_prompt=N,
+    environments={"talk": EnvironmentLimits(episodes=True)},
+    replica_dead_s=DEAD_S,
+)
 
 
 @contextlib.asynccontextmanager

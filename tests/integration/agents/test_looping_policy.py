@@ -16,7 +16,7 @@ from headrace.base.errors import ChatError
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import Sampled, SampleRequest
 from headrace.records.trajectory import Message, Score, Span
-from headrace.replay import Limits, Reservation
+from headrace.replay import Reservation
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.agents.stage import Played, Stage, scored
@@ -28,6 +28,8 @@ from tests.support.trainer import batch
 DONE = 8  # a multiple of it ends an episode; after any other token the policy is asked again
 CALLS = 3
 PROMPTS, EPISODES, STEPS = 2, 8, 4
+
+pytestmark = pytest.mark.limits(prompts_per_step=PROMPTS, generations_per_prompt=EPISODES, max_age=0)
 
 
 @dataclasses.dataclass
@@ -76,11 +78,6 @@ async def asks_until_done(episode: Episode) -> EpisodeOutcome:
             messages += [said, {"role": "user", "content": "go on"}]
     except ChatError as refused:
         return EpisodeOutcome(Score("FAILED", message=str(refused)))
-
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, prompts_per_step=PROMPTS, generations_per_prompt=EPISODES, max_age=0)
 
 
 async def test_a_policy_that_loops_is_trained_out_of_it(stage: Stage, tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from headrace.net import rpc
 from headrace.net.credentials import Credentials
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from tests.support.ports import free_port
+from tests.support.processes import started
 from tests.support.reward_hub import WAIT_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "attached_environment.py"
@@ -65,29 +66,21 @@ async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.Rewa
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [[sys.executable, EXAMPLE], [*ENV, "attach", str(EXAMPLE), "--name", "exact"]],
-    ids=["script", "command"],
+    "argv", [[sys.executable, EXAMPLE], [*ENV, "attach", str(EXAMPLE), "--name", "exact"]], ids=["script", "command"]
 )
 async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str, argv: list[str]) -> None:
     sample = Sample(" 132\n", {"answer": "132"}, environment="exact")
-    async with scorer(config, hub) as stub:
-        process = await asyncio.create_subprocess_exec(*argv, hub)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                while True:
-                    request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(sample)])
-                    (result,) = (await stub.Score(request, timeout=WAIT_S)).results
-                    if result.HasField("reward"):
-                        break
-                    await asyncio.sleep(0.05)
-            assert (result.reward, result.environment) == (1.0, "Exact")
-            process.terminate()
-            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    async with scorer(config, hub) as stub, started(*argv, hub) as process:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(sample)])
+                (result,) = (await stub.Score(request, timeout=WAIT_S)).results
+                if result.HasField("reward"):
+                    break
+                await asyncio.sleep(0.05)
+        assert (result.reward, result.environment) == (1.0, "Exact")
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
 
 
 async def test_a_changed_file_is_attached_anew_unless_it_is_broken(config: Config, hub: str, tmp_path: Path) -> None:
@@ -106,28 +99,22 @@ async def test_a_changed_file_is_attached_anew_unless_it_is_broken(config: Confi
 
     file.write_text(source.format(1.0))
     argv = [*ENV, "attach", f"{file}:Exact", hub, "--name", "exact", "--reload"]
-    async with scorer(config, hub) as stub:
-        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+    async with scorer(config, hub) as stub, started(*argv, stderr=asyncio.subprocess.PIPE) as process:
         assert process.stderr is not None
-        try:
-            builds = [await scores(stub, 1.0)]
-            file.write_text(source.format(2.0))
-            builds.append(await scores(stub, 2.0))
-            file.write_text("class Exact")
-            async with asyncio.timeout(WAIT_S):
-                while b"The previous environment stays attached" not in await process.stderr.readline():
-                    pass
-            builds.append(await scores(stub, 2.0))
-            file.write_text(source.format(1.0))
-            builds.append(await scores(stub, 1.0))
-            assert builds == [builds[0], builds[1], builds[1], builds[0]]
-            assert len({*builds}) == 2
-            process.terminate()
-            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
+        builds = [await scores(stub, 1.0)]
+        file.write_text(source.format(2.0))
+        builds.append(await scores(stub, 2.0))
+        file.write_text("class Exact")
+        async with asyncio.timeout(WAIT_S):
+            while b"The previous environment stays attached" not in await process.stderr.readline():
+                pass
+        builds.append(await scores(stub, 2.0))
+        file.write_text(source.format(1.0))
+        builds.append(await scores(stub, 1.0))
+        assert builds == [builds[0], builds[1], builds[1], builds[0]]
+        assert len({*builds}) == 2
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
 
 
 async def test_a_name_that_the_local_run_does_not_declare_is_refused(config: Config, hub: str, tmp_path: Path) -> None:
@@ -137,7 +124,7 @@ async def test_a_name_that_the_local_run_does_not_declare_is_refused(config: Con
         attach = [*ENV, "attach", f"{file}:Exact", hub, "--name", "math"]
         refused = await asyncio.to_thread(subprocess.run, attach, capture_output=True, text=True, timeout=WAIT_S)
     assert refused.returncode == 1
-    assert f"the run at {hub} ({config.run_folder}) declares no attached environment 'math'" in refused.stderr
+    assert "no attached environment 'math'" in refused.stderr
     assert "env.math: {attached: true}" in refused.stderr
 
 
@@ -146,4 +133,4 @@ def test_the_token_for_another_machine_is_printed(config: Config) -> None:
     line = CliRunner().invoke(app, ["env", "token", "exact", "--run", folder]).stdout
     assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
     unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
-    assert "has no environment of this name in its own process; it has exact" in str(unknown.exception)
+    assert "it has exact" in str(unknown.exception)

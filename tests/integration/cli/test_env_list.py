@@ -38,7 +38,7 @@ def test_a_hub_that_is_down_is_named_and_hides_no_other(tmp_path: Path, limits: 
     one, other = (f"127.0.0.1:{port}" for port in ports)
     with kept_run(tmp_path, "two", limits, nothing) as (folder, _):
         for command in (("list", folder), ("token", "math", "--run", folder)):
-            assert f"run two has no {folder / FILE}; `headrace up` makes it" in refused("env", *command)
+            assert f"run two has no {folder / FILE}" in refused("env", *command)
         complete(folder / FILE, ["reader"])
         config = folder / runs.SAVED
         written = (
@@ -59,10 +59,10 @@ def test_a_hub_that_is_down_is_named_and_hides_no_other(tmp_path: Path, limits: 
             assert "mine         attached  0 processes" in done.stdout
             (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"hub {other} ")]
             assert line.startswith(f"hub {other} doesn't answer (UNAVAILABLE: ")
-            assert line.endswith("); restart it, or remove it from reward.address")
+            assert line.endswith("remove it from reward.address")
             as_json = headrace("env", "list", folder, "--json")
             assert as_json.returncode == 1
             found = json.loads(as_json.stdout)
             assert [each["name"] for each in found["hubs"][one]] == ["mine"]
             assert found["away"][other].startswith("UNAVAILABLE: ")
-        assert f"no hub of run two answers: at {one} (UNAVAILABLE" in refused("env", "list", folder)
+        assert f"no hub of run two answers: at {one}" in refused("env", "list", folder)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    assert "word_count/ has word_count.py, its test" in said("env", "new", "word_count")
+    assert "word_count/ has word_count.py" in said("env", "new", "word_count")
     return tmp_path / "word_count"
 
 
@@ -32,7 +32,7 @@ def test_its_test_passes_and_fails_once_the_reward_is_another(made: Path) -> Non
     file.write_text(file.read_text().replace("correct * stopped", "correct + stopped"))
     failed = subprocess.run(run, cwd=made, capture_output=True, text=True)
     assert failed.returncode == 1
-    assert "reward 2 is not between the environment's reward_min 0 and reward_max 1" in failed.stdout
+    assert "reward 2 is not between" in failed.stdout
 
 
 def test_it_has_no_fault(made: Path) -> None:
@@ -48,23 +48,21 @@ def test_its_configuration_is_accepted(made: Path, tiny_model: Path, monkeypatch
     checked = headrace("config", "check", "word_count.yaml")
     assert checked.returncode == 0, checked.stderr
     assert checked.stderr == ""
-    assert "environment word_count: `headrace up` serves word_count.py:WordCount" in checked.stdout
+    assert "serves word_count.py:WordCount" in checked.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Word", "lower-case letters, digits and single underscores"),
-        ("a/b", "lower-case letters, digits and single underscores"),
-        ("class", "lower-case letters, digits and single underscores"),
-        ("math", "would hide Python's module math; give another name, for example math_reward"),
-        ("headrace", "would hide Python's module headrace"),
-        ("there", "already exists; give another name"),
+        ("Word", "lower-case letters"),
+        ("a/b", "lower-case letters"),
+        ("class", "lower-case letters"),
+        ("math", "Python's module math"),
+        ("headrace", "Python's module headrace"),
+        ("there", "already exists"),
     ],
 )
-def test_names_that_would_not_do_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
-) -> None:
+def test_names_that_wont_do_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     assert words in refused("env", "new", name)

@@ -66,7 +66,7 @@ def test_an_initial_model_is_evaluated_and_nothing_is_left(run: Path) -> None:
         assert set(each["pass_at"]) == {"1", "2"}
         assert 1 <= each["length"] <= 4
     said = (run.parent / "out").read_text()
-    assert "17 of 17 prompts have ended (17 evaluated)" in said
+    assert "17 evaluated" in said
     assert "pass@2" in said
     folder = Path(found["folder"])
     assert folder.parent == run / "evals"
@@ -82,4 +82,4 @@ def test_ctrl_c_stops_what_was_started(run: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     assert [command for pid, command in started.items() if not gone(pid)] == []
-    assert "stopped before all prompts were evaluated; there are no results" in (run.parent / "out").read_text()
+    assert "there are no results" in (run.parent / "out").read_text()

@@ -13,15 +13,14 @@ from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
-from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.buffer import begin, make_group, make_trajectory
 from tests.support.command import refused, said
 from tests.support.kept_run import kept_run
 
 
 async def fill(replay: ReplayClient) -> None:
     """A group with a scored and an unscored trajectory, one that failed, and one that waits."""
-    await enqueue(replay, range(3))
-    one, two = await replay.lease(await healthy_replica(replay), 2)
+    one, two = await replay.lease(await begin(replay, 3), 2)
     await replay.push(one, make_trajectory(one, 0))
     (job,) = await replay.take_scoring({"math": 1})
     await replay.score(job, Score("SCORED", 0.25, environment="math", build="7"))
@@ -42,13 +41,13 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         assert "0-4     0 (the initial model)  replica" in text
         shown = json.loads(said("groups", "show", "e0-train-0", "--run", folder, "--json"))
         assert [trajectory["reward"] for trajectory in shown["trajectories"]] == [0.25, None]
-        assert "its prompt is too long" in said("groups", "show", "e0-train-1", "--run", folder)
+        assert "too long" in said("groups", "show", "e0-train-1", "--run", folder)
         assert "trained at  step 4, timeline t1" in said("groups", "show", "e0-train-9", "--run", folder)
         assert "no group 'nobody'" in refused("groups", "show", "nobody", "--run", folder)
 
         listed = said("groups", "list", "--run", folder, "--state", "queued", "--state", "failed")
         assert sorted(listed.split()) == ["e0-train-1", "e0-train-2", "failed", "queued"]
-        assert "--state lost is not a state" in refused("groups", "list", "--run", folder, "--state", "lost")
+        assert "--state lost is not" in refused("groups", "list", "--run", folder, "--state", "lost")
 
         out = tmp_path / "out.jsonl"
         assert "2 trajectories" in said("groups", "export", "--run", folder, "-o", out)
@@ -63,10 +62,10 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
         if not up:
             asyncio.run(server.stop())
         retry = ("groups", "retry", "--run", folder)
-        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry)
-        assert "give exactly one of group ids, --reason TEXT and --all" in refused(*retry, "e0-train-1", "--all")
+        assert "--reason TEXT and --all" in refused(*retry)
+        assert "--reason TEXT and --all" in refused(*retry, "e0-train-1", "--all")
         assert "it is scoring" in refused(*retry, "e0-train-0")
-        assert "not held by the buffer" in refused(*retry, "nobody")
+        assert "not held" in refused(*retry, "nobody")
         assert said(*retry, "--reason", "something else").startswith("0 groups")
         assert said(*retry, *which).startswith("1 groups")
         assert said(*retry, "--all").startswith("0 groups")

@@ -16,7 +16,7 @@ from headrace.records.origin import Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
-from tests.support.buffer import enqueue, generate, healthy_replica, make_group
+from tests.support.buffer import begin, generate, make_group
 from tests.support.kept_run import kept_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "lineage.md"
@@ -42,8 +42,7 @@ ORIGINS = (
 
 async def fill(replay: ReplayClient) -> None:
     """Groups that are ready, open and queued."""
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await generate(replay, replica, most=2)
     await replay.lease(replica, 1)
 

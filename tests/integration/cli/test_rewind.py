@@ -63,7 +63,7 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     (aside,) = (folder / "checkpoints").glob("set-aside-*")
     assert sorted(path.name for path in aside.iterdir()) == ["WHY.txt", "step_10", "step_6", "step_8"]
     why = (aside / "WHY.txt").read_text()
-    assert "set the run back to checkpoint 4" in why
+    assert "back to checkpoint 4" in why
     assert "6, 8, 10" in why
     after = everything(folder / "checkpoints")
     chain = after.pop(CHAIN)
@@ -87,24 +87,20 @@ def test_a_rewind_to_the_newest_changes_nothing(folder: Path, checkpoints: Check
 
 def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, checkpoints: Checkpoints) -> None:
     before = everything(folder / "checkpoints")
-    assert "no checkpoint of version 5; it has 2, 4, 6, 10" in refused(folder, "adder", 5)
+    assert "version 5; it has 2, 4, 6, 10" in refused(folder, "adder", 5)
     assert "give another run.id" in refused(folder, "adder", 0)
-    assert "subtracter is not a run: neither" in refused(folder, "subtracter", 4)
+    assert "subtracter is not a run" in refused(folder, "subtracter", 4)
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "run adder is already up" in refused(folder, "adder", 4)
+        assert "already up" in refused(folder, "adder", 4)
     # a trainer that no `up` started
     lock = checkpoints.lock()
-    assert f"a trainer of run adder is at work in {folder}/checkpoints (process {os.getpid()} on" in refused(
-        folder, "adder", 4
-    )
+    assert f"{folder}/checkpoints (process {os.getpid()} " in refused(folder, "adder", 4)
     lock.release()
     assert everything(folder / "checkpoints") == before
 
 
-def test_the_checkpoints_are_where_the_configuration_says(
-    folder: Path, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_checkpoints_are_where_the_configuration_says(folder: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
     shutil.move(folder / "checkpoints", tmp_path / "big disk")
     config = load(folder / runs.SAVED, [f"checkpointing.checkpoint_dir={tmp_path}/big disk"], environ={})
     runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
@@ -126,5 +122,5 @@ def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, mo
     for newest, named in ((6, ("first", 6)), (4, (renamed, 4)), (2, ("first", 2, "--dir", "runs"))):
         done = headrace("rewind", *named)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"run first continues from checkpoint {newest}; newer ones are in {renamed}/")
+        assert f"checkpoint {newest}; newer ones are in {renamed}/" in done.stdout
         assert Checkpoints(renamed / "checkpoints", CheckpointingConfig()).newest() == newest

@@ -14,7 +14,7 @@ from headrace.cli.app import app
 from headrace.replay import Limits, ReplayClient
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
-from tests.support.buffer import enqueue, healthy_replica, make_group
+from tests.support.buffer import lease_one, make_group
 from tests.support.kept_run import kept_run
 from tests.support.past_run import past_run
 from tests.support.stored_samples import sample, write
@@ -26,8 +26,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 
 async def fill(replay: ReplayClient) -> None:
     """A group that failed."""
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await replay.reject(lease, "its prompt is too long")
 
 

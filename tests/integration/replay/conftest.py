@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headrace.replay.connection import open_redis
-from headrace_services.replay import library
-from headrace_services.replay.embedded import EmbeddedServer
-from tests.support.ports import free_port
+from tests.support.redis_servers import buffer_server
 
 # The oldest server that is supported, and the one that comes with the package.
 HERE = Path(__file__).parent
@@ -34,13 +30,5 @@ def redis_binary(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture(scope="session")
 def redis_url(redis_binary: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port(), binary=redis_binary)
-
-    async def start() -> None:
-        await server.start()
-        async with open_redis(server.url) as redis:
-            await library.load(redis)
-
-    asyncio.run(start())
-    yield server.url
-    asyncio.run(server.stop())
+    with buffer_server(tmp_path_factory.mktemp("replay"), binary=redis_binary) as server:
+        yield server.url

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from headrace.replay import Lease, Limits, ReplayClient, Waiting
-from tests.support.buffer import (
-    enqueue,
-    healthy_replica,
-    push_all,
-    refit,
-    reserve,
-    rewind,
-    score_all,
-    tighten,
-    total,
-)
+from tests.support.buffer import begin, push_all, refit, reserve, rewind, score_all, tighten, total
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, staleness_policy="drop", max_age=1, ahead_steps=2)
+pytestmark = pytest.mark.limits(staleness_policy="drop", max_age=1, ahead_steps=2)
 
 
 async def finish(replay: ReplayClient, lease: Lease, *versions: int) -> None:
@@ -40,8 +25,7 @@ async def test_law_2_age_admission_runs_ahead_by_what_the_policy_may(
 ) -> None:
     """R + O < (v + ahead + 1) * P, where only `ordered` takes the age bound for `ahead`."""
     await tighten(replay, limits, staleness_policy=policy, ahead_steps=ahead)  # type: ignore[arg-type]
-    await enqueue(replay, range(20))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 20)
     leases = await replay.lease(replica, 64)
     assert len(leases) == granted
     for lease in leases:
@@ -56,8 +40,7 @@ async def test_law_2_age_admission_runs_ahead_by_what_the_policy_may(
 async def test_law_6_liveness_a_hung_group_holds_nobody_back(replay: ReplayClient, limits: Limits, policy: str) -> None:
     """Any ready groups make the batch, the lowest tickets among them; `ordered` would wait for the first."""
     await tighten(replay, limits, staleness_policy=policy)  # type: ignore[arg-type]
-    await enqueue(replay, range(6))
-    hung, *others = await replay.lease(await healthy_replica(replay), 6)
+    hung, *others = await replay.lease(await begin(replay, 6), 6)
     for lease in reversed(others):
         await finish(replay, lease)
     assert (await reserve(replay, 0)).groups == ("e0-train-1", "e0-train-2")
@@ -67,8 +50,7 @@ async def test_law_6_liveness_a_hung_group_holds_nobody_back(replay: ReplayClien
 
 
 async def test_law_2_age_drop_requeues_what_is_over_age(replay: ReplayClient) -> None:
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     leases = await replay.lease(replica, 6)
     for lease in leases[:5]:
         await finish(replay, lease)
@@ -93,8 +75,7 @@ async def test_law_2_age_drop_requeues_what_is_over_age(replay: ReplayClient) ->
 
 async def test_law_2_age_drop_looks_past_groups_over_age_for_a_batch(replay: ReplayClient) -> None:
     """More over age than a batch: the fresh ones behind them are found in the same call."""
-    await enqueue(replay, range(12))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 12)
     for lease in await replay.lease(replica, 6):
         await finish(replay, lease)
     await reserve(replay, 0)
@@ -113,8 +94,7 @@ async def test_law_2_age_drop_looks_past_groups_over_age_for_a_batch(replay: Rep
 
 async def test_law_2_age_mask_keeps_a_group_with_one_token_that_counts(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, staleness_policy="mask")  # type: ignore[arg-type]
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     leases = await replay.lease(replica, 6)
     for lease in leases[:4]:
         await finish(replay, lease)
@@ -136,8 +116,7 @@ async def test_law_2_age_mask_keeps_a_group_with_one_token_that_counts(replay: R
 @pytest.mark.parametrize("policy", ["drop", "mask"])
 async def test_law_5_order_survivors_of_a_rewind_go_first(replay: ReplayClient, limits: Limits, policy: str) -> None:
     await tighten(replay, limits, staleness_policy=policy, max_age=2)  # type: ignore[arg-type]
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     first, *leases = await replay.lease(replica, 6)
     for lease in leases:
         await finish(replay, lease)
@@ -155,8 +134,7 @@ async def test_law_2_age_no_policy_takes_tokens_of_an_abandoned_timeline(
     replay: ReplayClient, limits: Limits, policy: str
 ) -> None:
     await tighten(replay, limits, staleness_policy=policy)  # type: ignore[arg-type]
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     leases = await replay.lease(replica, 6)
     for lease in leases[:3]:
         await finish(replay, lease)

@@ -19,14 +19,7 @@ from headrace.run import export
 from headrace.run.lineage import LineageFiles
 from headrace_services.refit.rendezvous import Announcement
 from headrace_services.replay.http import build_app
-from tests.support.buffer import (
-    contents,
-    generate,
-    healthy_replica,
-    make_group,
-    nonce,
-    push_all,
-)
+from tests.support.buffer import contents, generate, healthy_replica, make_group, nonce, push_all
 
 
 async def overwrite(replay: ReplayClient, key: str) -> None:
@@ -46,7 +39,8 @@ async def test_an_evaluated_group_that_cant_be_read_has_failed_alone(replay: Rep
     assert not isinstance(good, CodecError)
     done, failed, unknown = await replay.read_evaluated(ids)
     assert ([one.group.id for one in done], unknown) == ([ids[0], ids[2]], [])
-    assert failed == {ids[1]: f"its trajectories can't be read: {bad}"}
+    assert list(failed) == [ids[1]]
+    assert str(bad) in failed[ids[1]]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +56,7 @@ async def test_an_evaluated_group_that_cant_be_read_has_failed_alone(replay: Rep
     ],
     ids=["bytes", "nan", "list", "number as a name", "no map", "binary", "number"],
 )
-async def test_a_replica_that_describes_itself_unreadably_is_refused(
-    replay: ReplayClient, info: Any, says: str
-) -> None:
+async def test_a_replica_that_describes_itself_badly_is_refused(replay: ReplayClient, info: Any, says: str) -> None:
     before = await contents(replay)
     with pytest.raises(InvalidCall, match=says):
         await replay.register("liar", info)
@@ -96,7 +88,7 @@ async def test_an_unreadable_replica_is_shown_as_such_and_hides_no_other(replay:
     assert msgspec.json.decode(msgspec.json.encode(stats["replicas"])) == stats["replicas"]
     out = io.StringIO()
     show(out, await replay.state(), await replay.replicas(), [], await replay.bias(), None)
-    assert out.getvalue().count("its description of itself can't be read (") == len(stored)
+    assert out.getvalue().count("can't be read (") == len(stored)
 
 
 @pytest.mark.parametrize(

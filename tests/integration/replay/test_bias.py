@@ -19,6 +19,7 @@ from tests.support.buffer import (
     eventually,
     generate,
     healthy_replica,
+    lease_one,
     make_trajectory,
     push_all,
     refit,
@@ -96,8 +97,7 @@ async def test_lengths_and_rewards_are_read_back_exactly(replay: ReplayClient, l
 
 
 async def test_latency_counts_from_the_lease_to_each_push(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     moments = [await replay.redis.time()]
     for index in range(2):
         await replay.redis.blpop(f"nothing-{replay.run_id}", timeout=0.05)
@@ -112,9 +112,7 @@ async def test_latency_counts_from_the_lease_to_each_push(replay: ReplayClient) 
     assert second <= two - begun + 1
 
 
-async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_a_step_taken_back_counts_once_unless_it_is_made_anew(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4, retain_steps=2)
     timeline = (await replay.state()).timeline
     replica = await healthy_replica(replay)
@@ -154,9 +152,7 @@ async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
     assert (await replay.bias())["trained"].trajectories == 12 + 16
 
 
-async def test_expired_and_masked_trajectories_are_metered_with_their_ages(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_expired_and_masked_trajectories_are_metered_with_ages(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, staleness_policy="mask", max_age=1, ahead_steps=9)
     timeline = (await replay.state()).timeline
     replica = await healthy_replica(replay)

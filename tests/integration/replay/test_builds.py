@@ -225,9 +225,7 @@ async def test_the_replay_service_of_a_build_that_was_replaced_ends(
         await buffer.watch()
 
 
-async def test_law_4_fencing_whoever_opens_the_run_keeps_it(
-    replay: ReplayClient, another: Another, limits: Limits
-) -> None:
+async def test_law_4_fencing_who_opens_the_run_keeps_it(replay: ReplayClient, another: Another, limits: Limits) -> None:
     await replay.enqueue([make_group(0)], (await replay.state()).timeline)
     sent: list[Any] = []
 
@@ -246,9 +244,7 @@ async def test_law_4_fencing_whoever_opens_the_run_keeps_it(
     assert await replay.state() == state
 
 
-async def test_a_run_whose_record_names_no_build_goes_on(
-    replay: ReplayClient, another: Another, limits: Limits
-) -> None:
+async def test_a_run_whose_record_has_no_build_goes_on(replay: ReplayClient, another: Another, limits: Limits) -> None:
     """It was opened by a build that did not write it down."""
     key = f"hr:{{{replay.run_id}}}"
     await replay.redis.hdel(key, "build")

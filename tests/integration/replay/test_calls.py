@@ -17,11 +17,13 @@ from headrace.replay.connection import function_name
 from headrace.replay.leases import CARRIED_BYTES
 from headrace_services.replay import library
 from tests.support.buffer import (
+    begin,
     contents,
     enqueue,
     generate,
     group_of,
     healthy_replica,
+    lease_one,
     make_trajectory,
     nonce,
     payloads,
@@ -83,8 +85,7 @@ def in_columns(*entries: dict[str, Any]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
 async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: ReplayClient, function: str) -> None:
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
     await replay.take_scoring({"math": 1})
@@ -102,8 +103,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
 
 @pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
 async def test_garbage_in_an_argument_is_a_typed_error_and_changes_nothing(replay: ReplayClient, function: str) -> None:
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     (lease, *_) = await replay.lease(replica, 3)
     good: dict[str, Any] = {
         **{"timeline": lease.timeline, "incarnation": lease.incarnation, "replica": replica, "group": lease.group.id},
@@ -163,8 +163,7 @@ async def test_malformed_trajectories_do_not_get_past_the_client(replay: ReplayC
 
 
 async def test_a_refused_push_leaves_nothing_behind(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     _, gone = await replay.lease(replica, 2)
     await replay.release(gone, "drain", failed=False)
     before = await contents(replay)
@@ -177,8 +176,7 @@ async def test_a_refused_push_leaves_nothing_behind(replay: ReplayClient) -> Non
 
 
 async def test_one_bad_entry_of_a_push_does_not_take_the_others_with_it(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     good, gone = await replay.lease(replica, 2)
     await replay.release(gone, "drain", failed=False)
     torn = msgspec.structs.replace(make_trajectory(good, 0), loss_mask=np.ones(3, dtype=np.uint8))
@@ -200,8 +198,7 @@ async def test_one_bad_entry_of_a_push_does_not_take_the_others_with_it(replay: 
 async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClient, staged: bool) -> None:
     """Whole repeats of the client (a new nonce), and repeats of its bytes by the connection (the same nonce), at any time; of a payload
     that the call carries, and of one that was staged before it."""
-    await enqueue(replay, range(2))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    (lease,) = await replay.lease(await begin(replay, 2), 1)
     state = await replay.state()
     key = f"hr:{{{replay.run_id}}}"
     payload = f"{key}:{state.incarnation}:p:"
@@ -234,11 +231,8 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
 
 @pytest.mark.parametrize("function", ["push", "save"])
 @pytest.mark.parametrize("payload", [b"", b"mine"], ids=["staged", "carried"])
-async def test_a_call_that_names_anothers_payload_leaves_it_alone(
-    replay: ReplayClient, function: str, payload: bytes
-) -> None:
-    await enqueue(replay, range(3))
-    victim, mine, gone = await replay.lease(await healthy_replica(replay), 3)
+async def test_a_call_leaves_another_ones_payload_alone(replay: ReplayClient, function: str, payload: bytes) -> None:
+    victim, mine, gone = await replay.lease(await begin(replay, 3), 3)
     await replay.release(gone, "drain", failed=False)
     await replay.push(victim, make_trajectory(victim, 0))
     await replay.save(victim, make_trajectory(victim, 1))
@@ -259,8 +253,7 @@ async def test_a_call_that_names_anothers_payload_leaves_it_alone(
 
 
 async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     done, lease = await replay.lease(replica, 2)
     await push_all(replay, done)
     (job, *_) = await replay.take_scoring({"math": 1})
@@ -304,8 +297,7 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
 
 
 async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
     (answer,) = await replay._connection.call("push", b"", **fence, **in_columns(push_entry(lease, 0, "aa", 100)))
     assert answer.startswith(b"HR_UNSTAGED")
@@ -344,8 +336,7 @@ async def test_a_staged_payload_that_is_gone_is_sent_again(
 
 
 async def test_a_payload_that_no_call_follows_is_gone_in_time(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     monitor = replay.redis.pipeline(transaction=False)
     key = f"hr:{{{replay.run_id}}}:{lease.incarnation}:p:aa"
     monitor.set(key, b"x", nx=True, ex=60)
@@ -354,8 +345,7 @@ async def test_a_payload_that_no_call_follows_is_gone_in_time(replay: ReplayClie
 
 
 async def test_repeats_change_nothing(replay: ReplayClient) -> None:
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     await generate(replay, replica)
     timeline = (await replay.state()).timeline
     batch = await reserve(replay, 0)
@@ -379,8 +369,7 @@ async def test_repeats_change_nothing(replay: ReplayClient) -> None:
 
 
 async def test_a_repeated_score_changes_nothing(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     jobs = await replay.take_scoring({"math": 64})
     await replay.score(jobs[0], Score("SCORED", 1.0))
@@ -396,8 +385,7 @@ async def test_a_repeated_score_changes_nothing(replay: ReplayClient) -> None:
 
 
 async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     for _ in range(5):
         (old, _) = await replay.take_scoring({"math": 64})

@@ -54,7 +54,7 @@ async def test_law_1_zeros_in_the_file_are_cut_off_and_kept_aside(
         await redis.set("b", 3)
     (copy,) = killed.folder.glob("damaged-*.aof")
     assert copy.read_bytes() == good + damage
-    assert f"its last {len(damage)} bytes were cut off, and {copy} is a copy of it" in caplog.text
+    assert f"{len(damage)} bytes were cut off, and {copy}" in caplog.text
     # what is written from here on is read again
     await killed.stop()
     await killed.start()
@@ -195,4 +195,4 @@ async def test_a_failed_rewrite_is_requested_again_a_minute_later(
         assert server.asked == before + asked
     (record,) = caplog.records
     why = "user 'run-replay' may not" if refuses else "the newest rewrite failed; see the server's log"
-    assert f"can't be rewritten ({why}); run BGREWRITEAOF after each restart" in record.getMessage()
+    assert f"({why}); run BGREWRITEAOF" in record.getMessage()

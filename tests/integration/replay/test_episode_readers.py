@@ -15,7 +15,15 @@ from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.samples import sample_of
 from headrace_services.trainer.learning.batch import check_invariants
-from tests.support.buffer import enqueue, generate, healthy_replica, make_group, make_trajectory, reserve, tighten
+from tests.support.buffer import (
+    begin,
+    generate,
+    healthy_replica,
+    make_group,
+    make_trajectory,
+    reserve,
+    tighten,
+)
 from tests.support.episodes import call, episode
 from tests.support.replay_service import config_of, serving
 
@@ -39,8 +47,7 @@ async def put(replay: ReplayClient, group_id: str, index: int) -> EpisodeTraject
 
 
 async def test_an_episode_is_scored_reserved_and_trained_as_any_trajectory(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    leases = await replay.lease(await healthy_replica(replay), 2)
+    leases = await replay.lease(await begin(replay, 4), 2)
     for lease in leases:
         for index in lease.missing[: lease.group.n]:
             await replay.push(lease, make_trajectory(lease, index))
@@ -77,8 +84,7 @@ async def test_a_held_out_episode_is_evaluated(replay: ReplayClient) -> None:
 
 async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
-    await enqueue(replay, range(4))
-    await generate(replay, await healthy_replica(replay), 1)
+    await generate(replay, await begin(replay, 4), 1)
     stored = await put(replay, "e0-train-0", 0)
     held = await replay.read_held("e0-train-0")
     assert held is not None
@@ -97,8 +103,7 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
 
 async def test_people_see_what_a_program_left(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
-    await enqueue(replay, range(4))
-    await generate(replay, await healthy_replica(replay), 1)
+    await generate(replay, await begin(replay, 4), 1)
     stored = msgspec.structs.replace(episode(CALLS[:1], group_id="e0-train-0"), artifacts={"board": [2**64 - 1, None]})
     found = await replay.group("e0-train-0")
     assert found is not None
@@ -113,8 +118,7 @@ async def test_people_see_what_a_program_left(replay: ReplayClient, limits: Limi
 
 async def test_an_episode_is_served_with_its_calls(tmp_path: Path) -> None:
     async with serving(config_of(tmp_path)) as (http, replay):
-        await enqueue(replay, range(3))
-        (lease,) = await replay.lease(await healthy_replica(replay), 1)
+        (lease,) = await replay.lease(await begin(replay, 3), 1)
         await replay.push(lease, make_trajectory(lease, 0))
         await put(replay, lease.group.id, 0)
         found = (await http.get(f"/v1/trajectories/{lease.group.id}/0")).json()

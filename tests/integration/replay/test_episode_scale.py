@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
 
 from headrace.config.agents import AgentsConfig
 from headrace.records.trajectory import EpisodeTrajectory, Score, episode_record
-from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.replay import EnvironmentLimits, ReplayClient
 from tests.support.buffer import healthy_replica, make_call, make_group, nonce, refit
 
 CALLS, TOKENS = 500, 100_000
 RUNNERS = 50
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    game = {"game": EnvironmentLimits(episodes=True)}
-    return dataclasses.replace(limits, environments=game, max_episode_bytes=AgentsConfig().max_episode_bytes)
+pytestmark = pytest.mark.limits(
+    environments={"game": EnvironmentLimits(episodes=True)}, max_episode_bytes=AgentsConfig().max_episode_bytes
+)
 
 
 async def test_an_episode_of_500_calls_fits_the_default_bound(replay: ReplayClient) -> None:

@@ -6,12 +6,11 @@ import pytest
 
 from headrace.base.errors import Fenced, InvalidCall, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient
-from tests.support.buffer import enqueue, group_of, healthy_replica, nonce, refit, rewind
+from tests.support.buffer import begin, enqueue, group_of, nonce, refit, rewind
 
 
 async def test_deregister_gives_back_and_leaves(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     (lease, *_) = await replay.lease(replica, 3)
     await replay.deregister(replica)
     assert (await replay.state()).counts == {"queued": 1, "open": 3}

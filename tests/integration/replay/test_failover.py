@@ -14,15 +14,7 @@ from headrace.base.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
-from tests.support.buffer import (
-    enqueue,
-    eventually,
-    generate,
-    healthy_replica,
-    make_trajectory,
-    reserve,
-    total,
-)
+from tests.support.buffer import begin, enqueue, eventually, generate, make_trajectory, reserve, total
 from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
 
@@ -107,8 +99,7 @@ async def test_law_1_clients_follow_their_address_after_a_failover(
     primary, replica = pair
     replay = ReplayClient(open_redis(f"redis://{HOST}:{endpoint.port}/0"), run_id)
     await replay.open_run(limits)
-    await enqueue(replay, range(6))
-    worker = await healthy_replica(replay)
+    worker = await begin(replay, 6)
     await generate(replay, worker, most=2)
     batch = await reserve(replay, 0)
     (lease,) = await replay.lease(worker, 1)
@@ -179,8 +170,7 @@ async def test_law_1_clients_follow_the_sentinels_to_the_new_primary(
         url = f"sentinel://{HOST}:1,{HOST}:{port}/buffer"  # the first sentinel is down
         replay = ReplayClient(open_redis(url, retries=30), run_id)
         await replay.open_run(limits)
-        await enqueue(replay, range(4))
-        worker = await healthy_replica(replay)
+        worker = await begin(replay, 4)
         async with open_redis(primary.url) as redis:
             await caught_up(redis)
         primary.kill()

@@ -13,8 +13,10 @@ from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace_services.replay.main import limits_of
 from tests.support.buffer import (
+    begin,
     enqueue,
     healthy_replica,
+    lease_one,
     make_group,
     push_all,
     refit,
@@ -23,10 +25,7 @@ from tests.support.buffer import (
     total,
 )
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, filter_equal=True)
+pytestmark = pytest.mark.limits(filter_equal=True)
 
 
 async def generate(replay: ReplayClient, replica: str, rewards: Sequence[Sequence[float]]) -> list[str]:
@@ -41,8 +40,7 @@ async def generate(replay: ReplayClient, replica: str, rewards: Sequence[Sequenc
 
 
 async def test_law_1_conservation_equal_rewards_are_filtered_and_replaced(replay: ReplayClient) -> None:
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     await generate(replay, replica, [[1, 1], [0, 1], [0, 0], [0, 0]])
     assert (await replay.state()).counts == {"queued": 2, "open": 0, "scoring": 0, "ready": 1, "filtered": 3}
     assert await replay.reserve(0, (await replay.state()).timeline) == Waiting(1, 2)
@@ -61,8 +59,7 @@ async def test_law_1_conservation_equal_rewards_are_filtered_and_replaced(replay
 
 
 async def test_law_1_conservation_a_filtered_group_never_comes_back(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    await generate(replay, await healthy_replica(replay), [[1, 1]])
+    await generate(replay, await begin(replay, 2), [[1, 1]])
     state = await rewind(replay, 0)
     assert await replay.enqueue([make_group(0), make_group(1)], state.timeline, refill=True) == 0
     assert (await replay.state()).counts["filtered"] == 1
@@ -70,8 +67,7 @@ async def test_law_1_conservation_a_filtered_group_never_comes_back(replay: Repl
 
 async def test_rewards_are_compared_after_clamping(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, reward_min=0.0, reward_max=1.0))
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await generate(replay, replica, [[1.0, 7.5], [-3.0, 0.0], [-3.0, 7.5], [0.1, 0.3 - 0.2]])
     assert {"ready": 2, "filtered": 2}.items() <= (await replay.state()).counts.items()  # 0.3 - 0.2 is not 0.1
     assert (await reserve(replay, 0)).groups == ("e0-train-2", "e0-train-3")
@@ -115,14 +111,12 @@ def test_under_gdpo_groups_are_filtered_by_components(estimator: str, by_compone
 
 async def test_by_components_a_group_without_any_goes_on_to_the_trainer(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_components=True))
-    await enqueue(replay, range(1))
-    assert await score_components(replay, await healthy_replica(replay), [[{}, {}]]) == [1, 0]
+    assert await score_components(replay, await begin(replay, 1), [[{}, {}]]) == [1, 0]
 
 
 async def test_by_components_a_malformed_record_is_refused(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_components=True))
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     job = (await replay.take_scoring({"math": 64}))[0]
     score = {
@@ -149,14 +143,12 @@ async def test_validation_is_never_filtered(replay: ReplayClient) -> None:
 
 async def test_without_dynamic_sampling_equal_rewards_are_trained(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_equal=False))
-    await enqueue(replay, range(2))
-    await generate(replay, await healthy_replica(replay), [[1, 1], [0, 0]])
+    await generate(replay, await begin(replay, 2), [[1, 1], [0, 0]])
     assert (await reserve(replay, 0)).filtered == 0
 
 
 async def test_surplus_valid_groups_stay_for_the_next_step(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await generate(replay, replica, [[0, 1], [0, 1], [0, 1], [1, 1]])
     assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
     await refit(replay, 1, [replica])
@@ -169,16 +161,14 @@ async def test_surplus_valid_groups_stay_for_the_next_step(replay: ReplayClient)
 
 
 async def test_reserving_again_tells_the_same_counts(replay: ReplayClient) -> None:
-    await enqueue(replay, range(3))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 3)
     await generate(replay, replica, [[1, 1], [0, 1], [0, 1]])
     assert await reserve(replay, 0) == await reserve(replay, 0)
 
 
 async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, max_scored_per_step=4))
-    await enqueue(replay, range(12))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 12)
     timeline = (await replay.state()).timeline
     await generate(replay, replica, [[1, 1], [0, 0], [1, 1], [0, 1]])
     assert isinstance(await replay.reserve(0, timeline), Waiting)  # exactly the limit
@@ -195,8 +185,7 @@ async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: Rep
 
 async def test_ready_groups_in_line_do_not_count_against_the_limit(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, max_scored_per_step=2, max_age=3))
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     (straggler,) = await replay.lease(replica, 1)
     await generate(replay, replica, [[0, 1]] * 7)
     timeline = (await replay.state()).timeline
@@ -207,8 +196,7 @@ async def test_ready_groups_in_line_do_not_count_against_the_limit(replay: Repla
 
 async def test_law_6_liveness_the_limit_begins_anew_with_a_rewind(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, max_scored_per_step=2))
-    await enqueue(replay, range(12))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 12)
     await generate(replay, replica, [[1, 1]] * 3)
     with pytest.raises(SamplingStarved):
         await replay.reserve(0, (await replay.state()).timeline)
@@ -217,8 +205,7 @@ async def test_law_6_liveness_the_limit_begins_anew_with_a_rewind(replay: Replay
 
 
 async def test_law_4_fencing_a_lease_of_a_filtered_group_is_over(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lease,) = await replay.lease(replica, 1)
     await push_all(replay, lease)
     for job in await replay.take_scoring({"math": 64}):

@@ -7,6 +7,7 @@ import pytest
 from headrace.base.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
 from headrace.replay import ReplayClient, Reservation
 from tests.support.buffer import (
+    begin,
     enqueue,
     generate,
     healthy_replica,
@@ -44,8 +45,7 @@ async def test_validation_is_dropped_with_its_leases(replay: ReplayClient) -> No
 
 
 async def test_restore_starts_from_the_checkpoint_alone(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica)
     await reserve(replay, 0)
     with pytest.raises(ReplayError, match="use restore"):

@@ -13,18 +13,7 @@ from headrace.records.origin import TokenRange, origin_of
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
-from tests.support.buffer import (
-    enqueue,
-    generate,
-    healthy_replica,
-    make_trajectory,
-    refit,
-    reserve,
-    rewind,
-    score_all,
-    some,
-    tighten,
-)
+from tests.support.buffer import begin, generate, make_trajectory, refit, reserve, rewind, score_all, some, tighten
 
 
 async def states(replay: ReplayClient, *wanted: str) -> dict[str, str]:
@@ -34,8 +23,7 @@ async def states(replay: ReplayClient, *wanted: str) -> dict[str, str]:
 async def test_groups_are_listed_by_state_wherever_they_are(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=1, max_age=3)
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(600))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 600)
     await generate(replay, replica, 6)
     await reserve(replay, 0)
     await replay.commit(1, timeline)
@@ -62,8 +50,7 @@ async def test_groups_are_listed_by_state_wherever_they_are(replay: ReplayClient
 async def test_a_waiting_trajectory_names_its_replica_weights_and_scorer(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
     first = (await replay.state()).timeline
-    await enqueue(replay, range(20))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 20)
     await generate(replay, replica, 4)
     await reserve(replay, 0)
     await reserve(replay, 1)
@@ -99,8 +86,7 @@ async def test_a_waiting_trajectory_names_its_replica_weights_and_scorer(replay:
 
 
 async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayClient, tmp_path: Path) -> None:
-    await enqueue(replay, range(2))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    (lease,) = await replay.lease(await begin(replay, 2), 1)
     odd = msgspec.structs.replace(
         make_trajectory(lease, 0, [0, 0]),
         logprobs=np.array([-1e-30, -0.1, -3.4e38, -1 / 3, 0, -2, -1, -0.7], dtype=np.float32),
@@ -135,8 +121,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
 async def test_only_batches_of_retained_steps_are_held(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=2, max_age=5)
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(20))
-    await generate(replay, await healthy_replica(replay))
+    await generate(replay, await begin(replay, 20))
     batches = [await reserve(replay, step) for step in range(5)]
     assert (await replay.read_held_batch(9)) == ([0, 1, 2, 3, 4], None)
     await replay.commit(4, timeline)
@@ -150,8 +135,7 @@ async def test_only_batches_of_retained_steps_are_held(replay: ReplayClient, lim
 
 async def test_a_step_whose_payloads_went_under_pressure_is_not_held(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=5)
-    await enqueue(replay, range(20))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 20)
     await generate(replay, replica, 6)
     for step in range(3):
         await reserve(replay, step)

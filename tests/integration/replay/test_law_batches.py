@@ -8,6 +8,7 @@ from headrace.base.errors import InvalidCall, WrongStep
 from headrace.records.trajectory import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
+    begin,
     contents,
     enqueue,
     generate,
@@ -73,8 +74,7 @@ async def test_law_1_conservation_every_group_ends_once(replay: ReplayClient, li
 async def test_law_1_a_commit_is_of_the_groups_that_were_trained(replay: ReplayClient) -> None:
     """One that says which they are is refused where the buffer's server has lost a step, and taken it again with others since."""
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await generate(replay, replica)
     first, second = (await reserve(replay, 0)).groups, (await reserve(replay, 1)).groups
     before = await contents(replay)
@@ -107,8 +107,7 @@ async def test_law_1_conservation_enqueue_knows_ids_and_the_watermark(replay: Re
 
 async def test_law_2_age_a_group_over_age_is_requeued_not_handed_out(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=3)
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica)  # four steps ahead, tokens of version 0
     await reserve(replay, 0)
     await tighten(replay, limits, max_age=0)
@@ -125,8 +124,7 @@ async def test_law_2_age_a_group_over_age_is_requeued_not_handed_out(replay: Rep
 
 
 async def test_law_2_age_counts_from_the_oldest_token(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica)
     for step in (0, 1):
         await reserve(replay, step)
@@ -141,8 +139,7 @@ async def test_law_2_age_counts_from_the_oldest_token(replay: ReplayClient) -> N
 
 
 async def test_law_2_age_a_token_newer_than_any_weights_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    (lease, _) = await replay.lease(await healthy_replica(replay), 2)
+    (lease, _) = await replay.lease(await begin(replay, 2), 2)
     before = await contents(replay)
     with pytest.raises(InvalidCall, match="newest weights are 0"):
         await replay.push(lease, make_trajectory(lease, 0, versions=[0, 1]))
@@ -150,8 +147,7 @@ async def test_law_2_age_a_token_newer_than_any_weights_is_refused(replay: Repla
 
 
 async def test_law_2_age_no_token_of_an_abandoned_timeline(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica)
     await reserve(replay, 0)
     await refit(replay, 1, [replica])
@@ -164,13 +160,10 @@ async def test_law_2_age_no_token_of_an_abandoned_timeline(replay: ReplayClient)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-async def test_law_2_age_admission_bounds_the_age_without_dropping(
-    replay: ReplayClient, limits: Limits, ahead: int
-) -> None:
+async def test_law_2_age_admission_bounds_it_without_dropping(replay: ReplayClient, limits: Limits, ahead: int) -> None:
     """R + O < (v + A + 1) * P: whatever is leased is trained within its age, and nothing is requeued."""
     await tighten(replay, limits, max_age=ahead)
-    await enqueue(replay, range(20))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 20)
     ages = []
     for step in range(6):
         await generate(replay, replica)
@@ -182,8 +175,7 @@ async def test_law_2_age_admission_bounds_the_age_without_dropping(
 
 
 async def test_law_3_completeness_n_distinct_indices_each_scored(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    leases = await replay.lease(await healthy_replica(replay), 2)
+    leases = await replay.lease(await begin(replay, 2), 2)
     timeline = leases[0].timeline
     for lease in leases:
         await replay.push(lease, make_trajectory(lease, 0))
@@ -211,8 +203,7 @@ async def test_law_3_completeness_n_distinct_indices_each_scored(replay: ReplayC
 async def test_law_3_completeness_is_checked_whatever_happened_to_the_store(
     replay: ReplayClient, damage: str, cause: str
 ) -> None:
-    await enqueue(replay, range(2))
-    await generate(replay, await healthy_replica(replay))
+    await generate(replay, await begin(replay, 2))
     group = await replay.group("e0-train-0")
     assert group is not None
     if damage == "payload":

@@ -35,10 +35,7 @@ GAME = {"game": EnvironmentLimits(episodes=True)}
 LONG = 64
 STEPS, INTERLEAVINGS = 4, 20
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, environments=GAME)
+pytestmark = pytest.mark.limits(environments=GAME)
 
 
 async def enqueue(replay: ReplayClient, kinds: str, first: int = 0) -> None:
@@ -56,6 +53,14 @@ async def new_runner(replay: ReplayClient) -> str:
 
 async def leased(replay: ReplayClient, slots: int = LONG) -> list[Lease]:
     return await replay.lease_episodes(await new_runner(replay), slots)
+
+
+async def lease_episodes(replay: ReplayClient) -> Lease:
+    """Of the only group."""
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    return lease
 
 
 def orders(leases: Sequence[Lease]) -> list[int]:
@@ -340,9 +345,7 @@ async def test_law_4_a_call_is_appended_once_in_order_under_its_lease(replay: Re
 @pytest.mark.parametrize("how", ["finished", "failed", "returned", "rejected", "rewound", "filtered", "surplus"])
 async def test_law_1_the_calls_of_an_episode_go_with_it(replay: ReplayClient, limits: Limits, how: str) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_equal=how == "filtered", redundant=int(how == "surplus")))
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     for index in range(lease.count):
         await append(replay, lease, index, 2)
     assert len(await payloads(replay)) == lease.count
@@ -377,9 +380,7 @@ async def test_law_3_finish_is_push_and_score_in_one_and_can_be_said_again(
     replay: ReplayClient, limits: Limits, filtered: bool
 ) -> None:
     await replay.open_run(dataclasses.replace(limits, filter_equal=True))
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     for index in range(2):
         assert await score(replay, lease, index, reward=0.0 if filtered else float(index)) is None
     counts = {state: count for state, count in (await replay.state()).counts.items() if count}
@@ -392,9 +393,7 @@ async def test_law_3_finish_is_push_and_score_in_one_and_can_be_said_again(
 
 
 async def test_an_episode_without_a_score_waits_for_its_grader(replay: ReplayClient) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     for index in range(2):
         assert await replay.finish(lease, index, make_trajectory(lease, index), None) is None
     jobs = await replay.take_scoring({"game": 8})
@@ -403,9 +402,7 @@ async def test_an_episode_without_a_score_waits_for_its_grader(replay: ReplayCli
 
 
 async def test_an_episode_of_several_calls_is_kept_byte_for_byte(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     calls = (make_call(), make_call(0, length=9_000), make_call())
     episode = EpisodeTrajectory(lease.group.id, lease.attempt, 0, calls, False, "runner")
     await replay.finish(lease, 0, episode, Score("SCORED", 1.0))
@@ -421,9 +418,7 @@ async def test_an_episode_of_several_calls_is_kept_byte_for_byte(replay: ReplayC
 
 
 async def test_law_6_an_episode_that_fails_is_charged_alone(replay: ReplayClient) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     await score(replay, lease, 1)
     known = lease
     for status in ("FAILED", "INTERRUPTED", "TIMED_OUT", "NOT_STARTED"):
@@ -474,9 +469,7 @@ async def test_law_6_an_episode_that_always_ends_its_process_is_failed(replay: R
 
 async def test_law_6_the_group_does_without_an_episode_if_others_began(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, redundant=1, max_attempts=1))
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     assert await fail(replay, lease, 0) is None
     await score(replay, lease, 1)
     await score(replay, lease, 2, reward=0.0)
@@ -484,9 +477,7 @@ async def test_law_6_the_group_does_without_an_episode_if_others_began(replay: R
 
 
 async def test_law_7_a_refused_episode_fails_its_group(replay: ReplayClient) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     await score(replay, lease, 1)
     assert await fail(replay, lease, 0, "INVALID") is None
     group = await group_of(replay, lease)
@@ -494,9 +485,7 @@ async def test_law_7_a_refused_episode_fails_its_group(replay: ReplayClient) -> 
 
 
 async def test_law_4_what_an_episode_said_before_it_began_anew_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     await append(replay, lease, 0, 1)
     again = await fail(replay, lease, 0, "INTERRUPTED")
     assert again is not None
@@ -516,9 +505,7 @@ async def test_law_4_what_an_episode_said_before_it_began_anew_is_refused(replay
 @pytest.mark.parametrize("builds", [("", "b"), ("b", ""), ("", "")])
 async def test_law_3_a_score_of_no_build_goes_with_any(replay: ReplayClient, builds: tuple[str, str]) -> None:
     """As of an episode that a limit of the run ended, which `agents.on_limit` gave its reward."""
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     *others, last = lease.missing
     for index in others:
         await score(replay, lease, index, float(index), builds[0])
@@ -529,9 +516,7 @@ async def test_law_3_a_score_of_no_build_goes_with_any(replay: ReplayClient, bui
 
 
 async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_others(replay: ReplayClient) -> None:
-    await enqueue(replay, "e")
-    await healthy_replica(replay)
-    (lease,) = await leased(replay)
+    lease = await lease_episodes(replay)
     first, *others = lease.missing
     await score(replay, lease, first, 7.0)
     for index in others:
@@ -554,7 +539,7 @@ async def test_law_3_a_group_scored_by_two_builds_is_generated_again(replay: Rep
         group = await group_of(replay, lease)
         assert (group["state"], group["failures"]) == ("queued" if again < 8 else "failed", 0)
         assert await payloads(replay) == []
-    assert 'scored by build "a" and then by "b"' in group["reason"]
+    assert '"a" and then by "b"' in group["reason"]
 
 
 async def test_a_runner_may_hold_a_lease_for_each_of_its_slots(replay: ReplayClient) -> None:
@@ -602,7 +587,7 @@ async def test_law_6_a_runners_death_is_charged_to_a_group_alone_with_it(replay:
         for order in failures:
             failures[order] = (await replay.group(f"e0-train-{order}") or {})["failures"]
     assert failures == {0: 3, 1: 0}
-    assert "died with this group alone" in (await replay.group("e0-train-0") or {})["reason"]
+    assert "group alone" in (await replay.group("e0-train-0") or {})["reason"]
 
 
 async def test_law_1_a_silent_runner_loses_its_leases_and_siblings_stay(replay: ReplayClient, limits: Limits) -> None:

@@ -10,11 +10,11 @@ from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, Wr
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, RefitVerdict, ReplayClient
 from tests.support.buffer import (
+    begin,
     contents,
     enqueue,
     eventually,
     generate,
-    healthy_replica,
     make_group,
     make_trajectory,
     nonce,
@@ -30,8 +30,7 @@ PROBE = [-1.0, -2.0]
 
 
 async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     await tighten(replay, limits, lease_s=0.05)
     (lease,) = await replay.lease(replica, 1)
     await eventually(lambda: _is_passed_on(replay, lease.group.id))
@@ -54,8 +53,7 @@ async def _is_passed_on(replay: ReplayClient, group_id: str) -> bool:
 
 
 async def test_law_4_fencing_a_second_lease_ends_the_first(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     (lease,) = await replay.lease(replica, 1)
     await replay.push(lease, make_trajectory(lease, 0))
     await replay.release(lease, "engine died", failed=True)
@@ -70,8 +68,7 @@ async def test_law_4_fencing_a_second_lease_ends_the_first(replay: ReplayClient)
 
 
 async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
     (job, _) = await replay.take_scoring({"math": 64})
@@ -100,8 +97,7 @@ async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
 
 
 async def test_law_4_fencing_another_incarnation(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     (lease,) = await replay.lease(replica, 1)
     state = await replay.restore(3, nonce(), nonce(), enqueued=3)
     assert (state.next_step, state.committed, state.enqueued, state.counts) == (3, 3, 3, {"trained": 6})
@@ -117,8 +113,7 @@ async def test_law_4_fencing_another_incarnation(replay: ReplayClient) -> None:
 
 async def test_law_4_fencing_steps_are_reserved_and_committed_in_turn(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(8))
-    await generate(replay, await healthy_replica(replay))
+    await generate(replay, await begin(replay, 8))
     before = await contents(replay)
     for call in (
         replay.reserve(1, timeline),

@@ -8,12 +8,14 @@ from headrace.base.errors import LeaseLost, NotVerified
 from headrace.records.trajectory import Score, Status
 from headrace.replay import Limits, ReplayClient, ScoringJob, Waiting
 from tests.support.buffer import (
+    begin,
     died,
     enqueue,
     eventually,
     generate,
     group_of,
     healthy_replica,
+    lease_one,
     make_group,
     make_trajectory,
     nonce,
@@ -27,8 +29,7 @@ from tests.support.buffer import (
 
 
 async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     (lease,) = await replay.lease(replica, 1)
     leases = f"hr:{{{replay.run_id}}}:{lease.incarnation}:leases"
     before = await replay.redis.zscore(leases, lease.group.id)
@@ -43,8 +44,7 @@ async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> 
 
 
 async def test_law_6_liveness_no_heartbeat_renews_past_the_deadline(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     await tighten(replay, limits, lease_s=3600.0, group_deadline_s=0.5)
     (lease,) = await replay.lease(replica, 1)
 
@@ -57,8 +57,7 @@ async def test_law_6_liveness_no_heartbeat_renews_past_the_deadline(replay: Repl
 
 
 async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, range(3))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 3)
     for attempt in (1, 2, 3):
         (lease,) = await replay.lease(replica, 1)
         assert (lease.group.order, lease.attempt) == (0, attempt)
@@ -72,8 +71,7 @@ async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient
 
 
 async def test_law_6_liveness_giving_back_costs_no_attempt(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     for _ in range(5):
         (lease,) = await replay.lease(replica, 1)
         await replay.release(lease, "drain", failed=False)
@@ -100,8 +98,7 @@ async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: Repla
 
 
 async def test_law_6_liveness_a_silent_scorers_work_goes_on_uncharged(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     await tighten(replay, limits, scoring_deadline_s=0.05)
     attempts = []
@@ -117,8 +114,7 @@ async def test_law_6_liveness_a_silent_scorers_work_goes_on_uncharged(replay: Re
 
 
 async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     await tighten(replay, limits, scoring_deadline_s=1.0)
     kept, silent = await replay.take_scoring({"math": 2})
@@ -133,8 +129,7 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
 
 
 async def test_law_6_liveness_leases_wait_for_memory_until_a_checkpoint(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, range(20))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 20)
     (lease,) = await replay.lease(replica, 1)
     worst = (await replay.stats())["bytes"]
     await tighten(replay, limits, max_bytes=max(int(2.5 * worst), 1))
@@ -159,13 +154,12 @@ async def test_law_6_liveness_leases_wait_for_memory_until_a_checkpoint(replay: 
 
 
 @pytest.mark.parametrize("status", ["FAILED", "TIMED_OUT"])
-async def test_law_7_failure_is_not_zero_tried_again_then_failed(
+async def test_law_7_failure_is_not_zero_retried_then_failed(
     replay: ReplayClient, limits: Limits, status: Status
 ) -> None:
     """The environment scores others meanwhile: it is the trajectory."""
     await tighten(replay, limits, max_scoring_attempts=2)
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     scored, job = await replay.take_scoring({"math": 64})
     no = Score(status, message="the sandbox is down")
@@ -205,8 +199,7 @@ async def test_law_7_failure_is_not_zero_invalid_fails_at_once(replay: ReplayCli
 
 
 async def test_law_7_failure_is_not_zero_unreadable_bytes_fail_the_group(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     group = await replay.group(lease.group.id)
     assert group is not None

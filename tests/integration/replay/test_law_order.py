@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from headrace.replay import End, Limits, ReplayClient
 from tests.support.buffer import (
-    enqueue,
+    begin,
     generate,
-    healthy_replica,
     make_group,
     nonce,
     push_all,
@@ -35,8 +34,7 @@ async def test_law_5_order_is_the_prompts_order_whoever_leases(replay: ReplayCli
 
 
 async def test_law_5_order_a_requeued_group_goes_before_fresh_ones(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     first, second, third = await replay.lease(replica, 3)
     await replay.release(second, "engine died", failed=True)
     (again,) = await replay.lease(replica, 1)
@@ -49,8 +47,7 @@ async def test_law_5_order_a_requeued_group_goes_before_fresh_ones(replay: Repla
 
 async def test_law_5_order_a_step_that_survives_a_rewind_is_unchanged(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(12))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 12)
     await generate(replay, replica)
     before = [await reserve(replay, step) for step in (0, 1)]
     await replay.commit(1, timeline)
@@ -65,8 +62,7 @@ async def test_law_5_order_a_step_that_survives_a_rewind_is_unchanged(replay: Re
 
 async def test_law_5_order_survivors_keep_their_step_and_holes_are_filled(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
-    await enqueue(replay, range(12))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 12)
     await generate(replay, replica, most=3)  # 0, 1 for step 0; 2 for step 1
     await reserve(replay, 0)
     await refit(replay, 1, [replica])
@@ -96,12 +92,9 @@ async def test_law_5_order_survivors_keep_their_step_and_holes_are_filled(replay
     assert (await reserve(replay, 1)).groups == ("e0-train-4", "e0-train-6")
 
 
-async def test_law_5_order_when_prompts_end_later_survivors_fill_the_holes(
-    replay: ReplayClient, limits: Limits
-) -> None:
+async def test_law_5_order_when_prompts_end_survivors_fill_the_holes(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
-    await enqueue(replay, range(5))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 5)
     await generate(replay, replica, most=1)
     await generate(replay, replica, most=1)
     await reserve(replay, 0)
@@ -122,8 +115,7 @@ async def test_law_5_order_when_prompts_end_later_survivors_fill_the_holes(
 
 async def test_law_5_order_survivors_yield_when_nothing_can_fill_a_hole(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_age=4)
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     await generate(replay, replica)
     for step in range(3):
         await reserve(replay, step)

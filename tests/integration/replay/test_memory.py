@@ -16,11 +16,11 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.buffer import (
+    begin,
     enqueue,
     eventually,
     generate,
     group_of,
-    healthy_replica,
     make_trajectory,
     nonce,
     push_all,
@@ -92,8 +92,7 @@ def large(lease: Lease, index: int, nbytes: int) -> Trajectory:
 
 async def test_law_6_at_the_memory_limit_what_does_not_fill_it_goes_on(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica, 2)
     first, second = await replay.lease(replica, 2)
     await push_all(replay, first)
@@ -143,8 +142,7 @@ async def test_a_replay_service_starts_again_at_the_limit(replay: ReplayClient, 
 
 
 async def test_payloads_of_trained_steps_go_first_when_a_push_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     for lease in await replay.lease(replica, 2):
         await replay.push_many([(lease, large(lease, index, 2**22)) for index in range(2)])
     await score_all(replay)
@@ -170,8 +168,7 @@ async def test_payloads_of_trained_steps_go_first_when_a_push_is_refused(replay:
 
 async def test_law_6_the_highest_tickets_yield_uncharged_to_the_lowest(replay: ReplayClient, limits: Limits) -> None:
     timeline = (await replay.state()).timeline
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     leases = await replay.lease(replica, 4)
     lowest, others = leases[:2], leases[2:]
     for lease in others:

@@ -74,9 +74,7 @@ async def goes_on(buffer: _Buffer) -> None:
     await eventually(lambda: _ready(buffer))
 
 
-async def test_law_6_a_server_that_is_a_replica_for_a_while_is_waited_for(
-    server: EmbeddedServer, limits: Limits
-) -> None:
+async def test_law_6_a_server_that_is_briefly_a_replica_is_waited_for(server: EmbeddedServer, limits: Limits) -> None:
     async with watched(server.url, limits) as (buffer, other):
         await other.redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]
         await eventually(says(buffer, "replica", "sentinel://"))
@@ -119,7 +117,7 @@ async def guarded(server: EmbeddedServer) -> AsyncIterator[tuple[Redis, str]]:
         yield admin, server.url.replace("redis://", f"redis://{RUN}-up:{passwords['up']}@")
 
 
-async def test_law_6_an_administrator_who_must_load_functions_is_waited_for(
+async def test_law_6_an_administrator_is_waited_for_to_load_functions(
     guarded: tuple[Redis, str], limits: Limits
 ) -> None:
     """On a shared server the service may not load them."""
@@ -174,7 +172,7 @@ async def _logged(caplog: pytest.LogCaptureFixture) -> bool:
     return "another replay service" in caplog.text
 
 
-async def test_status_says_since_when_the_run_waits_for_the_server_and_why(
+async def test_status_says_since_when_the_run_waits_for_a_server_and_why(
     server: EmbeddedServer, tmp_path: Path
 ) -> None:
     secrets = tmp_path / "credentials"

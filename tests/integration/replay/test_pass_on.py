@@ -14,6 +14,7 @@ from headrace.base.errors import InvalidCall, LeaseLost, WrongTimeline
 from headrace.records.trajectory import Score, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
 from tests.support.buffer import (
+    begin,
     contents,
     died,
     enqueue,
@@ -21,6 +22,7 @@ from tests.support.buffer import (
     generate,
     group_of,
     healthy_replica,
+    lease_one,
     make_group,
     make_trajectory,
     payload_bytes,
@@ -92,8 +94,7 @@ async def test_law_5_order_a_group_passed_on_keeps_its_place(replay: ReplayClien
 
 
 async def test_law_5_order_admission_counts_a_group_without_a_lease(replay: ReplayClient) -> None:
-    await enqueue(replay, range(12))
-    replica, other = await healthy_replica(replay), await healthy_replica(replay)
+    replica, other = await healthy_replica(replay), await begin(replay, 12)
     await refit(replay, 0, [replica, other])
     leases = await replay.lease(replica, 64)
     assert len(leases) == 4
@@ -103,8 +104,7 @@ async def test_law_5_order_admission_counts_a_group_without_a_lease(replay: Repl
 
 
 async def test_law_4_fencing_the_old_lease_may_neither_push_nor_save(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)
     await replay.save(lost, prefix(lost, 0))
     await replay.release(lost, "shutdown", failed=False)
@@ -135,8 +135,7 @@ async def test_law_6_liveness_a_group_that_kills_its_replicas_fails(replay: Repl
 
 async def test_law_6_liveness_a_groups_deadline_runs_without_a_lease(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, group_deadline_s=0.2)
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 0))
     await replay.save(lost, prefix(lost, 1))
@@ -157,8 +156,7 @@ async def test_law_6_liveness_a_groups_deadline_runs_without_a_lease(replay: Rep
 async def test_law_2_age_what_is_over_age_for_the_next_step_starts_over(
     replay: ReplayClient, limits: Limits, policy: str, kept: bool
 ) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     (lost,) = await replay.lease(replica, 1)
     await generate(replay, replica)
     await replay.open_run(dataclasses.replace(limits, staleness_policy="drop", max_age=1, ahead_steps=3))
@@ -187,8 +185,7 @@ async def test_law_2_age_what_is_over_age_for_the_next_step_starts_over(
 
 
 async def test_law_2_age_a_rewind_starts_over_what_was_passed_on(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     (lost, _) = await replay.lease(replica, 2)
     await replay.save(lost, prefix(lost, 0))
     await replay.release(lost, "shutdown", failed=False)
@@ -202,8 +199,7 @@ async def test_law_2_age_a_rewind_starts_over_what_was_passed_on(replay: ReplayC
 
 
 async def test_memory_a_prefix_is_counted_replaced_and_freed(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     held = (await replay.stats())["bytes"]
     for length in (3, 9, 6):
         await replay.save(lease, prefix(lease, 1, length))
@@ -215,8 +211,7 @@ async def test_memory_a_prefix_is_counted_replaced_and_freed(replay: ReplayClien
 
 
 async def test_a_shorter_prefix_changes_nothing(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await replay.save(lease, prefix(lease, 0, 6))
     before = await contents(replay)
     await replay.save(lease, prefix(lease, 0, 6))
@@ -237,8 +232,7 @@ async def test_a_shorter_prefix_changes_nothing(replay: ReplayClient) -> None:
     ],
 )
 async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change: dict[str, Any], said: str) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     before = await contents(replay)
     saved = prefix(lease, change.get("index", 0), versions=change.get("versions"))
     with pytest.raises(InvalidCall, match=said):
@@ -248,8 +242,7 @@ async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change:
 
 async def test_law_3_completeness_of_a_group_passed_on_with_spares(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, redundant=2))
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 3))
     await score_all(replay)
@@ -270,8 +263,7 @@ async def test_law_3_completeness_of_a_group_passed_on_with_spares(replay: Repla
 
 
 async def test_law_7_a_score_of_a_lost_lease_s_trajectory_counts(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 0))
     (job,) = await replay.take_scoring({"math": 1})

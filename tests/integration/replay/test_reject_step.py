@@ -6,19 +6,7 @@ import pytest
 
 from headrace.base.errors import InvalidCall, WrongStep, WrongTimeline
 from headrace.replay import End, Limits, ReplayClient, Reservation
-from tests.support.buffer import (
-    contents,
-    enqueue,
-    generate,
-    healthy_replica,
-    nonce,
-    refusals,
-    reserve,
-    rewind,
-    some,
-    tighten,
-    total,
-)
+from tests.support.buffer import begin, contents, generate, nonce, refusals, reserve, rewind, some, tighten, total
 
 
 async def reject(replay: ReplayClient, batch: Reservation, *named: str, name: str | None = None) -> None:
@@ -28,8 +16,7 @@ async def reject(replay: ReplayClient, batch: Reservation, *named: str, name: st
 
 
 async def test_survivors_keep_the_step_and_the_hole_is_filled_in_order(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     made = await generate(replay, replica)
     first = await reserve(replay, 0)
     assert (first.groups, first.attempts) == (tuple(made[:2]), (1, 1))
@@ -51,8 +38,7 @@ async def test_survivors_keep_the_step_and_the_hole_is_filled_in_order(replay: R
 
 async def test_each_rejection_costs_the_group_an_attempt_until_it_fails(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, max_attempts=2)
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     poison, innocent = await generate(replay, replica)
     for attempt in (1, 2):
         batch = await reserve(replay, 0)
@@ -74,8 +60,7 @@ async def test_each_rejection_costs_the_group_an_attempt_until_it_fails(replay: 
 
 
 async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     made = await generate(replay, replica)
     timeline = (await replay.state()).timeline
     batch = await reserve(replay, 0)
@@ -106,8 +91,7 @@ async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay
 
 
 async def test_a_rewind_to_a_step_that_was_reopened_finds_its_survivors(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     made = await generate(replay, replica)
     await reject(replay, await reserve(replay, 0), made[0])
     await rewind(replay, 0)

@@ -7,10 +7,10 @@ import pytest
 from headrace.base.errors import InvalidCall, WrongTimeline
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
+    begin,
     contents,
     enqueue,
     generate,
-    healthy_replica,
     make_group,
     nonce,
     push_all,
@@ -35,8 +35,7 @@ async def fail(replay: ReplayClient, replica: str, *orders: int) -> None:
 
 
 async def test_law_1_a_failed_group_that_is_retried_is_trained(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await fail(replay, replica, 1)
     assert (await replay.read_ended()).failed_orders() == [1]
     assert await replay.retry({1: 0, 2: 0}) == 1  # the other has not failed
@@ -59,8 +58,7 @@ async def test_law_1_a_failed_group_that_is_retried_is_trained(replay: ReplayCli
 
 
 async def test_law_4_a_late_retry_does_nothing_to_a_later_failure(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await fail(replay, replica, 1)
     assert await replay.retry({1: 0}) == 1
     before = await contents(replay)
@@ -75,8 +73,7 @@ async def test_law_4_a_late_retry_does_nothing_to_a_later_failure(replay: Replay
 
 
 async def test_law_4_a_retry_of_a_lost_incarnation_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    await fail(replay, await healthy_replica(replay), 1)
+    await fail(replay, await begin(replay, 4), 1)
     ended = await replay.read_ended()
     old = replay._incarnation
     await replay.restore(0, nonce(), nonce(), 3, ended)
@@ -98,8 +95,7 @@ async def test_a_retry_of_what_was_never_taken_changes_nothing(replay: ReplayCli
 
 
 async def test_a_closed_queue_waits_for_what_is_retried_and_takes_it(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await fail(replay, replica, 1)
     timeline = (await replay.state()).timeline
     await replay.close(timeline)
@@ -117,8 +113,7 @@ async def test_a_closed_queue_waits_for_what_is_retried_and_takes_it(replay: Rep
 async def test_law_1_a_rewind_keeps_a_retry(replay: ReplayClient, limits: Limits) -> None:
     """To before the step that trained it, too: it is refilled then, as any other."""
     await tighten(replay, limits, max_age=3)
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await fail(replay, replica, 1)
     await replay.retry({1: 0})
     await rewind(replay, 0)

@@ -7,9 +7,8 @@ import pytest
 from headrace.base.errors import InvalidCall, WrongStep, WrongTimeline
 from headrace.replay import Limits, ReplayClient, Waiting
 from tests.support.buffer import (
-    enqueue,
+    begin,
     generate,
-    healthy_replica,
     make_group,
     nonce,
     refill,
@@ -45,8 +44,7 @@ async def refill_all(replay: ReplayClient, trained: list[tuple[str, ...]]) -> in
 
 
 async def test_law_1_conservation_a_rewind_behind_commits_and_its_refill(replay: ReplayClient) -> None:
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     batches = await train(replay, replica, range(4))
     assert (await replay.state()).counts["trained"] == 8
     state = await rewind(replay, 1)
@@ -67,8 +65,7 @@ async def test_law_1_conservation_a_rewind_behind_commits_and_its_refill(replay:
 
 async def test_law_1_conservation_a_refill_cut_off_is_asked_for_again(replay: ReplayClient) -> None:
     """The trainer was killed between the rewind and the end of its refill, and again."""
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     batches = await train(replay, replica, range(3))
     state = await rewind(replay, 1)
     assert await replay.enqueue([make_group(2), make_group(3)], state.timeline, refill=True) == 2
@@ -86,8 +83,7 @@ async def test_law_1_conservation_a_refill_cut_off_is_asked_for_again(replay: Re
 async def test_law_5_order_nothing_moves_before_a_refill_is_complete(replay: ReplayClient, limits: Limits) -> None:
     """What is still missing comes before what is there; and a refill that is delivered twice would bring back what was trained since."""
     await tighten(replay, limits, retain_steps=3)
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     batches = await train(replay, replica, range(2))
     state = await rewind(replay, 1)
     assert state.refill
@@ -99,8 +95,7 @@ async def test_law_5_order_nothing_moves_before_a_refill_is_complete(replay: Rep
 
 
 async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    await generate(replay, await healthy_replica(replay))
+    await generate(replay, await begin(replay, 4))
     await reserve(replay, 0)
     assert not (await rewind(replay, 1)).refill
     state = await replay.restore(1, nonce(), nonce(), 3)
@@ -116,8 +111,7 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
 async def test_law_5_order_retained_steps_come_back_unchanged(replay: ReplayClient, limits: Limits) -> None:
     """Those whose payloads are still held, and whose tokens the weights descend from."""
     await tighten(replay, limits, retain_steps=3, max_age=2)
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     # the first round makes steps 0 to 2 of version 0: step 2 survives a rewind to 2, and step 3 does not
     batches = await train(replay, replica, range(5))
     assert batches[2] == ("e0-train-4", "e0-train-5")
@@ -137,8 +131,7 @@ async def test_law_5_order_retained_steps_come_back_unchanged(replay: ReplayClie
 
 async def test_retained_steps_are_freed_as_newer_ones_are_committed(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=2)
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     batches = await train(replay, replica, range(5))
     for step, groups in enumerate(batches):
         for group in groups:
@@ -154,8 +147,7 @@ async def test_retained_steps_are_freed_as_newer_ones_are_committed(replay: Repl
 async def test_law_6_liveness_retained_payloads_make_room_first(replay: ReplayClient, limits: Limits) -> None:
     """Leases never wait for payloads that are merely retained; the oldest go first."""
     await tighten(replay, limits, retain_steps=4)
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     batches = await train(replay, replica, range(3))
     await refit(replay, 3, [replica])
     before = (await replay.stats())["bytes"]
@@ -180,8 +172,7 @@ async def test_law_6_liveness_retained_payloads_make_room_first(replay: ReplayCl
 
 async def test_law_1_conservation_no_refill_while_steps_are_being_freed(replay: ReplayClient) -> None:
     """A group in the middle of being freed is known, and soon it is not: taken for held, it would be lost."""
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     await generate(replay, replica)
     await reserve(replay, 0)
     for version in (1, 0):  # the trainer is killed before it has freed step 0, and goes back behind it
@@ -196,8 +187,7 @@ async def test_law_1_conservation_no_refill_while_steps_are_being_freed(replay: 
 
 async def test_the_buffer_knows_which_timeline_made_a_version(replay: ReplayClient) -> None:
     """A checkpoint of an abandoned timeline is not one of this history, though its version was trained in both."""
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     first = (await replay.state()).timeline
     batches = await train(replay, replica, range(3))
     await rewind(replay, 2)
@@ -216,8 +206,7 @@ async def test_the_buffer_knows_which_timeline_made_a_version(replay: ReplayClie
 
 async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, retain_steps=1)
-    await enqueue(replay, range(6))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 6)
     await train(replay, replica, range(2))
     state = await rewind(replay, 0)
     assert (state.committed, state.counts["trained"]) == (0, 0)
@@ -230,8 +219,7 @@ async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: Repla
 async def test_law_6_liveness_retained_payloads_make_room_after_a_rewind(replay: ReplayClient, limits: Limits) -> None:
     """Those of steps before the checkpoint are held on, and must not hold leases up."""
     await tighten(replay, limits, retain_steps=4, max_age=0)
-    await enqueue(replay, range(GROUPS))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, GROUPS)
     await train(replay, replica, range(3))
     await rewind(replay, 3)
     await refit(replay, 3, [replica])

@@ -27,6 +27,7 @@ from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
 from headrace_services.replay.main import _kill_if_hung, limits_of
 from tests.support.buffer import (
+    begin,
     contents,
     enqueue,
     eventually,
@@ -52,14 +53,11 @@ async def server(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[Embe
     await server.stop()
 
 
-async def test_law_1_conservation_across_sigkill_of_the_server(
-    server: EmbeddedServer, run_id: str, limits: Limits
-) -> None:
+async def test_law_1_conservation_across_a_servers_sigkill(server: EmbeddedServer, run_id: str, limits: Limits) -> None:
     """Killed in every state of a group and started again on its append-only file: nothing is lost, every token still counts."""
     replay = ReplayClient(open_redis(server.url), run_id)
     await replay.open_run(limits)
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 8)
     await generate(replay, replica, most=2)
     batch = await reserve(replay, 0)
     half, done = await replay.lease(replica, 64)
@@ -148,7 +146,7 @@ async def test_a_server_that_evicts_is_refused(server: EmbeddedServer) -> None:
             await check_server(redis, server.url, 1)
 
 
-async def test_what_a_server_may_lose_is_said_at_the_start(
+async def test_what_a_server_may_lose_is_said_at_start(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_redis(server.url) as redis:
@@ -157,7 +155,7 @@ async def test_what_a_server_may_lose_is_said_at_the_start(
         await redis.config_set("appendonly", "no")
         await check_server(redis, server.url.replace("://", "://me:secret@"), 1)
     (durability,) = caplog.messages
-    assert "appendonly is off: a restart of the server loses the queue" in durability
+    assert "appendonly is off" in durability
     assert "secret" not in caplog.text
 
 
@@ -167,7 +165,7 @@ async def test_a_server_without_memory_beyond_the_payloads_is_refused(server: Em
         await check_server(redis, server.url, 2**30)
         with pytest.raises(ServiceError, match=r"maxmemory 1342177280 .*1\.25 x replay\.max_bytes 1073741825") as error:
             await check_server(redis, server.url, 2**30 + 1)
-        assert "`CONFIG SET maxmemory 1342177282`, or set replay.max_bytes to 1073741824" in str(error.value)
+        assert "`CONFIG SET maxmemory 1342177282`" in str(error.value)
 
 
 def test_a_server_that_loads_its_file_is_not_said_to_have_none() -> None:
@@ -253,8 +251,7 @@ async def test_service_serves_the_run_over_http(tmp_path: Path) -> None:
     async with serving(config_of(tmp_path)) as (http, replay):
         assert (await http.get("/readyz")).json() == {"status": "ready"}
         assert (await http.get("/v1/run")).json()["run_id"] == "served"
-        await enqueue(replay, range(3))
-        replica = await healthy_replica(replay)
+        replica = await begin(replay, 3)
         (lease, _) = await replay.lease(replica, 2)
         await replay.push(lease, make_trajectory(lease, 0))
         await replay.publish_metrics("train", 1, {"reward": 0.5}, lease.timeline)
@@ -361,9 +358,7 @@ async def test_the_watch_for_a_hung_server_ends_when_it_is_cancelled(server: Emb
         assert watching.cancelled()
 
 
-async def test_service_makes_the_run_again_on_a_server_that_came_back_empty(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_service_remakes_the_run_on_a_server_that_came_back_empty(server: EmbeddedServer, tmp_path: Path) -> None:
     async with serving(config_of(tmp_path, redis_url=server.url)) as (_, replay):
         before = await replay.state()
         await replay.redis.flushall()

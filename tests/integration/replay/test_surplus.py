@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -11,10 +10,11 @@ from headrace.base.errors import InvalidCall, LeaseLost, Surplus
 from headrace.records.trajectory import Score
 from headrace.replay import Lease, Limits, ReplayClient
 from tests.support.buffer import (
+    begin,
     contents,
-    enqueue,
     group_of,
     healthy_replica,
+    lease_one,
     make_group,
     make_trajectory,
     payload_bytes,
@@ -30,10 +30,7 @@ from tests.support.buffer import (
 
 N, R = 2, 2
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, redundant=R)
+pytestmark = pytest.mark.limits(redundant=R)
 
 
 async def push(replay: ReplayClient, lease: Lease, indices: Iterable[int], versions: list[int] | None = None) -> None:
@@ -59,8 +56,7 @@ async def fill(replay: ReplayClient, replica: str, indices: Iterable[int]) -> Le
 
 
 async def test_law_3_completeness_the_first_n_scored_are_the_group(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     first, second = await replay.lease(replica, 2)
     assert (first.count, second.count) == (N + R, N + R)
     await push(replay, first, [3, 1])
@@ -89,8 +85,7 @@ async def test_law_3_completeness_the_first_n_scored_are_the_group(replay: Repla
 
 
 async def test_law_4_fencing_what_comes_after_the_n_is_surplus(replay: ReplayClient) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     lease = await fill(replay, replica, [0, 2])
     before = await contents(replay)
     with pytest.raises(Surplus, match="has its 2 trajectories"):
@@ -103,8 +98,7 @@ async def test_law_4_fencing_what_comes_after_the_n_is_surplus(replay: ReplayCli
 
 
 async def test_law_4_fencing_a_score_that_comes_after_the_n_is_refused(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push(replay, lease, range(4))
     jobs = await replay.take_scoring({"math": 64})
     errors = await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs[:3]])
@@ -118,8 +112,7 @@ async def test_law_4_fencing_a_score_that_comes_after_the_n_is_refused(replay: R
 
 
 async def test_law_2_age_counts_the_tokens_of_those_that_are_kept(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     leases = [await fill(replay, replica, [0, 1]) for _ in range(2)]
     (straddling,) = await replay.lease(replica, 1)
     await push(replay, straddling, [0], versions=[0])
@@ -133,8 +126,7 @@ async def test_law_2_age_counts_the_tokens_of_those_that_are_kept(replay: Replay
 
 
 async def test_law_7_a_trajectory_that_fails_for_good_costs_a_spare(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push(replay, lease, [0, 1])
     await score(replay, [0, 1], "UNSENDABLE")
     group = await replay.group(lease.group.id) or {}
@@ -150,8 +142,7 @@ async def test_law_7_a_trajectory_that_fails_for_good_costs_a_spare(replay: Repl
 
 
 async def test_law_7_the_group_fails_once_fewer_than_n_are_left(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     await push(replay, lease, range(4))
     await score(replay, [0], "UNSENDABLE")
     await score(replay, [3], "SCORED")
@@ -164,8 +155,7 @@ async def test_law_7_the_group_fails_once_fewer_than_n_are_left(replay: ReplayCl
 
 
 async def test_law_6_liveness_a_group_does_without_what_cant_be_generated(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    lease = await lease_one(replay)
     assert await replay.abandon(lease, 1, "cut off")
     assert await replay.abandon(lease, 1, "cut off")  # again: it costs no second one
     assert await replay.abandon(lease, 3, "cut off")
@@ -176,8 +166,7 @@ async def test_law_6_liveness_a_group_does_without_what_cant_be_generated(replay
 
 
 async def test_law_6_liveness_with_too_few_left_the_whole_group_is_retried(replay: ReplayClient) -> None:
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lease,) = await replay.lease(replica, 1)
     await push(replay, lease, [2])
     assert await replay.abandon(lease, 0, "cut off")
@@ -197,8 +186,7 @@ async def test_law_6_liveness_with_too_few_left_the_whole_group_is_retried(repla
 
 async def test_without_spares_an_abandoned_trajectory_fails_the_attempt(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, redundant=0, max_attempts=2)
-    await enqueue(replay, range(1))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 1)
     for state in ("queued", "failed"):
         (lease,) = await replay.lease(replica, 1)
         assert lease.count == N
@@ -207,8 +195,7 @@ async def test_without_spares_an_abandoned_trajectory_fails_the_attempt(replay: 
 
 
 async def test_law_1_conservation_survivors_of_a_rewind_keep_their_indices(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 4)
     for indices in ([0, 3], [1, 2]):
         await fill(replay, replica, indices)
     batch = await reserve(replay, 0)
@@ -221,8 +208,7 @@ async def test_law_1_conservation_survivors_of_a_rewind_keep_their_indices(repla
 
 
 async def test_memory_a_lease_counts_the_worst_case_of_all_it_starts(replay: ReplayClient, limits: Limits) -> None:
-    await enqueue(replay, range(2))
-    replica = await healthy_replica(replay)
+    replica = await begin(replay, 2)
     (plain,) = await _leased(replay, limits, replica, redundant=0)
     held = (await replay.stats())["bytes"]
     await replay.release(plain, "engine died", failed=True)

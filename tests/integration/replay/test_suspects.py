@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from headrace.replay import Lease, Limits, ReplayClient
@@ -25,11 +23,8 @@ from tests.support.buffer import (
 
 POISON = "e0-train-37"
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    """64 groups of one trajectory each are in flight."""
-    return dataclasses.replace(limits, prompts_per_step=32, generations_per_prompt=1)
+# 64 groups of one trajectory each are in flight
+pytestmark = pytest.mark.limits(prompts_per_step=32, generations_per_prompt=1)
 
 
 async def replicas(replay: ReplayClient, count: int) -> list[str]:
@@ -73,7 +68,7 @@ async def test_law_6_of_groups_of_a_killed_replica_only_the_killer_fails(
     assert len(done) == groups - 1
     group = await replay.group(POISON)
     assert group is not None
-    assert "died with this group alone (attempt 3 of 3)" in group["reason"]
+    assert "group alone (attempt 3 of 3)" in group["reason"]
     assert await failures(replay, range(groups)) == 3  # all of them the poison's
     assert (await replay.stats())["suspects"] == 0
 

@@ -24,13 +24,8 @@ from tests.support.reward_hub import WAIT_S, scoring, start_environment, start_h
 GROUPS, N, STEPS = 4, 4, 3
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    """No second chance: an attempt that is charged wrongly fails a group."""
-    return dataclasses.replace(
-        limits, prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1, max_age=0
-    )
+# no second chance: an attempt that is charged wrongly fails a group
+pytestmark = pytest.mark.limits(prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1, max_age=0)
 
 
 class Scores(Environment):

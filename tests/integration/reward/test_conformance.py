@@ -69,13 +69,13 @@ async def test_a_right_environment_is_found_right() -> None:
 async def test_fault_1_a_reward_that_is_no_number() -> None:
     wrong = await blamed(each_by_itself(lambda each: scored(float(each.completion) if each.completion == "nan" else 1)))
     assert set(wrong) == {"rewards", "odd completions"}
-    assert "reward is nan, not a finite number" in wrong["rewards"]
+    assert "reward is nan" in wrong["rewards"]
 
 
 async def test_a_reward_too_large_to_be_summed_is_blamed_on_rewards() -> None:
     wrong = await blamed(each_by_itself(lambda each: scored(1.7e308 if "nan" in each.completion else 1)))
     assert set(wrong) == {"rewards", "odd completions"}
-    assert "reward is 1.7e+308, and is to be between -1e+09 and 1e+09" in wrong["rewards"]
+    assert "reward is 1.7e+308" in wrong["rewards"]
 
 
 async def test_fault_2_fewer_results_than_trajectories() -> None:
@@ -102,7 +102,7 @@ async def test_fault_4_a_status_without_a_reason() -> None:
     failed = trajectory_pb2.Result(status=trajectory_pb2.STATUS_FAILED)
     wrong = await blamed(each_by_itself(lambda each: scored(1) if each.completion else failed))
     assert set(wrong) == {"statuses", "odd completions"}
-    assert wrong["statuses"].startswith("'': STATUS_FAILED without a message that gives the reason")
+    assert wrong["statuses"].startswith("'': STATUS_FAILED without a message")
 
 
 async def test_fault_5_random_rewards_of_what_says_it_is_deterministic() -> None:
@@ -119,7 +119,8 @@ async def test_fault_6_a_completion_on_which_it_hangs() -> None:
         return [scored(worth(each.completion)) for each in request.trajectories]
 
     wrong = await blamed(answer, timeout_s=3.0)
-    assert wrong == {"odd completions": "text on which regular expressions backtrack for ever: no answer within 3.0 s"}
+    assert set(wrong) == {"odd completions"}
+    assert "no answer within 3.0 s" in wrong["odd completions"]
 
 
 async def test_fault_7_it_fails_on_what_is_not_ascii() -> None:
@@ -215,7 +216,7 @@ async def test_a_reward_with_a_failure_and_metadata_that_are_no_json() -> None:
 
     wrong = await blamed(each_by_itself(score))
     assert set(wrong) == {"statuses", "metadata", "odd completions"}
-    assert "reward 0 with a status that allows none" in wrong["statuses"]
+    assert "reward 0 with a status" in wrong["statuses"]
     assert "metadata_json is not JSON" in wrong["metadata"]
 
 
@@ -265,7 +266,8 @@ async def test_a_sample_that_is_refused_the_second_time() -> None:
         return scored(worth(each.completion))
 
     wrong = await blamed(each_by_itself(score))
-    assert wrong == {"equal keys": "'4' was 0.01, and sent again INVALID (seen before)"}
+    assert set(wrong) == {"equal keys"}
+    assert "'4' was 0.01" in wrong["equal keys"]
 
 
 async def test_room_that_a_cancelled_call_never_gives_back() -> None:
@@ -282,7 +284,8 @@ async def test_room_that_a_cancelled_call_never_gives_back() -> None:
         return [scored(worth(each.completion)) for each in request.trajectories]
 
     wrong = await blamed(answer, timeout_s=3.0, capacity=4)
-    assert wrong == {"cancelled calls": "after a cancelled call it stopped scoring: NOT_STARTED (no room)"}
+    assert set(wrong) == {"cancelled calls"}
+    assert "NOT_STARTED (no room)" in wrong["cancelled calls"]
 
 
 async def test_what_need_not_be_there_is_noted_alone() -> None:
@@ -301,7 +304,7 @@ async def test_what_need_not_be_there_is_noted_alone() -> None:
         await server.stop(0)
     assert {each.verdict for each in findings.values()} == {"right", "note"}
     assert findings["start"].said == "it has no Describe"
-    assert findings["health and reflection"].said == "no health checking and no reflection"
+    assert "no reflection" in findings["health and reflection"].said
 
 
 async def test_an_address_where_nobody_answers_is_one_clear_error() -> None:
@@ -321,7 +324,7 @@ def test_the_command_says_what_is_wrong_and_how_to_mend_it(tmp_path: Path) -> No
     assert wrong.returncode == 1
     (line,) = [line.strip().split(maxsplit=3) for line in wrong.stdout.splitlines() if line.startswith("wrong")]
     assert line[1:] == ["golden", "samples", r"'\x1b[2Jfour': reward 8, not 1"]
-    assert "to fix golden samples: the environment or the sample is wrong" in wrong.stdout
+    assert "to fix golden samples" in wrong.stdout
     assert "\x1b" not in wrong.stdout
 
 
@@ -329,12 +332,10 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class A: pass\n")
     said = error_of(headrace("env", "check", file))
-    assert "none of its classes derives from headrace.Environment (A); derive one from it" in said
+    assert "headrace.Environment (A)" in said
     file.write_text(ENVIRONMENT.format(body="return 1") + "\n    def __init__(self, key):\n        pass\n")
     done = headrace("env", "check", file)
     assert done.returncode == 1
-    assert done.stderr.startswith(
-        f"error: {file}:Mine ended before it served anything:\n{file}:Mine: Mine() raised TypeError"
-    )
-    assert "nowhere is neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
+    assert f"{file}:Mine: Mine() raised TypeError" in done.stderr
+    assert "nowhere is neither FILE.py" in error_of(headrace("env", "check", "nowhere"))
     assert "give --name NAME" in error_of(headrace("env", "check", "127.0.0.1:1", "--token-file", file))

@@ -106,7 +106,7 @@ async def test_programs_earn_and_one_that_fails_touches_no_other(start: Start, p
         assert all(each.build == described.description.build and each.environment for each in earned)
         assert all(0 < each.timings["environment"] < WAIT_S for each in earned)
         assert (failed.status, failed.reward) == ("FAILED", None)
-        assert "RuntimeError: the board is broken (" in failed.message
+        assert "the board is broken (" in failed.message
         assert "odd_program.py:" in failed.message
         assert [len(session.calls) for session in sessions] == [1, 1, 1]
         listed = (await hub.environments())["odd"]
@@ -194,10 +194,8 @@ async def test_a_grader_scores_what_was_done_and_the_program_says_no_reward(star
 async def test_without_a_grader_a_reward_is_wanted_and_nothing_is_scored(start: Start) -> None:
     async with start() as hub:
         left = await score(hub, episode(do="leave"))
-        assert (left.status, left.message) == (
-            "FAILED",
-            "the program returned no reward; return one, or name the environment that gives it (env.odd.grader)",
-        )
+        assert left.status == "FAILED"
+        assert "env.odd.grader" in left.message
         (refused,) = await hub.score([Sample("x", environment="odd")])
         assert (refused.status, refused.message.partition(",")[0]) == ("INVALID", "env.odd runs episodes")
 
@@ -266,13 +264,10 @@ async def test_the_runner_alone_may_ask_for_an_episode(tmp_path: Path) -> None:
 
 
 async def test_a_served_environment_without_a_program_says_so_first() -> None:
-    async with (
-        start_environment(SCORES) as odd,
-        start_hub({"odd": {"target": odd.target, "episodes": True}}) as hub,
-    ):
+    async with start_environment(SCORES) as odd, start_hub({"odd": {"target": odd.target, "episodes": True}}) as hub:
         listed = (await hub.environments())["odd"]
         assert not listed.ready
-        assert listed.message == "Odd runs no episodes; define `episode`, or leave episodes out of env.odd"
+        assert "Odd runs no episodes" in listed.message
         assert (await score(hub, episode())).status == "NOT_STARTED"
 
 
@@ -295,10 +290,7 @@ async def test_a_served_environment_runs_no_more_episodes_than_it_says(monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(hub_module, "ROOM_WAIT_S", 0.01)
             full = await score(hub, episode())
-        assert (full.status, full.message) == (
-            "NOT_STARTED",
-            f"{target} runs 1 episodes, its maximum",
-        )
+        assert (full.status, full.message) == ("NOT_STARTED", f"{target} runs 1 episodes, its maximum")
         waiting = [asyncio.create_task(score(hub, episode())) for _ in range(2)]  # each for the one before
         await hub.environments()
         assert seen == 1
@@ -315,7 +307,7 @@ async def test_a_served_environment_runs_no_more_episodes_than_it_says(monkeypat
         (episode_pb2.EpisodeOutcome(result=scored(7.0)), "reward 7 is not between"),
         (episode_pb2.EpisodeOutcome(result=scored(1.0), artifacts_json="[]"), "artifacts_json is a JSON list"),
         (episode_pb2.EpisodeOutcome(result=trajectory_pb2.Result(reward=1.0)), ""),
-        (episode_pb2.EpisodeOutcome(), "the program returned no reward"),
+        (episode_pb2.EpisodeOutcome(), "returned no reward"),
     ],
 )
 async def test_law_7_failure_is_not_zero_what_breaks_the_contract_is_failed(
@@ -342,10 +334,8 @@ async def test_an_attached_process_that_only_scores_runs_no_episodes() -> None:
             while not (await hub.environments())["odd"].processes:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         refused = await score(hub, episode())
-    assert (refused.status, refused.message) == (
-        "NOT_STARTED",
-        "the environment attached as odd has no `episode`; attach one that defines it",
-    )
+    assert refused.status == "NOT_STARTED"
+    assert "odd has no `episode`" in refused.message
 
 
 async def test_a_grader_does_not_wait_for_its_processs_episodes(tmp_path: Path) -> None:
@@ -408,10 +398,10 @@ async def test_an_outcome_that_no_message_holds_is_failed() -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("nowhere.at_all:play", "env.odd.function nowhere.at_all:play: nowhere.at_all can't be imported"),
-        ("tests.support.odd_program:plya", "has no function plya; name an existing one"),
+        ("nowhere.at_all:play", "env.odd.function nowhere.at_all:play"),
+        ("tests.support.odd_program:plya", "no function plya"),
         ("tests.support.reward_hub:until", None),
-        ("os:getcwd", "it can't be called with one argument, the episode"),
+        ("os:getcwd", "with one argument"),
     ],
 )
 async def test_a_function_that_cannot_be_run_ends_the_start_with_the_reason(function: str, said: str | None) -> None:

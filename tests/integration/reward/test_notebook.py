@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from headrace.replay import Limits, ReplayClient, Reservation
+from headrace.replay import ReplayClient, Reservation
 from tests.support.buffer import eventually, healthy_replica, make_group, push_all, refit
 from tests.support.notebook import Notebook, notebook
 from tests.support.reward_hub import scoring, start_hub
@@ -16,6 +14,7 @@ CAPACITY = 4
 REWARD = """
 import asyncio, headrace
 
+
 class Mine(headrace.Environment):
     async def score(self, sample):
         if sample.index >= {only}:
@@ -23,11 +22,8 @@ class Mine(headrace.Environment):
         return {reward}
 """
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    """No second chance: an attempt that is charged fails its group."""
-    return dataclasses.replace(limits, prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1)
+# no second chance: an attempt that is charged fails its group
+pytestmark = pytest.mark.limits(prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1)
 
 
 async def generate(replay: ReplayClient, first: int, replica: str) -> None:

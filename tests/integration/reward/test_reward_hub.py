@@ -29,6 +29,7 @@ from headrace.net.service import bind
 from headrace.v1 import reward_pb2, trajectory_pb2
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
+from tests.support.processes import started
 from tests.support.raw_environment import Request, raw_environment, scored
 from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
 
@@ -85,9 +86,7 @@ async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
     assert all(score.timings["environment"] > 0 for score in scores if score.reward is not None)
     assert {(score.environment, score.build) for score in scores[1:6]} == {("Odd", "2")}
     assert scores[6].status == "INVALID"
-    assert scores[6].message == (
-        "this run has no environment 'orange' (it has: math, odd); add env.orange to its configuration"
-    )
+    assert "no environment 'orange' (it has: math, odd)" in scores[6].message
 
 
 async def test_a_custom_environment_runs_without_anything_heavy() -> None:
@@ -197,7 +196,8 @@ async def test_law_7_failure_is_not_zero_a_reward_out_of_range_is_failed() -> No
         fine, over = await hub.score([Sample("ab", environment="raw"), Sample("abc", environment="raw")])
     assert fine.reward == 2
     assert (over.status, over.reward) == ("FAILED", None)
-    assert over.message == "reward 3 is not between the environment's reward_min (none) and reward_max 2"
+    assert over.message.startswith("reward 3 is not between")
+    assert over.message.endswith("reward_max 2")
 
 
 async def test_law_6_liveness_a_hanging_scorer_is_killed_alone() -> None:
@@ -274,7 +274,7 @@ async def test_malformed_requests_get_a_typed_error_and_nothing_is_scored() -> N
         with pytest.raises(grpc.aio.AioRpcError) as malformed:
             await hub.stub.Score(reward_pb2.ScoreRequest(trajectories=[sample_to_wire(MATH), bad]))
         assert malformed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "trajectory 'e0-train-7'[0]: extra_env_info_json is not JSON" in str(malformed.value.details())
+        assert "'e0-train-7'[0]: extra_env_info_json" in str(malformed.value.details())
 
         with pytest.raises(grpc.aio.AioRpcError) as large:
             await raw(b"\x0a" + b"x" * 100_000)
@@ -346,17 +346,12 @@ async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_pat
     config = Config.model_validate({"env": {"math": {}}, "reward": {"port": port, "http_port": http_port}})
     script = "import sys; from headrace.config import Config; from headrace_services.reward.main import main; "
     script += "main(Config.model_validate_json(sys.argv[1]))"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, config.model_dump_json())
-    try:
+    async with started(sys.executable, "-c", script, config.model_dump_json()) as process:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
             await asyncio.wait_for(channel.channel_ready(), WAIT_S)
         workers = workers_of(process.pid)
         assert len(workers) == 2
         process.send_signal(signum)
         code = await asyncio.wait_for(process.wait(), WAIT_S)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
     assert code == (0 if signum != signal.SIGKILL else -signal.SIGKILL)
     await until(lambda: not any(map(running, workers)))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from headrace.config import Config
-from headrace.replay import Limits, ReplayClient, Reservation
+from headrace.replay import ReplayClient, Reservation
 from headrace_services.replay.scorer import run_scorer
 from tests.support.buffer import eventually, healthy_replica, make_group, push_all, refit
 from tests.support.ports import free_port
@@ -21,6 +20,7 @@ GROUPS, N = 8, 4
 ATTACHED = {"mine": {"attached": True}}
 SCRIPT = """
 import argparse, asyncio, headrace
+
 
 class Mine(headrace.Environment):
     async def score(self, sample):
@@ -33,11 +33,8 @@ arguments = parser.parse_args()
 headrace.attach(arguments.attach, Mine(), "mine", capacity=4)
 """
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    """No second chance: an attempt that is charged fails its group."""
-    return dataclasses.replace(limits, prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1)
+# no second chance: an attempt that is charged fails its group
+pytestmark = pytest.mark.limits(prompts_per_step=GROUPS, generations_per_prompt=N, max_scoring_attempts=1)
 
 
 @contextlib.asynccontextmanager

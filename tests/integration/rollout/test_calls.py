@@ -215,12 +215,12 @@ async def test_the_openai_api_reads_tool_calls_with_the_same_parser(replica: Pro
         ({"temperature": 2.5}, "invalid", "temperature must be in"),
         ({"temperature": -1.0}, "invalid", "temperature"),
         ({"top_p": 0.0}, "invalid", "top_p"),
-        ({"stop": ("",)}, "invalid", "stop cannot contain an empty string"),
+        ({"stop": ("",)}, "invalid", "empty string"),
         ({"stop_token_ids": (10**9,)}, "invalid", r"stop_token_ids\[0\]"),
         ({"max_new_tokens": 0}, "invalid", "max_new_tokens"),
         ({"seed": 2**63}, "invalid", "seed"),
         ({"top_k": 2**31}, "invalid", "top_k"),
-        ({"stop": ("\ud800",)}, "invalid", "can't be written as JSON"),
+        ({"stop": ("\ud800",)}, "invalid", "written as JSON"),
     ],
 )
 async def test_a_request_that_no_replica_can_answer_is_refused_by_its_value(
@@ -247,7 +247,7 @@ async def test_the_openai_api_computes_no_more_than_the_engine_has_slots(replica
         body = {"prompt": list(PROMPT), "max_tokens": 2, "n": 2, "stream": stream}
         answer = await replica.http.post("/v1/completions", json=body)
         assert answer.status_code == 400
-        assert "n: 2 sequences in one request; a replica computes at most 1" in answer.json()["error"]["message"]
+        assert "n: 2 sequences" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 10**6, b'{"token_ids": [1e999]}'])

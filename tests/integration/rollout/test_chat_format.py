@@ -213,7 +213,7 @@ async def test_without_tools_or_parsers_a_call_is_text(hermes: ChatFormat, plain
     assert (await plain.derender(spelt))["content"] == "onetwo"
 
 
-async def test_the_token_that_ended_it_is_no_part_of_the_text(
+async def test_the_token_that_ended_it_is_not_in_the_text(
     hermes: ChatFormat, plain: ChatFormat, tokenizer: Any
 ) -> None:
     for ended, content in (

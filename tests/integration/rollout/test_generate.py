@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from headrace.base.errors import LeaseLost
 from headrace.config import Config
 from headrace.net.replica_client import SampleRequest
-from headrace.records.trajectory import Group, Sampling, Span, Trajectory
+from headrace.records.trajectory import Sampling, Span, Trajectory
 from headrace.replay import Lease
 from headrace_services.rollout.calls import complete
 from headrace_services.rollout.engine import running_engine
@@ -37,6 +37,7 @@ from headrace_services.rollout.http import BehindTraining
 from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.trainer.network.packing import Packing, pack
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, mask_kept
+from tests.support.buffer import make_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,19 +81,7 @@ PROMPT = (3, 7, 8, 15, 9, 6, 4)
 
 def lease(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Lease:
     fields = {"temperature": 1.0, "max_new_tokens": 40, **sampling}
-    group = Group(
-        id="e0-train-0",
-        lane="train",
-        order=0,
-        task_name="arithmetic",
-        env_name="math",
-        messages=(),
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        extra_env_info={},
-        dataset_index=0,
-        n=4,
-        sampling=Sampling(**fields),
-    )
+    group = make_group(0, n=4, prompt_token_ids=np.array(prompt, np.int32), sampling=Sampling(**fields))
     return Lease(group, "token", 2, 0, VERSION, "timeline", "incarnation", 15.0, group.n, tuple(range(group.n)))
 
 
@@ -126,9 +115,7 @@ def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_log_probabilities_are_those_the_tokens_were_drawn_with(
-    engine: Any, model: Any, temperature: float
-) -> None:
+async def test_log_probabilities_are_those_of_the_draw(engine: Any, model: Any, temperature: float) -> None:
     it = await generate(engine, lease(temperature=temperature), 0, "me")
     assert np.abs(it.logprobs - log_probabilities(model, it, temperature)).max() < 1e-4
 

@@ -11,12 +11,11 @@ from headrace.base.errors import LeaseLost, ReplayUnavailable
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.rollout.pushes import Pushes
-from tests.support.buffer import enqueue, healthy_replica, make_trajectory
+from tests.support.buffer import begin, make_trajectory
 
 
 async def leases(replay: ReplayClient, count: int = 2) -> list[Lease]:
-    await enqueue(replay, range(count))
-    return await replay.lease(await healthy_replica(replay), count)
+    return await replay.lease(await begin(replay, count), count)
 
 
 async def calls(replay: ReplayClient) -> int:

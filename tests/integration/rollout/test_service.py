@@ -115,9 +115,7 @@ async def test_chat_completions_whole_and_streamed(first: Process, fleet: Fleet)
         ("chat/completions", {"messages": None}, 400),
     ],
 )
-async def test_bad_requests_are_refused_and_named(
-    first: Process, path: str, change: dict[str, Any], status: int
-) -> None:
+async def test_bad_requests_are_refused_by_name(first: Process, path: str, change: dict[str, Any], status: int) -> None:
     body: dict[str, Any] = {"max_tokens": 4}
     body |= {"prompt": [3, 4]} if path == "completions" else {"messages": [{"role": "user", "content": "1"}]}
     answer = await first.http.post(f"/v1/{path}", json=body | change)

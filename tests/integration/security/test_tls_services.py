@@ -168,9 +168,7 @@ async def test_an_environment_attaches_over_tls_with_its_own_token(
     assert result.reward == 0.25
 
 
-async def test_no_tls_or_another_authority_gets_no_further(
-    address: str, certs: Path, tokens: Path, tmp_path: Path
-) -> None:
+async def test_no_tls_or_another_authority_is_refused(address: str, certs: Path, tokens: Path, tmp_path: Path) -> None:
     issue(tmp_path / "others", address)
     async with running(config_of(address, certs, tokens)) as hub:
         target = f"{address}:{hub.port}"

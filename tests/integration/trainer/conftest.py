@@ -12,9 +12,9 @@ from tests.support.trainer_process import PROMPTS, STEPS, Trainer, ended
 
 
 @pytest.fixture
-def limits(limits: Limits) -> Limits:
+def base_limits(base_limits: Limits) -> Limits:
     """A replica that was killed is given up soon, and one that a busy machine keeps waiting is not."""
-    return dataclasses.replace(limits, replica_dead_s=8.0)
+    return dataclasses.replace(base_limits, replica_dead_s=8.0)
 
 
 @pytest.fixture

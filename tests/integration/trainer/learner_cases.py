@@ -17,6 +17,16 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.network.packing import PackedRows, Packing, pack
 from tests.support.trainer import batch, trajectory
 
+# dimensions of the smallest models
+SMALL: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
 # every trajectory's advantage is its reward, so that a test can give whichever it wants
 REWARD_IS_ADVANTAGE = {
     "num_generations_per_prompt": 1,

@@ -11,19 +11,10 @@ import torch
 
 from headrace.config import Config
 from headrace.records.trajectory import Trajectory
-from tests.integration.trainer.learner_cases import config
+from tests.integration.trainer.learner_cases import SMALL, config
 from tests.support.trainer import trajectory
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 128,
-}
+SIZES: dict[str, Any] = {**SMALL, "max_position_embeddings": 128}
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "sequence_length_round": 8}},

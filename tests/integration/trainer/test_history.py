@@ -19,7 +19,7 @@ from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace_services.trainer.data import PromptOrder, load_problems
 from tests.support.small_replica import SmallReplica, running, score_all
-from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, run_with_replica, settled
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +47,7 @@ class CountingReplica(SmallReplica):
 # what is kept of a step that goes back: replay/test_rewind_older.py has it by day
 @pytest.mark.parametrize("retained", [0, pytest.param(4, marks=pytest.mark.nightly)])
 async def test_law_1_conservation_an_older_checkpoint_and_a_killed_refill(
-    trainer: Trainer,
-    replay: ReplayClient,
-    limits: Limits,
-    tiny_model: Path,
-    retained: int,
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, retained: int
 ) -> None:
     await replay.open_run(dataclasses.replace(limits, retain_steps=retained))
     replica = CountingReplica(replay, tiny_model, doomed=frozenset({first_prompt(trainer)}))
@@ -75,14 +71,10 @@ async def test_law_1_conservation_an_older_checkpoint_and_a_killed_refill(
 
 
 async def test_law_1_conservation_an_emptied_buffer_and_a_killed_refill(
-    trainer: Trainer,
-    replay: ReplayClient,
-    limits: Limits,
-    tiny_model: Path,
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
     doomed = frozenset({first_prompt(trainer)})
-    async with running(SmallReplica(replay, tiny_model, doomed=doomed).run(), score_all(replay)):
-        assert await trainer.run("after_reserve:3") == -signal.SIGKILL, trainer.said()
+    await run_with_replica(trainer, replay, "after_reserve:3", code=-signal.SIGKILL, doomed=doomed)
     assert trainer.checkpoints().state(2).failed == 1
     async for key in replay.redis.scan_iter(f"hr:{{{replay.run_id}}}*"):
         await replay.redis.delete(key)
@@ -109,10 +101,7 @@ class MixedReplica(SmallReplica):
 
 
 async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(
-    trainer: Trainer,
-    replay: ReplayClient,
-    limits: Limits,
-    tiny_model: Path,
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"] |= {"val_period": 0, "val_at_start": False}
     trainer.settings["grpo"]["async_grpo"] |= {"staleness_policy": "mask", "ahead_steps": 2}
@@ -152,10 +141,7 @@ class UnevenReplica(SmallReplica):
 
 
 async def test_law_2_age_drop_waits_for_nobody_and_trains_nothing_old(
-    trainer: Trainer,
-    replay: ReplayClient,
-    limits: Limits,
-    tiny_model: Path,
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"] |= {"val_period": 0, "val_at_start": False}
     trainer.settings["grpo"]["async_grpo"] |= {"staleness_policy": "drop", "ahead_steps": 3}

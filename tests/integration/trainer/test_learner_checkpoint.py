@@ -243,9 +243,7 @@ def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
-def test_two_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(
-    tiny_model: Path, tmp_path: Path, place: int
-) -> None:
+def test_two_ranks_skip_a_checkpoint_that_one_finds_damaged(tiny_model: Path, tmp_path: Path, place: int) -> None:
     """Each reads every second file, the largest first, and one bit has changed in the file at `place`."""
     trainer = {"num_processes": 2, "device": "cpu"}
     learner, checkpoints = Learner(config(tiny_model)), Checkpoints(tmp_path, CheckpointingConfig())
@@ -262,7 +260,7 @@ def test_two_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(
     settings = config(tiny_model, trainer=trainer).model_dump_json()
     with fork_ranks(2, resuming_ranks.run, settings, tmp_path, log=log) as ranks:
         assert [rank.wait(240) for rank in ranks] == [0, 0], log.read_text()
-    assert f"{file} is not what was written" in log.read_text()
+    assert f"{file} is not" in log.read_text()
     assert [(tmp_path / f"loaded_by_{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
@@ -300,7 +298,7 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     assert fork(train_and_save, tiny_model, tmp_path, limit, log=log).wait() == 1
     last = log.read_text().strip().splitlines()[-1]
     assert "ServiceError: can't write a checkpoint" in last
-    assert "the earlier ones are untouched. Free space there" in last
+    assert "untouched. Free space" in last
     checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
     assert checkpoints.find_published() == [1]
     train_step(Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(1)), random_batch(4))

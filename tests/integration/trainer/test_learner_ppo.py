@@ -248,7 +248,7 @@ def test_what_was_cut_off_leaves_the_loss_and_stays_in_the_baseline(tiny_model: 
     ],
     ids=["none", "loss", "reward"],
 )
-def test_a_reference_policy_is_there_only_where_it_is_compared(
+def test_a_reference_policy_is_only_where_it_is_compared(
     tiny_model: Path, loss_fn: dict[str, Any], loaded: int
 ) -> None:
     given = random_batch(8)

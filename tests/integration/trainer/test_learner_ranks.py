@@ -74,7 +74,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(two_ranks: Path, kind: st
     assert found["again"] == found["metrics"][2:]
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+def test_a_checkpoint_of_two_ranks_resumes_with_one(
     two_ranks: Path, kind: str, tiny_model: Path, teacher: Path
 ) -> None:
     described = json.loads((two_ranks / kind / "policy" / "config.json").read_text())
@@ -88,8 +88,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
 def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
     for rank in range(2):
         invalid, overflow = results(two_ranks, "refused", rank)
-        assert "trajectory 'g'[4]: its reward is nan" in invalid
-        assert "not both finite, because of trajectory 'g'[4];" in overflow
+        assert "'g'[4]: its reward is nan" in invalid
+        assert "'g'[4];" in overflow
 
 
 def test_what_one_rank_can_not_write_every_rank_raises(two_ranks: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import ReplayClient
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles
 from tests.support.buffer import eventually
@@ -18,11 +17,11 @@ from tests.support.small_replica import SmallReplica, running
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, ended, settled
 
 # nightly: `integration/reward/test_notebook.py` edits a reward every day, without a trainer
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 # It hangs on half of each group from the prompt `hangs_from` of the run on.
 REWARD = """
 import asyncio, headrace
+
 
 class Mine(headrace.Environment):
     async def score(self, sample):
@@ -32,11 +31,8 @@ class Mine(headrace.Environment):
 """
 CAPACITY = 64
 
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    """No second chance: an attempt that is charged fails its group."""
-    return dataclasses.replace(limits, max_attempts=1, max_scoring_attempts=1)
+# no second chance: an attempt that is charged fails its group
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.limits(max_attempts=1, max_scoring_attempts=1)]
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ async def test_law_3_one_build_a_run_goes_on_when_a_cell_is_edited(
     (later,) = {build for builds in others for build in builds}
     assert later != first
     assert [line.metrics["reward"] for line in lines] == [0.5] + [10.5] * (STEPS - 1)
-    assert f"step 1: environment sums scores with build {later}, after {first}" in trainer.said()
+    assert f"sums scores with build {later}, after {first}" in trainer.said()
     files = LineageFiles(trainer.config.checkpoint_folder / FOLDER)
     samples = SampleFiles(trainer.config.log_folder, None)
     for step in range(STEPS):

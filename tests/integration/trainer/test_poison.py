@@ -51,7 +51,7 @@ async def test_law_6_one_prompt_of_64_kills_replicas_and_fails_alone(
         assert await trainer.run() == 0, trainer.said()
     assert await settled(replay) == {"trained": STEPS * BATCH, "failed": 1}
     (letter,) = (await replay.stats())["failed"]
-    assert f"died with this group alone (attempt {attempts} of {attempts})" in letter["reason"]
+    assert f"group alone (attempt {attempts} of {attempts})" in letter["reason"]
     assert (await replay.group(letter["group"]) or {})["group"].dataset_index == POISON
     assert set(deaths) == {-signal.SIGKILL}
     assert len(deaths) == 2 + attempts  # with the others, in a cohort, and alone

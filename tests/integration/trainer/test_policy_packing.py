@@ -166,9 +166,7 @@ def test_a_model_that_does_not_pass_the_trees_on_is_an_error(models: dict[str, P
         ("qwen3_next", "packed", r"policy\.sequence_packing\.enabled true: Qwen3NextForCausalLM carries a state"),
     ],
 )
-def test_a_model_that_would_mix_trajectories_is_refused(
-    models: dict[str, Path], name: str, mode: str, says: str
-) -> None:
+def test_a_model_that_mixes_trajectories_is_refused(models: dict[str, Path], name: str, mode: str, says: str) -> None:
     with pytest.raises(ServiceError, match=says):
         PolicyModel(settings(models[name], MODES[mode]))
 
@@ -254,9 +252,7 @@ def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
-def test_activation_checkpointing_runs_each_layer_again(
-    models: dict[str, Path], recompute: bool, forwards: int
-) -> None:
+def test_activation_checkpointing_reruns_each_layer(models: dict[str, Path], recompute: bool, forwards: int) -> None:
     chosen = settings(models["llama"], {"activation_checkpointing": recompute})
     policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
     runs = []

@@ -26,7 +26,7 @@ from headrace_services.trainer.control.checkpoint import (
 from headrace_services.trainer.control.resume import ResumeState, differing_step, resume
 from tests.support.buffer import generate, healthy_replica, make_group, reserve, some
 from tests.support.small_replica import SmallReplica, running, score_all
-from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, run_with_replica, settled
 
 pytestmark = pytest.mark.slow
 
@@ -81,18 +81,12 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 async def test_a_killed_run_resumes_to_the_last_bit(
-    ppo: dict[str, Any],
-    replay: ReplayClient,
-    limits: Limits,
-    redis_url: str,
-    tiny_model: Path,
-    tmp_path: Path,
+    ppo: dict[str, Any], replay: ReplayClient, limits: Limits, redis_url: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     on_policy = dataclasses.replace(limits, max_age=0)
     await replay.open_run(on_policy)
     straight = Trainer(ppo, tmp_path / "straight.log")
-    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
-        assert await straight.run() == 0, straight.said()
+    await run_with_replica(straight, replay)
     twin = ReplayClient(open_redis(redis_url), f"{replay.run_id}-killed")
     await twin.open_run(on_policy)
     killed = Trainer({**ppo, "run": {**ppo["run"], "id": twin.run_id}}, tmp_path / "killed.log")

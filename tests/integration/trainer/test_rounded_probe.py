@@ -61,9 +61,7 @@ def accepted(found: Float32, expected: Float32, allowed: Differences) -> bool:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_honest_replica_in_bfloat16_is_accepted(
-    tiny_model: Path, tmp_path: Path, family: str, precision: str
-) -> None:
+def test_an_honest_bfloat16_replica_is_accepted(tiny_model: Path, tmp_path: Path, family: str, precision: str) -> None:
     made(shrunk(family, **NARROW, **FAMILIES[family]), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     expected, allowed = of_trainer(tmp_path, precision)
     assert accepted(of_replica(tmp_path, attention="eager"), expected, allowed)

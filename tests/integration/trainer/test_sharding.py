@@ -24,33 +24,24 @@ from headrace_services.trainer.memory import plan
 from headrace_services.trainer.network.backbone import fill, on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
-from tests.integration.trainer.learner_cases import config, random_batch
+from tests.integration.trainer.learner_cases import SMALL, config, random_batch
 from tests.integration.trainer.shard_ranks import COUNT, GRPO, IDS, STEPS, alone, copies, measured, sized, two
 from tests.support.forks import fork_ranks
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+SIZES: dict[str, Any] = {**SMALL, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
-    large = {**SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    large = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 4}
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     made = {
         "large": Qwen2ForCausalLM(Qwen2Config(**large)).bfloat16(),
-        "deep": Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "num_hidden_layers": 12}, tie_word_embeddings=True)),
-        "halved": LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).bfloat16(),
-        "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)),
-        "one expert": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **{**experts, "num_experts": 1})),
+        "deep": Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "num_hidden_layers": 12}, tie_word_embeddings=True)),
+        "halved": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).bfloat16(),
+        "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)),
+        "one expert": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **{**experts, "num_experts": 1})),
     }
     folders = {name: tmp_path_factory.mktemp("models") / name for name in made}
     for name, model in made.items():
@@ -103,9 +94,7 @@ def test_the_ranks_together_read_what_the_files_hold(
 
 def test_a_rank_without_an_expert_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
-        assert (
-            "its 1 experts, sharded in equal numbers over 2 ranks, leave some ranks without one" in found["one expert"]
-        )
+        assert "1 experts, sharded in equal numbers over 2 ranks" in found["one expert"]
 
 
 def test_no_rank_keeps_the_layers_that_it_gathered_in_bfloat16(two_ranks: list[dict[str, Any]]) -> None:
@@ -181,7 +170,7 @@ def test_the_planned_memory_is_what_is_taken(
     assert trainer["policy: activations"] == pytest.approx(found["activations"], rel=share)
 
 
-def test_one_rank_that_shards_alone_trains_bfloat16_experts(
+def test_one_rank_that_shards_trains_bfloat16_experts(
     models: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
     """As on a GPU: the gradients are autocast's, up to the rounding of bfloat16, and a checkpoint is continued to the bit."""
@@ -199,9 +188,7 @@ def test_one_rank_that_shards_alone_trains_bfloat16_experts(
         assert state.name == "rank_0_of_1.safetensors"
 
 
-def test_copies_on_two_hosts_take_the_steps_of_one_rank(
-    models: dict[str, Path], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_copies_on_two_hosts_step_as_one_rank(models: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
     found = run(4, copies, tiny_model, folder=tmp_path)
     learner = Learner(config(tiny_model, grpo=GRPO))
     expected = [train_step(learner, random_batch(COUNT, seed, prompts=2)) for seed in range(STEPS + 1)]
@@ -225,7 +212,7 @@ def test_weights_that_no_file_holds_are_named(models: dict[str, Path], tmp_path:
     made.name_or_path = str(tmp_path)
     with pytest.raises(ServiceError, match=r"model\.safetensors.*one rank"):
         fill(made, torch.device("cpu"))
-    deeper = Qwen2Config(**{**SMALL, "num_hidden_layers": 13}, tie_word_embeddings=True)
+    deeper = Qwen2Config(**{**SIZES, "num_hidden_layers": 13}, tie_word_embeddings=True)
     made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32, config=deeper)
     made.name_or_path = str(models["deep"])
     with pytest.raises(ServiceError, match=r"12 weights.*model\.layers\.12"):

@@ -147,7 +147,7 @@ def test_weights_and_biases_gets_every_line_without_a_login(
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
     config = config_of(tmp_path, "wandb", num_val_samples_to_print=1)
     two_lives(config, journal)
-    assert "not logged in to Weights & Biases" in caplog.text
+    assert "not logged in" in caplog.text
     losses = [(0, 0.0), (1, 0.1), (2, 0.2), (2, 7.0), (3, 8.0)]
     # a process of W&B's own writes them, on a busy machine after the tracker is closed
     eventually(lambda: losses_in(config.log_folder) == losses)
@@ -248,7 +248,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing(
     assert [entry.step for entry in written] == [0, 1, 2]
     assert tracker_metrics([thread]) == {"trackers/failures": float(thread.failures), "trackers/lines_behind": 0.0}
     assert thread.failures >= 1
-    assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
+    assert caplog.text.count("(ConnectionError: no route to host)") == 1
     assert caplog.text.count("recorder works again") == 1
     assert opened[0] is None
     assert set(opened[1:]) == {"r"}
@@ -291,11 +291,7 @@ def test_a_tracker_that_stays_away_gets_its_lines_at_the_next_start(
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_the_error_of_a_tracker_names_its_proxy(
-    tmp_path: Path,
-    journal: Journal,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    tracker: str,
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     for name in ("no_proxy", "NO_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -304,7 +300,7 @@ def test_the_error_of_a_tracker_names_its_proxy(
     ((_, _, server),) = list_enabled(config_of(tmp_path, tracker))
     train(journal, 0, 0.0)
     live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True), server))
-    assert "; through the proxy http://***@127.0.0.1:9 (https_proxy; NO_PROXY=" in caplog.text
+    assert "http://***@127.0.0.1:9 (https_proxy" in caplog.text
     assert "canary" not in caplog.text
 
 
@@ -357,9 +353,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monke
             list(list_enabled(config))
 
 
-def test_a_tracker_gets_numbers_switches_and_the_keys_that_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_gets_numbers_switches_and_telling_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HR_SECRET", "canary-value")
     saved = tmp_path / "run.yaml"
     text = dump(config_of(tmp_path, "mlflow", mlflow={"tracking_uri": "https://me:secret@mlflow.example"}))

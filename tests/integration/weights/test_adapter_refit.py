@@ -117,9 +117,7 @@ async def test_the_model_travels_once_and_then_the_adapter_alone(run: Run) -> No
 
 
 @pytest.mark.nightly  # an engine of its own; the sender and the proof have tests without one
-async def test_an_engine_computes_with_each_adapter_it_keeps_and_no_other(
-    run: Run, redis_url: str, tmp_path: Path
-) -> None:
+async def test_an_engine_computes_with_the_adapters_it_keeps_alone(run: Run, redis_url: str, tmp_path: Path) -> None:
     alone = run.bytes_of(adapter_alone=True)
     engines = Engines(redis_url, run.model, run.model)
     try:
@@ -161,11 +159,8 @@ async def test_an_engine_computes_with_each_adapter_it_keeps_and_no_other(
         await replica.inject("adapter")
         report = await run.refit(3)
         assert report.verified == ()
-        assert "the engine's adapter differs from what was received" in report.refused["a"]
-        assert (
-            "the first difference is in base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
-            in report.refused["a"]
-        )
+        assert "adapter differs" in report.refused["a"]
+        assert "model.layers.0.mlp.down_proj.lora_B.weight" in report.refused["a"]
         await replica.inject(None)
         report = await run.refit(3)
         assert (report.verified, report.nbytes) == (("a",), alone), "the model has been there all the time"

@@ -48,9 +48,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly  # an engine of its own
-async def test_a_mixture_of_experts_is_trained_and_refitted(
-    redis_url: str, run_id: str, limits: Limits, model: Path
-) -> None:
+async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, limits: Limits, model: Path) -> None:
     learner = Learner(config(model, policy={"freeze_moe_router": True}))
     before = {name: tensor.clone() for name, tensor in learner.iter_weights()}
     engines = Engines(redis_url, model, model)

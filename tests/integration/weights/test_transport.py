@@ -81,12 +81,7 @@ class Fleet:
         self.channel: Channel | None = None
 
     def start(
-        self,
-        manifest: Manifest,
-        size: int,
-        timeout_s: float = PATIENCE_S,
-        transfers: int = 1,
-        secret: bytes = SECRET,
+        self, manifest: Manifest, size: int, timeout_s: float = PATIENCE_S, transfers: int = 1, secret: bytes = SECRET
     ) -> None:
         for rank in range(1, size + 1):
             self.peers.append(
@@ -436,9 +431,7 @@ def test_a_host_that_is_not_this_machine_names_the_key(monkeypatch: pytest.Monke
         RendezvousStore("no-such-host.invalid", 0)
 
 
-def test_a_store_that_is_gone_is_a_typed_error_before_any_rank_joins(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_gone_is_an_error_before_any_rank_joins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone() -> None:
         raise torch.distributed.DistNetworkError("connection reset")
 
@@ -471,7 +464,4 @@ def test_a_tensor_that_arrives_with_other_bytes_is_named(fleet: Fleet) -> None:
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
     channel = Torn.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
     send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
-    assert (
-        fleet.peers[0].expect("error")["message"]
-        == "1 tensors arrived with bytes that differ from those sent, the first is d"
-    )
+    assert "first is d" in fleet.peers[0].expect("error")["message"]

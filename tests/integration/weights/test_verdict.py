@@ -71,7 +71,8 @@ async def test_a_member_that_never_says_what_it_computed_is_at_fault(
     heartbeats.cancel()
     await mute.aclose()
     assert (report.verified, report.failed) == ((good.id,), {silent.id})
-    assert report.refused == {silent.id: "it was silent for 20 s (weight_channel.timeout_s)"}
+    assert list(report.refused) == [silent.id]
+    assert "silent for 20 s (weight_channel.timeout_s)" in report.refused[silent.id]
 
 
 async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
@@ -80,9 +81,7 @@ async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_a_trainer_with_log_probabilities_not_finite_sends_nothing(
-    replay: ReplayClient, tiny_model: Path
-) -> None:
+async def test_a_trainer_with_infinite_log_probabilities_sends_nothing(replay: ReplayClient, tiny_model: Path) -> None:
     source = SourceModel(tiny_model)
     probe = np.full(source.probe_ids.size - 1, math.nan, np.float32)
     with pytest.raises(ServiceError, match=r"version 0 .* not finite"):

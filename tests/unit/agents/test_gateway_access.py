@@ -186,7 +186,7 @@ def test_no_key_gets_into_a_log_with_a_traceback(caplog: pytest.LogCaptureFixtur
         logging.getLogger("any").exception("failed", stack_info=True)
     assert key not in caplog.text
     assert "ValueError: http://host/s/01234567-KEY/v1/chat" in caplog.text
-    assert "ConnectionError: no answer from 01234567-KEY" in caplog.text
+    assert "no answer from 01234567-KEY" in caplog.text
 
 
 async def test_the_policy_is_a_model() -> None:

@@ -19,7 +19,7 @@ from headrace.net.replica_client import Sampled, SampleRequest
 from headrace.records.trajectory import EpisodeTrajectory, Message, Span, episode_record
 from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, _size
 from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, THINK, THOUGHT, USER, ToyPolicy, decode, encode
-from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, user
+from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Held, Program, path_of, user
 
 
 def session(limits: SessionLimits = LIMITS, clocks: Clocks = CLOCKS) -> Session:
@@ -29,16 +29,6 @@ def session(limits: SessionLimits = LIMITS, clocks: Clocks = CLOCKS) -> Session:
 @pytest.fixture
 def program() -> Program:
     return Program(session(), ToyPolicy())
-
-
-def path_of(calls: Any, number: int) -> list[int]:
-    """The tokens from the root to the end of a recorded call."""
-    tokens: list[int] = []
-    while number >= 0:
-        call = calls[number]
-        tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
-        number = call.parent
-    return tokens
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------------
@@ -380,9 +370,7 @@ def test_a_retry_of_a_refused_request_joins_no_call_with_a_client(program: Progr
 
 
 @pytest.mark.parametrize(("unmarked", "is_new"), [({}, False), ({"retry": 0}, True)])
-def test_an_error_is_made_up_for_once_even_without_a_count(
-    program: Program, unmarked: dict[str, Any], is_new: bool
-) -> None:
+def test_an_error_is_made_up_for_once_without_a_count(program: Program, unmarked: dict[str, Any], is_new: bool) -> None:
     failed = program.begin([user("hi")])
     program.session.note_failure(failed, 1.0, again=True)
     program.session.note_departure(failed, 1.0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.net.replica_client import Sampled, SampleRequest
-from headrace.records.trajectory import EpisodeTrajectory, Message, Span
+from headrace.records.trajectory import EpisodeTrajectory, Message
 from headrace_services.agents.session import Refused, Session, SessionCall, SessionLimits, SessionSummary
 from tests.support.toy_policy import END, THINK, THOUGHT, ToyPolicy, encode
-from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
+from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, path_of, user
 
 EPISODE_TOKENS, CONTEXT = 1500, 200
 
@@ -100,19 +100,7 @@ class FewWords(ToyPolicy):
         stop_reason: int | str | None = END
         if "c" in request.stop and ord("c") in tokens:
             tokens, stop_reason = tokens[:-1], "c"
-        if len(tokens) > request.max_new_tokens:
-            tokens, stop_reason = tokens[: request.max_new_tokens], None
-        self.asked.append((tuple(request.token_ids), tuple(tokens)))
-        return Sampled(
-            token_ids=tokens,
-            logprobs=[-0.5] * len(tokens),
-            spans=(Span(self.version, 0, len(tokens)),),
-            finish_reason="length" if stop_reason is None else "stop",
-            stop_reason=stop_reason,
-            timeline=self.timeline,
-            version=self.version,
-            replica=self.replica,
-        )
+        return self._sampled(request, tokens, stop_reason)
 
 
 class Episode(RuleBasedStateMachine):
@@ -311,7 +299,7 @@ class Episode(RuleBasedStateMachine):
         assert sum(call.parent < 0 for call in ending.calls) == len(self.roots & had)
         engine = {prompt + written for prompt, written in self.policy.asked}
         for number in range(len(ending.calls)):
-            assert tuple(_path(ending.calls, number)) in engine
+            assert tuple(path_of(ending.calls, number)) in engine
         # each trained token once, in a context that the engine had
         rows = trajectory.paths()
         assert len(rows) == ending.paths
@@ -319,15 +307,6 @@ class Episode(RuleBasedStateMachine):
         assert len(trajectory.encode()) <= self.limits.nbytes
         for row in rows:
             assert tuple([*row.prompt_token_ids.tolist(), *row.completion_token_ids.tolist()]) in engine
-
-
-def _path(calls: Any, number: int) -> list[int]:
-    tokens: list[int] = []
-    while number >= 0:
-        call = calls[number]
-        tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
-        number = call.parent
-    return tokens
 
 
 def _text(message: Message) -> str:

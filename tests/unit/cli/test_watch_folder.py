@@ -18,11 +18,20 @@ from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_file_server_away_ends_no_run_and_a_deleted_folder_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     file, saved = tmp_path / credentials.FILE, tmp_path / "config.yaml"
-    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
+    (tmp_path / "kept").mkdir()
+    kept = {"checkpoint_dir": str(tmp_path / "kept")} if elsewhere else {}
+    config = Config.model_validate(
+        {
+            "run": {"id": "r", "dir": str(tmp_path)},
+            "security": {"credentials": str(file)},
+            "checkpointing": kept,
+        }
+    )
     credentials.complete(file, credentials.list_roles(config, redis=True))
     saved.touch()
     monkeypatch.setattr(pipeline_module, "LOOK_S", 0.0)
@@ -45,8 +54,9 @@ async def test_a_file_server_away_ends_no_run_and_a_deleted_folder_does(
                 await asyncio.sleep(0)
                 assert not watching.done()
         saved.unlink()
-        with pytest.raises(ServiceError, match="was deleted or moved"):
+        with pytest.raises(ServiceError, match="was deleted or moved") as ended:
             await watching
+        assert ("and so were its checkpoints" in str(ended.value)) != elsewhere
     finally:
         watching.cancel()
         pipeline.supervisor.close()

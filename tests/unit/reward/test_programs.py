@@ -100,16 +100,12 @@ def test_tools_and_messages_pass_as_they_are(serve_environment: Callable[..., Se
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        (float("nan"), "episode: reward is nan, not a finite number"),
-        ("much", "episode returned 'much' (str), not a number or a Score"),
-        (7.0, "reward 7 is not between the environment's reward_min (none) and reward_max 1"),
-    ],
+    ("returned", "said"), [(float("nan"), "reward is nan"), ("much", "'much' (str)"), (7.0, "reward 7 is not between")]
 )
 async def test_what_is_no_reward_is_failed(returned: Any, said: str) -> None:
     outcome = await Programs(program(lambda _: returned, reward_max=1.0)).run(given())
-    assert (scored(outcome).status, scored(outcome).message) == ("FAILED", said)
+    assert scored(outcome).status == "FAILED"
+    assert said in scored(outcome).message
 
 
 async def test_none_leaves_the_reward_to_a_grader_and_invalid_is_invalid() -> None:
@@ -207,10 +203,8 @@ async def test_what_has_no_room_is_not_started_and_a_thread_keeps_its_own() -> N
     first = asyncio.create_task(programs.run(given(0.05)))
     await asyncio.sleep(0)
     refused = scored(await programs.run(given()))
-    assert (refused.status, refused.message) == (
-        "NOT_STARTED",
-        "mine is already running 1 of at most 1 episodes",
-    )
+    assert refused.status == "NOT_STARTED"
+    assert "1 of at most 1 episodes" in refused.message
     assert scored(await first).status == "TIMED_OUT"
     assert scored(await programs.run(given())).status == "NOT_STARTED"  # its thread goes on
     go.set()
@@ -381,7 +375,7 @@ def test_an_outcome_survives_the_wire_or_is_failed() -> None:
         assert outcome_from_wire(outcome_to_wire(outcome)) == outcome
     spoilt = outcome_from_wire(outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0), {"end": {1}})))
     assert scored(spoilt).status == "FAILED"
-    assert "its artifacts can't be sent: artifacts is not JSON" in scored(spoilt).message
+    assert "artifacts is not JSON" in scored(spoilt).message
     forged = episode_pb2.EpisodeOutcome(result=outcome_to_wire(EpisodeOutcome(Score("SCORED", 1.0))).result)
     forged.artifacts_json = "[1]"
     assert scored(outcome_from_wire(forged)).status == "FAILED"

@@ -11,25 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.records.trajectory import Group, Sampling, Span, Trajectory
+from headrace.records.trajectory import Sampling, Span, Trajectory
 from headrace.replay import Lease
 from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, merge_spans
+from tests.support.buffer import make_group
 
 
 def lease(prefix: Trajectory | None = None) -> Lease:
-    group = Group(
-        id="g",
-        lane="train",
-        order=0,
-        task_name="t",
-        env_name="e",
-        messages=(),
-        prompt_token_ids=np.array([1, 2], np.int32),
-        extra_env_info={},
-        dataset_index=0,
-        n=1,
-        sampling=Sampling(1.0, 64),
-    )
+    group = make_group(0, n=1, group_id="g", prompt_token_ids=np.array([1, 2], np.int32), sampling=Sampling(1.0, 64))
     return Lease(group, "token", 1, 0, 0, "t", "i", 15.0, 1, (0,), {0: prefix} if prefix else {})
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from headrace.records.trajectory import Group, Sampling, Span, Trajectory
+from headrace.records.trajectory import Group, Span, Trajectory
 from headrace.replay import Reservation, ReservedTrajectory, RunState
+from tests.support.buffer import make_group
 
 
 def run_state(**changes: object) -> RunState:
@@ -20,19 +21,7 @@ def run_state(**changes: object) -> RunState:
 
 
 def group(name: str, n: int = 2, task: str = "sums") -> Group:
-    return Group(
-        id=name,
-        lane="train",
-        order=0,
-        task_name=task,
-        env_name="e",
-        messages=(),
-        prompt_token_ids=np.array([1], dtype=np.int32),
-        extra_env_info={},
-        dataset_index=0,
-        n=n,
-        sampling=Sampling(1.0, 4),
-    )
+    return make_group(0, n=n, group_id=name, env_name="e", task_name=task, prompt_token_ids=np.array([1], np.int32))
 
 
 def trajectory(**changes: object) -> Trajectory:

@@ -11,27 +11,16 @@ import pytest
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.records.origin import GroupLineage, Origin, TokenRange, origin_of
-from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.records.trajectory import Group, Score, Span, Trajectory
 from headrace.run.checkpoints import Start, append_start
 from headrace.run.lineage import ABANDONED, LineageFiles
 from headrace_services.trainer.control import lineage_writer
 from headrace_services.trainer.control.lineage_writer import LineageWriter
+from tests.support.buffer import make_group
 
 
 def group(order: int) -> Group:
-    return Group(
-        id=f"g{order}",
-        lane="train",
-        order=order,
-        task_name="sums",
-        env_name="math",
-        messages=(),
-        prompt_token_ids=np.arange(3, dtype=np.int32),
-        extra_env_info={},
-        dataset_index=order,
-        n=2,
-        sampling=Sampling(1.0, 8),
-    )
+    return make_group(order, group_id=f"g{order}", task_name="sums", prompt_token_ids=np.arange(3, dtype=np.int32))
 
 
 def origins(*groups: Group, versions: tuple[int, ...] = (0,)) -> dict[str, list[Origin]]:
@@ -172,9 +161,7 @@ def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
     )
 
 
-def test_what_is_written_during_a_flush_is_flushed_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_during_a_flush_is_flushed_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lineage, flushed = LineageWriter(tmp_path, "one"), []
 
     def fsync(path: Path) -> None:

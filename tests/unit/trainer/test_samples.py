@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
-from headrace.records.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.records.trajectory import Score, Span, Trajectory
 from headrace.run.samples import SampleFiles, sample_of
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
@@ -19,19 +19,17 @@ from headrace_services.trainer.telemetry.batch_samples import (
     show,
     training_record,
 )
+from tests.support.buffer import make_group
 
-PROMPT = Group(
-    id="0-0-7",
-    lane="train",
-    order=0,
-    task_name="sums",
+PROMPT = make_group(
+    0,
+    n=1,
+    group_id="0-0-7",
     env_name="sums",
+    task_name="sums",
     messages=({"role": "user", "content": "2+2"},),
     prompt_token_ids=np.array([5, 6], np.int32),
-    extra_env_info={},
     dataset_index=7,
-    n=1,
-    sampling=Sampling(1.0, 4),
 )
 # the environment wrote the third of five tokens; the first two are of older weights
 TRAJECTORY = Trajectory(
