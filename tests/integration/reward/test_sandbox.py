@@ -51,7 +51,7 @@ class EvaluatingWorker(ScoringWorker):
 
 @contextlib.asynccontextmanager
 async def evaluating(*levels: Level) -> AsyncIterator[EvaluatingWorker]:
-    worker = EvaluatingWorker(Specification({"evaluating": {}}, [], list(levels)))
+    worker = EvaluatingWorker(Specification({"evaluating": {"type": "repetition"}}, [], list(levels)))
     try:
         await worker.start()
     except SandboxDenied as denied:
