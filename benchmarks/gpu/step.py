@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from benchmarks.gpu.rows import line
 from benchmarks.gpu.stage import Stage
 from benchmarks.train_step import Memory, distance
+from headrace_services.trainer.distributed.sharding import full_tensor
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
@@ -48,11 +49,10 @@ def _measure(
     gradients = None
     try:
         measured, limit, gradients = _steps(stage, precision, keys)
-    except Exception as error:  # noqa: BLE001 - out of memory, or a kernel that is not there: the other ways go on
-        stage.rows.add(name, f"failed: {line(error)}")
-    else:
         off = "" if exact is None else f", gradient off by {distance(gradients, exact):.1e}"
         stage.rows.add(name, measured + off, limit)
+    except Exception as error:  # noqa: BLE001 - out of memory, or a kernel that is not there: the other ways go on
+        stage.rows.add(name, f"failed: {line(error)}")
     stage.forget()
     return gradients
 
@@ -65,7 +65,8 @@ def _steps(stage: Stage, precision: str, keys: dict[str, Any]) -> tuple[str, str
 
     def keep(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         if not gradients:  # those of the first step, of the weights that all ways begin with
-            gradients.update({name: p.grad.cpu() for name, p in parameters.items() if p.grad is not None})
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            gradients.update({name: full_tensor(gradient).cpu() for name, gradient in found.items()})
 
     taken = []
     with register_optimizer_step_pre_hook(keep):

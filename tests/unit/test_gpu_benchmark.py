@@ -6,10 +6,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu import channel, expected, step
 from benchmarks.gpu.__main__ import NEEDED, PLANS, run_part
@@ -19,6 +21,8 @@ from benchmarks.gpu.report import PartReport, markdown
 from benchmarks.gpu.rows import NEEDS_CUDA, Expected, Row, Rows
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
+from headrace_services.trainer.distributed import sharding
+from headrace_services.trainer.network import backbone
 from tests.support.processes import gone
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +143,18 @@ def test_the_peer_of_nccl_has_a_device_of_its_own_if_there_is_one(
     assert together.peer_device == together.place.device
 
 
+@pytest.fixture(params=[False, True], ids=["on a CPU", "sharded as on a GPU"])
+def sharded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whether one rank's parameters are DTensors in bfloat16, as on a GPU."""
+    if request.param:
+        for module in (sharding, backbone):
+            monkeypatch.setattr(module, "shards_alone", lambda device, *, bfloat16: bfloat16)
+    yield
+    if dist.is_initialized():  # over one rank
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("sharded")
 def test_packing_is_measured_against_float32_and_a_failure_is_a_row(
     models: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +167,7 @@ def test_packing_is_measured_against_float32_and_a_failure_is_a_row(
     assert float(packed.measured.rpartition("gradient off by ")[2]) < 0.05
 
 
+@pytest.mark.usefixtures("sharded")
 def test_drift_is_measured_in_each_layout(models: Path, rows: Rows) -> None:
     drift(Stage("cpu", TINY, models, rows))
     apart = {row.what: float(row.measured.split()[0]) for row in rows.read()}
