@@ -136,10 +136,9 @@ def limited() -> None:
 
 def shells() -> list[object]:
     """That of every day, the others, and each variable alone."""
-    daily = pytest.param(Shell({**SHELLS["quiet"], **SHELLS["loud"]}, limited), id="daily")
-    others = [
+    many = [
+        pytest.param(Shell(SHELLS["loud"], limited), id="loud"),
         pytest.param(Shell(SHELLS["quiet"]), id="quiet", marks=pytest.mark.nightly),
-        pytest.param(Shell(SHELLS["loud"], limited), id="loud", marks=pytest.mark.nightly),
     ]
     alone = [
         pytest.param(Shell({name: value}), id=f"{name}={value:.20}", marks=pytest.mark.nightly)
@@ -150,7 +149,7 @@ def shells() -> list[object]:
         pytest.param(Shell({}, lambda number=number: os.close(number)), id=f"{number}>&-", marks=pytest.mark.nightly)
         for number in range(3)
     ]
-    return [daily, *others, *alone, *streams]
+    return [*many, *alone, *streams]
 
 
 @pytest.fixture(scope="module")
