@@ -121,7 +121,7 @@ async def test_a_failure_is_told_from_the_log_of_its_own_start(tmp_path: Path) -
     assert not isinstance(failure.value, PortTaken)
 
 
-def test_a_folder_that_another_build_wrote_is_told_from_a_run_that_never_was_up(
+def test_a_folder_that_another_build_wrote_is_told_as_such(
     tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fill(_: ReplayClient) -> None: ...

@@ -128,3 +128,10 @@ def test_a_key_of_several_kinds_has_the_same_marks_in_each() -> None:
         for key, field in kind.model_fields.items():
             marks.setdefault(key, set()).add(frozenset(mark for mark in field.metadata if isinstance(mark, Mark)))
     assert [key for key, found in marks.items() if len(found) > 1] == []
+
+
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "https://judge:99999/v1", "https://judge:x/v1"])
+def test_a_judge_without_a_host_or_a_port_that_can_be_is_refused(url: str) -> None:
+    env = {"type": "llm_judge", "rubric": "r", "judges": [{"base_url": url, "model": "m"}]}
+    with pytest.raises(ValidationError, match="host"):
+        read_environment(env)
