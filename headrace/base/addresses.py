@@ -42,6 +42,15 @@ def target_is_local(target: str) -> bool:
     return is_loopback(address.rpartition(":")[0] or address)
 
 
+def has_host(url: str) -> bool:
+    """Whether the URL has a host, and a port that can be one if it names any."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and (parts.port is None or parts.port >= 0)
+    except ValueError:
+        return False
+
+
 # the variables that name a proxy, the first that is set wins: for gRPC, and for requests of these schemes
 GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 HTTP_PROXIES = {scheme: (f"{scheme}_proxy", "all_proxy") for scheme in ("http", "https")}
@@ -64,14 +73,18 @@ def url_through_proxy(url: str) -> str:
 
 def find_proxy(url: str) -> str | None:
     """Return the URL of the proxy for a request to `url`, if the environment names one; nothing on this machine has one. Raises
-    `ConfigError` for one that does not speak HTTP."""
+    `ConfigError` for one that is no URL, or does not speak HTTP."""
     name = _proxy_variable(*_target_of(url))
     if name is None:
         return None
     proxy = os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}"
+    host = urlsplit(url).hostname
+    if not has_host(proxy):  # its text, which may have a password, is not shown
+        raise ConfigError(
+            f"{name} names no proxy with a host and a port; give http://HOST:PORT, or add {host} to NO_PROXY"
+        )
     scheme = urlsplit(proxy).scheme
     if scheme not in HTTP_PROXIES:
-        host = urlsplit(url).hostname
         raise ConfigError(f"{name} names a proxy of {scheme}://; give one of http://, or add {host} to NO_PROXY")
     return proxy
 

@@ -75,13 +75,15 @@ class Reloading:
         return outer
 
 
-def client_context(authorities: str | None) -> ssl.SSLContext:
-    """Return a client's context that trusts `authorities` (a PEM file), or the system's if None. Raises `ConfigError`."""
+def client_context(authorities: str | None, key: str = "security.tls_ca") -> ssl.SSLContext:
+    """Return a client's context that trusts `authorities` (a PEM file, the value of `key`), or the system's if None. Raises
+    `ConfigError`."""
     try:
         return ssl.create_default_context(cafile=authorities)
     except OSError as error:
         raise ConfigError(
-            f"security.tls_ca {authorities} can't be used ({error.strerror or error}); give the ca.pem that `headrace certs` made"
+            f"{key} {authorities} can't be used ({error.strerror or error}); give the certificates (PEM) of the authority, for a run's own "
+            "services the ca.pem that `headrace certs` made"
         ) from error
 
 

@@ -52,6 +52,13 @@ def known_keys() -> Mapping[Path, FieldInfo]:
     return dict(_walk(Config))
 
 
+@functools.cache
+def _differ() -> frozenset[Path]:
+    """Return the keys whose default differs between kinds of one section."""
+    known = known_keys()
+    return frozenset(keys for keys, field in _walk(Config) if field.get_default() != known[keys].get_default())
+
+
 def pattern(path: Path) -> Path:
     """Return `path` with the names of items replaced by `*`, as in `known_keys`."""
     found: Path = ()
@@ -111,7 +118,12 @@ def _remedy(path: Path, error: ErrorDetails) -> str:
         return "; put it in quotes"
     field = known_keys().get(pattern(path))
     default = field.get_default() if field else None
-    if field is None or field.is_required() or isinstance(default, BaseModel | dict | list):
+    if (
+        field is None
+        or field.is_required()
+        or isinstance(default, BaseModel | dict | list)
+        or pattern(path) in _differ()
+    ):
         return ""
     return f"; the default is {default if isinstance(default, str) else in_yaml(default)}"
 

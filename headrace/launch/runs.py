@@ -388,7 +388,8 @@ async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[Rep
     """Open a client of the run's buffer, whether the run is up or not. With `role` "operator" the client may also change the buffer.
 
     If the run is down, its embedded server is started from the append-only file while the context is open; the run can't be started
-    meanwhile. Raises `ReplayUnavailable` if neither a server nor a file exists, `ServiceError` while another process starts the run.
+    meanwhile. Raises `ReplayUnavailable` if neither a server nor a file exists, `ServiceError` while another process starts the run, or if
+    another build of the buffer wrote the file.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -423,7 +424,10 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
         url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
         return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:
-        raise ServiceError(f"{folder} holds no buffer of run {config.run.id}; was the run ever up?") from error
+        raise ServiceError(
+            f"{folder} holds no buffer of run {config.run.id} that this version can read ({error}). Look at it with the version that the "
+            f"run was last up with, or continue the run with this one: {resume_hint(config)}"
+        ) from error
 
 
 async def _start_on_a_free_port(make: Callable[[int], Any]) -> Any:

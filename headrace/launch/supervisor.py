@@ -184,7 +184,7 @@ class Child:
         self.ending_file.unlink()
         try:
             return msgspec.json.decode(told, type=Ending)
-        except msgspec.MsgspecError:  # it was killed while it wrote
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # it was killed while it wrote
             return None
 
     def log_tail(self) -> str:

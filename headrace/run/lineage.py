@@ -111,5 +111,5 @@ def _read(path: Path, wanted: Callable[[Header], bool] = lambda header: True) ->
                     yield msgspec.json.decode(line, type=GroupLineage)
     except FileNotFoundError:
         return  # a rewind has moved it meanwhile
-    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CodecError(f"{path}: not a lineage file of schema {SCHEMA} ({error}); move it away") from error

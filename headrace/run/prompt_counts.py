@@ -96,7 +96,7 @@ def read(run_folder: Path) -> PromptRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=PromptRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ServiceError(f"{path} can't be read ({error}); remove it, and the next start writes it again") from error
 
 

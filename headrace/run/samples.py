@@ -434,5 +434,5 @@ def _decode(path: Path, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error

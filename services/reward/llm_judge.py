@@ -135,7 +135,7 @@ class LLMJudge(Hosted):
         self._clients = [
             HttpClient(
                 judge.base_url,
-                client_context(judge.tls_ca) if judge.base_url.startswith("https:") else None,
+                client_context(judge.tls_ca, "judges.tls_ca") if judge.base_url.startswith("https:") else None,
                 most=_MAX_ANSWER_BYTES,
                 connect_s=env.timeout_s,
                 silent_s=env.timeout_s,
@@ -283,7 +283,7 @@ def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
         if said is None:
             raise _NoVerdict("answered without text; it may have refused")
         verdict = msgspec.json.decode(said, type=Verdict)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _NoVerdict(f"gave an invalid verdict ({error}): {_excerpt(body)}") from error
     lowest, highest = scale
     if not lowest <= verdict.score <= highest:
@@ -307,6 +307,9 @@ def _headers(judge: JudgeConfig) -> dict[str, str]:
         raise ConfigError(
             f"judges.api_key_file {judge.api_key_file} can't be read ({error}); give a file that holds only the key"
         ) from error
+    if not key or not key.isprintable():  # HTTP has no header with a line break
+        held = "several lines, or control characters" if key else "nothing"
+        raise ConfigError(f"judges.api_key_file {judge.api_key_file} holds {held}; give a file that holds only the key")
     return {"Authorization": f"Bearer {key}"}
 
 

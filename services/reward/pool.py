@@ -281,7 +281,7 @@ class WorkerProcess:
             async with asyncio.timeout(self.start_timeout_s):
                 answer = await self.ask(msgspec.json.encode(self._specification))
             started = msgspec.json.decode(answer, type=Started)
-        except (TimeoutError, asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
+        except (TimeoutError, asyncio.IncompleteReadError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             started = Started(problem=await self.exit_reason(error))
         if started.problem or not started.builds:
             await self.kill()
@@ -462,7 +462,7 @@ class ScoringWorker(WorkerProcess):
                 self._take(_ANSWER.decode(await self.receive(self._most)))
         except asyncio.IncompleteReadError:
             self._lose(OSError("its output ended"))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._lose(OSError(f"it returned no answer: {error}"))
 
     def _lose(self, error: OSError) -> None:

@@ -95,3 +95,17 @@ def test_a_proxy_that_does_not_speak_http_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"all_proxy .*socks5") as error:
         find_proxy("http://judge/v1")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "proxy", ["http://user:secret@[bad", "http://user:secret@:80", "http://user:secret@proxy:99999", "http://"]
+)
+def test_a_proxy_without_host_or_port_is_refused_without_its_password(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(ConfigError, match="http_proxy") as refused:
+        find_proxy("http://judge/v1")
+    assert "secret" not in str(refused.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
@@ -34,6 +34,9 @@ from headrace.config.environments.custom import (
 from headrace.config.environments.models import JudgeConfig, LLMJudgeConfig, RewardModelConfig
 from headrace.config.environments.programs import FunctionConfig, ProgramConfig, VerifiersConfig
 from headrace.config.environments.text import FormatConfig, LengthConfig, RegexConfig, RepetitionConfig
+
+if TYPE_CHECKING:
+    from pydantic_core import InitErrorDetails
 
 __all__ = [
     "BUILT_IN",
@@ -100,6 +103,7 @@ def _key(kind: type[EnvConfig]) -> str:
 # by the type, or by the key of a custom environment
 KINDS: Mapping[str, type[EnvConfig]] = {_key(kind): kind for kind in get_args(_Kind)}
 BUILT_IN = tuple(key for key, kind in KINDS.items() if issubclass(kind, BuiltInConfig))
+_NAMED = {key: key if key in BUILT_IN else f"an environment with {key}" for key in KINDS}
 _DECIDING = ("type", *(key for key in KINDS if key not in BUILT_IN))
 
 
@@ -107,10 +111,7 @@ def _of_its_kind(values: Any, handler: ValidatorFunctionWrapHandler) -> EnvConfi
     if isinstance(values, EnvConfig):
         return values
     if not isinstance(values, dict):
-        raise ValidationError.from_exception_data(
-            EnvConfig.__name__,
-            [{"type": "model_type", "input": values, "ctx": {"class_name": EnvConfig.__name__}}],
-        )
+        raise _error([{"type": "model_type", "input": values, "ctx": {"class_name": EnvConfig.__name__}}])
     kind = _kind_of(values)
     return kind.model_validate(_own(values, kind))
 
@@ -174,9 +175,14 @@ def _is_off(option: str, value: Any) -> bool:
 
 
 def _kind_of(values: Mapping[str, Any]) -> type[EnvConfig]:
-    """Return the model of the environment's kind. Raises `ValueError`."""
+    """Return the model of the environment's kind. Raises `ValueError`; where nothing says the kind, for unknown options, as one of them may
+    be what would, misspelt."""
     given = _deciding(values)
     if not given:
+        if unknown := {option: value for option, value in values.items() if not _owners(option)}:
+            raise _error(
+                [{"type": "extra_forbidden", "loc": (option,), "input": unknown[option]} for option in unknown]
+            )
         raise ValueError(
             f"give `type` ({', '.join(BUILT_IN)}), `target` (FILE.py:CLASS, or host:port of your environment), `command`, or "
             "`attached: true`"
@@ -198,11 +204,10 @@ def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
     """Return the options without those that are null or off to say that they are left out. Raises `ValueError` for options of other
     kinds."""
     own, wrong = {}, {}
-    named = {key: key if key in BUILT_IN else f"an environment with {key}" for key in KINDS}
-    whose = f"type {_key(kind)}" if issubclass(kind, BuiltInConfig) else named[_key(kind)]
+    whose = f"type {_key(kind)}" if issubclass(kind, BuiltInConfig) else _NAMED[_key(kind)]
     for option, value in values.items():
         field = kind.model_fields.get(option)
-        owners = [named[key] for key, other in KINDS.items() if option in other.model_fields]
+        owners = _owners(option)
         left_out = _is_off(option, value)
         if field is not None and not (left_out and field.is_required()):
             own[option] = value
@@ -216,12 +221,20 @@ def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
     return own
 
 
+def _owners(option: str) -> list[str]:
+    """Return the names of the kinds that have the option."""
+    return [_NAMED[key] for key, kind in KINDS.items() if option in kind.model_fields]
+
+
 def _wrong(found: Mapping[str, tuple[Any, str]]) -> ValidationError:
     """Return the error about these options: the value of each, and what is wrong with it."""
-    return ValidationError.from_exception_data(
-        EnvConfig.__name__,
+    return _error(
         [
             {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(said)}}
             for option, (value, said) in found.items()
-        ],
+        ]
     )
+
+
+def _error(found: list[InitErrorDetails]) -> ValidationError:
+    return ValidationError.from_exception_data(EnvConfig.__name__, found)

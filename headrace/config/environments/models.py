@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.base.addresses import has_host
 from headrace.config.environments.base import ScoringConfig, undecisive
 from headrace.config.marks import Fixed, ReadPath, Undecisive
 from headrace.config.section import Section
@@ -27,6 +28,13 @@ class JudgeConfig(Section):
     )
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=16, description="the longest answer: a reason and a score")
+
+    @field_validator("base_url")
+    @classmethod
+    def _has_a_host(cls, base_url: str) -> str:
+        if not has_host(base_url):
+            raise ValueError(f"{base_url!r} has no host, or no port from 0 to 65535; correct it")
+        return base_url
 
 
 class LLMJudgeConfig(ScoringConfig):

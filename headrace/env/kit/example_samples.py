@@ -127,7 +127,7 @@ def read_samples(path: Path) -> list[GoldenSample]:
     for number, line in enumerate(lines, start=1):
         try:
             found += [msgspec.json.decode(line, type=GoldenSample)] if line.strip() else []
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             fields = ", ".join(GoldenSample.__struct_fields__)
             raise ConfigError(f"{path}:{number}: not a sample ({error}); write an object of {fields}") from error
     if not found:

@@ -463,7 +463,7 @@ class TrackerThread:
             return Position()
         try:
             position = msgspec.json.decode(self._file.read_bytes(), type=Position)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ServiceError(
                 f"{self._file} can't be read ({error}); remove it: {self.name} then gets the whole run again, as a new one"
             ) from error

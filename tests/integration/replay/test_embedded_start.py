@@ -15,7 +15,7 @@ import pytest
 from headrace.base.errors import PortTaken, ServiceError
 from headrace.launch import runs
 from headrace.net.service import bind
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import Limits, ReplayClient, connection
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.kept_run import kept_run
 from tests.support.ports import free_port
@@ -119,3 +119,20 @@ async def test_a_failure_is_told_from_the_log_of_its_own_start(tmp_path: Path) -
     with pytest.raises(ServiceError, match="one of the following: everysec") as failure:
         await EmbeddedServer(tmp_path, "127.0.0.1", free_port(), appendfsync="never").start()
     assert not isinstance(failure.value, PortTaken)
+
+
+def test_a_folder_that_another_build_wrote_is_told_as_such(
+    tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fill(_: ReplayClient) -> None: ...
+
+    async def look() -> None:
+        async with runs.open_buffer(runs.find(str(tmp_path / "kept"))):
+            pass
+
+    with kept_run(tmp_path, "kept", limits, fill) as (folder, server):
+        asyncio.run(server.stop())
+        monkeypatch.setattr(connection, "BUILD", "0123abcd")
+        with pytest.raises(ServiceError, match=r"build 0123abcd.* headrace up ") as refused:
+            asyncio.run(look())
+    assert str(folder / "replay") in str(refused.value)

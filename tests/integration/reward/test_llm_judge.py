@@ -133,6 +133,7 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
         (always({"reason": "", "score": 5, "more": 1}), "FAILED", "gave an invalid verdict"),
         (always("I'd say 9"), "FAILED", "gave an invalid verdict"),
         (always("[" * 100_000), "FAILED", "gave an invalid verdict"),
+        (always(200, b'{"choices": [{"message": {"content": "\xff"}}]}'), "FAILED", "gave an invalid verdict"),
         (always(200, b"{}"), "FAILED", "gave an invalid verdict"),
         (always(200, b'{"choices": []}'), "FAILED", "answered without text"),
         (always(200, b'{"choices": [{"message": {"content": null}}]}'), "FAILED", "it may have refused"),
@@ -250,6 +251,18 @@ async def test_the_key_comes_from_a_file_which_may_be_replaced(tmp_path: Path) -
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer first", "Bearer second"]
     assert without.status == "FAILED"
     with pytest.raises(ConfigError, match=r"judges\.api_key_file.*read"):
+        LLMJudge("polite", LLMJudgeConfig.model_validate(env), VerdictStore(None))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("api_key_file", b""), ("api_key_file", b"a\nb"), ("api_key_file", b"\0"), ("tls_ca", b"no certificate")],
+)
+def test_a_judges_file_that_cant_be_used_is_named_at_the_start(tmp_path: Path, file: str, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    judge = {"base_url": "https://judge.invalid/v1", "model": "small", file: str(tmp_path / "file")}
+    env = {"type": "llm_judge", "rubric": "Is it polite?", "judges": [judge]}
+    with pytest.raises(ConfigError, match=rf"judges\.{file} {tmp_path}/file"):
         LLMJudge("polite", LLMJudgeConfig.model_validate(env), VerdictStore(None))
 
 

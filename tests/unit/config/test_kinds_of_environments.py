@@ -97,6 +97,24 @@ def test_an_option_of_another_kind_is_refused_even_at_its_default(tmp_path: Path
     assert all(name in str(refused.value) for name, kind in KINDS.items() if kind in owners)
 
 
+@pytest.mark.parametrize("option", ["typ: regex", "tagret: a.py:B", "comand: [node]"])
+def test_the_key_that_says_the_kind_is_named_where_it_is_misspelt(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"env:\n  mine:\n    timeout_s: 5\n    {option}\n")
+    meant = {"typ": "type", "tagret": "target", "comand": "command"}[option.partition(":")[0]]
+    with pytest.raises(ConfigError, match=rf"unknown key.*run\.yaml:4\); did you mean env\.mine\.{meant}\?"):
+        load(file, environ={})
+
+
+@pytest.mark.parametrize(("option", "default"), [("timeout_s", None), ("require_stop", "false")])
+def test_the_default_of_another_kind_is_not_offered(tmp_path: Path, option: str, default: str | None) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"env:\n  math:\n    {option}: soon\n")
+    with pytest.raises(ConfigError, match=rf"env\.math\.{option}: 'soon'") as refused:
+        load(file, environ={})
+    assert str(refused.value).partition("default is ")[2] == (default or "")
+
+
 def test_null_leaves_an_option_out_so_that_a_file_changes_the_kind() -> None:
     changed = {"type": "math", "target": None, "attached": False, "pattern": None, "python": None}
     assert Config.model_validate({"env": {"mine": changed}}).env["mine"] == MathConfig()
@@ -110,3 +128,10 @@ def test_a_key_of_several_kinds_has_the_same_marks_in_each() -> None:
         for key, field in kind.model_fields.items():
             marks.setdefault(key, set()).add(frozenset(mark for mark in field.metadata if isinstance(mark, Mark)))
     assert [key for key, found in marks.items() if len(found) > 1] == []
+
+
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "https://judge:99999/v1", "https://judge:x/v1"])
+def test_a_judge_without_a_host_or_a_port_that_can_be_is_refused(url: str) -> None:
+    env = {"type": "llm_judge", "rubric": "r", "judges": [{"base_url": url, "model": "m"}]}
+    with pytest.raises(ValidationError, match="host"):
+        read_environment(env)
