@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ from headrace.v1 import reward_pb2_grpc as pb_grpc
 
 # The hub always answers within this time after an episode's deadline.
 _MARGIN_S = 10.0
+# How long to wait for a hub that starts again, before the next one is tried.
+_CONNECT_S = 2.0
 # Only the run's operator can fix these.
 _OURS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 _UNSENDABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -36,15 +39,22 @@ class HubPrograms:
     """Starts the programs of the run's environments through its hubs, in turn."""
 
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
-        self._stubs = itertools.cycle([pb_grpc.RewardServiceStub(channel) for channel in channels])
+        self._hubs = itertools.cycle([(channel, pb_grpc.RewardServiceStub(channel)) for channel in channels])
 
     async def run(self, episode: Episode) -> EpisodeOutcome:
         try:
             request = pb.RunEpisodeRequest(episode=episode_to_wire(episode))
         except (CodecError, ValueError) as error:
             return EpisodeOutcome(Score("INVALID", message=f"can't be sent to its program: {error}"))
+        channel, stub = next(self._hubs)
         try:
-            response = await next(self._stubs).RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
+            async with asyncio.timeout(_CONNECT_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            # INTERRUPTED would count against the group, as if its program had ended the hub
+            return EpisodeOutcome(Score("NOT_STARTED", message="no connection to the reward hub; is it running?"))
+        try:
+            response = await stub.RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
         except grpc.aio.AioRpcError as error:
             message = f"the reward hub: {error.code().name}: {error.details()}"
             if error.code() in _OURS:
