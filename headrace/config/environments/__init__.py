@@ -214,7 +214,7 @@ def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
         elif not owners:
             own[option] = value  # the model says that it is unknown
         elif not left_out:
-            said = f"{in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out"
+            said = f"{in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out or null"
             wrong[option] = (value, said)
     if wrong:
         raise _wrong(wrong)
