@@ -253,9 +253,9 @@ def test_an_extra_declares_whatever_its_service_imports(room: str) -> None:
 
 
 def test_the_base_package_declares_whatever_loading_it_imports() -> None:
-    """Only the listener of services, and what pytest loads, need more."""
+    """Only the listeners of services and of `headrace serve`, and what pytest loads, need more."""
     own = {name for name in imported(False) if name.partition(".")[0] == "headrace"}
-    own -= {"headrace.net.http_connection", "headrace.pytest_plugin"}
+    own -= {"headrace.net.http_connection", "headrace.net.limited_server", "headrace.pytest_plugin"}
     assert undeclared(own, (), in_functions=False) == set(), (
         "declare it in pyproject.toml, or import it where it is used"
     )
