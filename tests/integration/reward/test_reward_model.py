@@ -26,6 +26,12 @@ pytestmark = pytest.mark.slow  # starts processes that import torch
 PROMPT = ({"role": "user", "content": "47+85"},)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for the model, however busy the machine is."""
+    monkeypatch.setattr(RewardModel, "patience_s", 600.0)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_reward_model(tmp_path_factory.mktemp("reward_model"))

@@ -28,4 +28,4 @@ def test_what_nccl_reads_is_set_before_the_first_group(monkeypatch: pytest.Monke
     else:
         with pytest.raises(Restartable, match="no more is needed here"), join_ranks(CONFIG):
             pass
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "45"
