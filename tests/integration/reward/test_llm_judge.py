@@ -104,7 +104,7 @@ def always(*answer: Any) -> Answers:
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "all_proxy"])
-async def test_a_judge_on_this_machine_is_asked_without_a_proxy_and_another_through_it(
+async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "http_proxy"):
@@ -117,7 +117,7 @@ async def test_a_judge_on_this_machine_is_asked_without_a_proxy_and_another_thro
         (unreached,) = await scored(away, sample("4"))
     assert score.status == "SCORED"
     assert unreached.status == "NOT_STARTED"
-    assert "127.0.0.1:9 ssl:default [Connect call failed ('127.0.0.1', 9)]; through the proxy" in unreached.message
+    assert "host 127.0.0.1:9 " in unreached.message  # what was called
     assert f"({variable};" in unreached.message
 
 
