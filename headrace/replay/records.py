@@ -23,7 +23,7 @@ GroupState = Literal[
 ]
 
 
-# The next three are dataclasses, because they are configuration and not replies.
+# The next two are dataclasses, because they are configuration and not replies.
 @dataclasses.dataclass(frozen=True)
 class EnvironmentLimits:
     """The limits of an environment: its breaker opens at this `failure_share` of its last results, and the run then waits for it this long.
@@ -34,31 +34,12 @@ class EnvironmentLimits:
     episodes: bool = False  # runners lease its groups, not replicas
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupFilter:
-    """Dynamic sampling: which groups are filtered."""
-
-    filter_equal: bool = False  # those whose rewards, clamped to the bounds, are all equal
-    filter_components: bool = False  # with it: those whose reward components are all equal, each component on its own
-    reward_min: float | None = None
-    reward_max: float | None = None
-
-    @property
-    def filter(self) -> str:
-        """The filter as the functions take it (_filter.lua)."""
-        if not self.filter_equal:
-            return ""
-        low = -math.inf if self.reward_min is None else self.reward_min
-        high = math.inf if self.reward_max is None else self.reward_max
-        return f"{low} {high}{' components' if self.filter_components else ''}"
-
-
 @dataclasses.dataclass(frozen=True)
-class Limits(GroupFilter):
+class Limits:
     """The run's settings for the state machine. Times are in seconds on the server's clock.
 
-    The functions take each under its own name. The Lua file that enforces it declares it there (`limit` in _run.lua). A limit with the name
-    of a key of `replay` has that key's value.
+    The functions take each under its own name, except those of dynamic sampling (`arguments`). The Lua file that enforces it declares it
+    there (`limit` in _run.lua). A limit with the name of a key of `replay` has that key's value.
     """
 
     prompts_per_step: int
@@ -74,6 +55,12 @@ class Limits(GroupFilter):
     max_bytes: int
     ahead_steps: int | None = None  # for `drop` and `mask`; None means max_age
     redundant: int = 0  # trajectories started beyond n; the first n scored complete a group
+    # dynamic sampling: groups whose rewards, clamped to the bounds, are all equal are filtered; or those whose reward components are all
+    # equal, each component on its own
+    filter_equal: bool = False
+    filter_components: bool = False  # needs filter_equal
+    reward_min: float | None = None
+    reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch beyond which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads are kept
     # the most bytes of the appended calls, and of the record; a lease of n episodes counts 2 n times as many
@@ -82,10 +69,10 @@ class Limits(GroupFilter):
     environments: Mapping[str, EnvironmentLimits] = dataclasses.field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the limits as `open_run` takes them: by their names, with times in milliseconds."""
-        of_filter = {field.name for field in dataclasses.fields(GroupFilter)}
-        values = {name: value for name, value in vars(self).items() if name not in of_filter}
-        values["filter"] = self.filter
+        """Return the limits as `open_run` takes them: by their names, with times in milliseconds. Those of dynamic sampling are one."""
+        values = {**vars(self), "filter": self._filter()}
+        for name in ("filter_equal", "filter_components", "reward_min", "reward_max"):
+            del values[name]
         values["ahead_steps"] = self.max_age if self.ahead_steps is None else self.ahead_steps
         values["environments"] = {
             name: {
@@ -97,6 +84,14 @@ class Limits(GroupFilter):
         }
         times = {name: _milliseconds(values.pop(name)) for name in [*values] if name.endswith("_s")}
         return values | {f"{name.removesuffix('_s')}_ms": time for name, time in times.items()}
+
+    def _filter(self) -> str:
+        """Return what the functions filter by (_filter.lua)."""
+        if not self.filter_equal:
+            return ""
+        low = -math.inf if self.reward_min is None else self.reward_min
+        high = math.inf if self.reward_max is None else self.reward_max
+        return f"{low} {high}{' components' if self.filter_components else ''}"
 
 
 def _milliseconds(seconds: float) -> int:
