@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from headrace.config import Config
 from headrace.records.trajectory import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.replay import library
+from headrace_services.replay import library, main
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
 from headrace_services.replay.main import _kill_if_hung, limits_of
@@ -221,6 +222,13 @@ def test_a_limit_with_the_name_of_a_key_of_replay_has_its_value() -> None:
     keys = {"max_attempts": 5, "retain_steps": 7, "scoring_deadline_s": 240.0}
     limits = limits_of(Config.model_validate({"replay": keys}))
     assert {name: getattr(limits, name) for name in keys} == keys
+
+
+def test_every_limit_has_a_value_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defaults are for tests and benchmarks; in the service, one would hide that a key is ignored."""
+    without_defaults = dataclasses.make_dataclass("Limits", [field.name for field in dataclasses.fields(Limits)])
+    monkeypatch.setattr(main, "Limits", without_defaults)
+    limits_of(Config())
 
 
 async def test_the_service_names_a_broken_environment_and_stays_ready(
