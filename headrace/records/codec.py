@@ -132,9 +132,8 @@ def read_schema(data: bytes) -> Any:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
-    """Return the default of a field as it is stored, if it has one."""
-    default = field.default.tobytes() if isinstance(field.default, np.ndarray) else field.default
-    given: dict[str, Any] = {"default": default, "default_factory": field.default_factory}
+    """Return the default of a field, if it has one."""
+    given: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
     return msgspec.field(**given)
 
 
