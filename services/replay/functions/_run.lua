@@ -54,7 +54,7 @@ local FIELDS = {}
 for i = 1, #WORDS do FIELDS[i] = WORDS[i] end
 for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end
 
--- The limits that `open_run` sets, by name, with their parsers.
+-- The limits that `open_run` sets, by name, with their parsers. `grep -E "^limit|^LIMITS" *.lua` lists them.
 local LIMITS = {}
 
 -- Declare a limit that is a number, `run.<name>` in every call. The file that enforces it does this; those of several files are below.

@@ -1,8 +1,8 @@
 -- open_run: create the run if it does not exist, else set its limits. Calls of other builds are refused from now on.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names (`limit`
---          in _run.lua), environments (for each name: failure_share, episodes (runners lease its groups), and give_up_ms unless the run
---          waits for it forever)
+-- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), all of LIMITS (_run.lua; `Limits` in
+--          headrace/replay/records.py says what they mean), environments (for each name: failure_share, episodes (runners lease its
+--          groups), and give_up_ms unless the run waits for it forever)
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE (the call arrives late: another start of the replay service has set the limits since), HR_INVALID
 -- uses: _args, _group, _register, _run
