@@ -15,14 +15,7 @@ from headrace.base.errors import CodecError
 from headrace.env.environment import Sample, check_range, describe_error, encodable, single_conversation
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.codec import pack
-from headrace.records.trajectory import (
-    BUILD_BYTES,
-    AnyTrajectory,
-    FinishReason,
-    Group,
-    Message,
-    Score,
-)
+from headrace.records.trajectory import BUILD_BYTES, AnyTrajectory, FinishReason, Group, Message, Score
 from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
@@ -301,6 +294,8 @@ def _keep(value: Any, _: str) -> Any:
 
 
 def _form(name: str, kind: Any) -> _Form:
+    """Return how a field of this type travels. One that is neither JSON nor messages nor an enum travels as it is; protobuf refuses other
+    types."""
     if kind == dict[str, Any]:
         return _Form(f"{name}_json", _dump, _load)
     if kind == tuple[Message, ...]:
@@ -314,5 +309,5 @@ def _form(name: str, kind: Any) -> _Form:
     return _Form(name, _keep, _keep)
 
 
-# The fields of a sample.
+# How each field of a sample travels.
 _SAMPLE = {name: _form(name, kind) for name, kind in get_type_hints(Sample).items()}

@@ -221,9 +221,7 @@ def test_a_result_of_another_process_is_passed_on_as_it_is(result: pb.Result) ->
         pb.Result(status=pb.STATUS_INVALID, took_ms=-1, build="1"),
     ],
 )
-def test_law_7_failure_is_not_zero_a_wrong_answer_is_failed(
-    result: pb.Result,
-) -> None:
+def test_law_7_failure_is_not_zero_a_wrong_answer_is_failed(result: pb.Result) -> None:
     passed = check_result(result, 0, 1)
     assert (passed.status, passed.HasField("reward"), passed.build) == (pb.STATUS_FAILED, False, "1")
     assert score_from_wire(passed).status == "FAILED"
