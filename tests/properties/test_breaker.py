@@ -111,7 +111,7 @@ async def test_law_7_a_trajectory_that_fails_among_others_is_its_own_fault(world
 
 
 @pytest.mark.parametrize("status", FAILURES)
-async def test_law_1_an_environment_that_breaks_with_few_in_flight_is_free(world: World, status: Status) -> None:
+async def test_law_1_an_environment_that_breaks_with_few_left_fails_none(world: World, status: Status) -> None:
     """The last two trajectories of two groups: a small share of the last results, but all that there is."""
     await generate(world, ["math"] * 2)
     jobs = await take(world)
@@ -291,7 +291,7 @@ class TestSomePromptsAlone:
         assert world.model.count("train") == {"ready": 1, "failed": 2, "queued": 3}
 
     @pytest.mark.parametrize("status", FAILURES)
-    async def test_law_1_a_new_group_that_fails_is_followed_by_two_probes(self, world: World, status: Status) -> None:
+    async def test_law_1_each_new_group_that_fails_doubles_the_probes(self, world: World, status: Status) -> None:
         await self.left_with_bad_ones(world, status)
         probes = 3
         await self.fail_probes(world, probes, status)
@@ -367,7 +367,7 @@ class TestDeadlines:
     def setting(self) -> Setting:
         return Setting(prompts=2, n=2, age=1, attempts=1, scoring_attempts=1)
 
-    async def test_law_6_what_ages_while_its_environment_is_broken_is_free(self, world: World) -> None:
+    async def test_law_6_what_ages_in_a_broken_environment_is_not_charged(self, world: World) -> None:
         await world.call("enqueue", [make_group(0)], world.model.timeline, False)
         (lease,) = await world.call("lease", "replica", 1)
         await breaks(world, ["math"] * 3)

@@ -240,7 +240,7 @@ async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change:
     assert await contents(replay) == before
 
 
-async def test_law_3_completeness_of_a_group_passed_on_with_spares(replay: ReplayClient, limits: Limits) -> None:
+async def test_law_3_completeness_of_a_group_passed_on_with_surplus(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, redundant=2))
     replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)

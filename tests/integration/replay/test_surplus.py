@@ -125,7 +125,7 @@ async def test_law_2_age_counts_the_tokens_of_those_that_are_kept(replay: Replay
     assert len(leases) == 2
 
 
-async def test_law_7_a_trajectory_that_fails_for_good_costs_a_spare(replay: ReplayClient) -> None:
+async def test_law_7_a_trajectory_that_fails_for_good_costs_surplus(replay: ReplayClient) -> None:
     lease = await lease_one(replay)
     await push(replay, lease, [0, 1])
     await score(replay, [0, 1], "UNSENDABLE")
@@ -184,7 +184,7 @@ async def test_law_6_liveness_with_too_few_left_the_whole_group_is_retried(repla
     assert (await group_of(replay, lease))["state"] == "ready"
 
 
-async def test_without_spares_an_abandoned_trajectory_fails_the_attempt(replay: ReplayClient, limits: Limits) -> None:
+async def test_without_surplus_an_abandoned_trajectory_fails_the_attempt(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, redundant=0, max_attempts=2)
     replica = await begin(replay, 1)
     for state in ("queued", "failed"):
