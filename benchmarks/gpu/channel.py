@@ -21,7 +21,7 @@ from benchmarks.gpu.stage import Stage
 from headrace.base.errors import WeightChannelError
 from headrace.net.service import die_with_parent
 from headrace_services.refit import nccl
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.transport import (
     ABORT_S,
     Channel,

@@ -47,8 +47,8 @@ from headrace.base.errors import (
     WeightChannelTimeout,
 )
 from headrace.net.service import bind
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.checksum import checksum
-from headrace_services.refit.ladder import Backend
 from headrace_services.refit.manifest import Bucket, Manifest
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
 from headrace_services.refit import nccl, transport
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.sender import WeightSender
 from headrace_services.refit.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
 
