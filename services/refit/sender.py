@@ -313,15 +313,16 @@ class WeightSender:
     def _say_how(self, backend: Backend, problem: str | None) -> None:
         """Log how the weights travel, if that has changed."""
         slow = " through the hosts' memory" if backend == "gloo" and self._gpu is not None else ""
-        how = f"weights travel by {backend}{slow}"
-        if given_up := self._backends.describe_failures():
+        how, level = f"weights travel by {backend}{slow}", logging.INFO
+        if problem is not None:
+            how += f": {problem}"
+        elif given_up := self._backends.describe_failures():
             how += (
                 f", because nothing faster reached the replicas, which were there ({given_up}); {devices.NCCL_REMEDY}"
             )
-        elif problem is not None:
-            how += f": {problem}"
+            level = logging.WARNING
         if how != self._said and self._gpu is not None:
-            logger.log(logging.WARNING if given_up else logging.INFO, "%s", how)
+            logger.log(level, "%s", how)
         self._said = how
 
     def _note_outcome(

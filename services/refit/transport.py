@@ -351,7 +351,6 @@ class Channel:
 
     def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
         """Run `call` on a thread, which should end soon after `deadline`."""
-
         thread = threading.Thread(target=call, name=name, daemon=True)
         with self._starting:
             thread.start()
