@@ -42,7 +42,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has `workers` ranks, one per worker
     process. Each phase ends after `timeout_s`, and forming a group after `connect_s`. A member reports its log-probabilities of
     `probe_token_ids[1:]` at temperature 1, and doesn't know the trainer's. Members prove with `secret` that they received this message
-    (`transport`).
+    (`channel`).
     """
 
     group_id: str

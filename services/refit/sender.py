@@ -40,16 +40,11 @@ from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
 from headrace_services.refit.backends import Backend, Backends
+from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
-from headrace_services.refit.transport import (
-    Channel,
-    ClosedChannels,
-    GroupRank,
-    RendezvousStore,
-    send,
-)
+from headrace_services.refit.transfer import send
 
 logger = logging.getLogger(__name__)
 

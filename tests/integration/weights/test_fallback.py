@@ -18,9 +18,9 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.services import WeightChannelConfig
 from headrace.replay import ReplayClient
+from headrace_services.refit.channel import Channel
 from headrace_services.refit.rendezvous import Rendezvous
 from headrace_services.refit.sender import RefitReport, WeightSender
-from headrace_services.refit.transport import Channel
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 
