@@ -1,7 +1,7 @@
 """The collective that carries weights: its own process group, and broadcasts in which every step has a deadline.
 
 The trainer (rank 0) and the replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for as
-long as it runs, and each group of ranks meets there under its own id. `gloo` and `nccl` differ only in `_process_group`.
+long as it runs, and each group of ranks meets there under its own id.
 
 Neither backend reliably detects a peer that died or hangs. So every blocking call runs on a thread, which the caller abandons at the
 deadline, or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation or, with nccl, when its group
