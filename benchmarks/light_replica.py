@@ -25,8 +25,9 @@ from headrace.base.errors import Fenced, NotVerified, WeightChannelError
 from headrace.config import Config, load
 from headrace.records.trajectory import Float32, Int32, Span, Trajectory
 from headrace.replay import Epoch, Lease, ReplayClient
+from headrace_services.refit.channel import Channel, GroupRank
 from headrace_services.refit.rendezvous import Rendezvous
-from headrace_services.refit.transport import Channel, GroupRank, receive
+from headrace_services.refit.transfer import receive
 
 TOKENS = 4
 

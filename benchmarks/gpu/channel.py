@@ -21,14 +21,8 @@ from benchmarks.gpu.stage import Stage
 from headrace.base.errors import WeightChannelError
 from headrace.net.service import die_with_parent
 from headrace_services.refit import nccl
-from headrace_services.refit.ladder import Backend
-from headrace_services.refit.transport import (
-    ABORT_S,
-    Channel,
-    GroupRank,
-    RendezvousStore,
-    SignedStore,
-)
+from headrace_services.refit.backends import Backend
+from headrace_services.refit.channel import ABORT_S, Channel, GroupRank, RendezvousStore, SignedStore
 
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 MISSING, STOPPED = "a peer that never comes", "a peer that stands still in a broadcast"

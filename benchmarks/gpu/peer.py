@@ -9,8 +9,9 @@ import time
 import torch
 
 from headrace_services.refit import nccl
+from headrace_services.refit.channel import Channel, GroupRank
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transport import Channel, GroupRank, receive
+from headrace_services.refit.transfer import receive
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from headrace.base.errors import WeightChannelError
 from headrace.config import Config
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transport import send
+from headrace_services.refit.transfer import send
 
 SENT = "all tensors in bfloat16 over"
 PATIENCE_S = 240.0

@@ -37,9 +37,8 @@ def remove_abandoned(prefix: str = TEMPORARY, parent: Path | None = None) -> Non
     """Remove the scratch folders of this user, in `parent` and under this prefix, whose processes have ended. A folder without a mark is
     none."""
     for mark in (parent or folder_for_sockets()).glob(f"{glob.escape(prefix)}*/{_MARK}"):
-        with contextlib.suppress(
-            OSError
-        ):  # a living process holds the lock, or the folder is somebody else's, or gone by now
+        # a living process holds the lock, or the folder is somebody else's, or gone by now
+        with contextlib.suppress(OSError):
             lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,17 +40,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
+from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank
 from headrace_services.refit.manifest import ADAPTER, Manifest
 from headrace_services.refit.proof import AdapterProof, WeightProof
 from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
-from headrace_services.refit.transport import (
-    Channel,
-    ClosedChannels,
-    GroupRank,
-    ReceivedTensor,
-    receive,
-)
+from headrace_services.refit.transfer import ReceivedTensor, receive
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.errors import WeightChannelError
 from headrace_services.refit.checksum import checksum
-from headrace_services.refit.transport import ReceivedTensor
+from headrace_services.refit.transfer import ReceivedTensor
 
 # Columns of a packed matrix to read back, different ones in each update. They are adjacent, because reading one from memory reads the next
 # as well. A matrix is packed as a whole, so an old copy is old in all its columns.

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.base.errors import CodecError
 from headrace.records.trajectory import Int32
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.manifest import Manifest
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
@@ -42,7 +42,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has `workers` ranks, one per worker
     process. Each phase ends after `timeout_s`, and forming a group after `connect_s`. A member reports its log-probabilities of
     `probe_token_ids[1:]` at temperature 1, and doesn't know the trainer's. Members prove with `secret` that they received this message
-    (`weight_channel.transport`).
+    (`channel`).
     """
 
     group_id: str

@@ -1,7 +1,7 @@
 """The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
 The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer,
-another attempt is made without it. If living members can't be reached, another attempt is made by another backend (`ladder`). Every live
+another attempt is made without it. If living members can't be reached, another attempt is made by another backend (`backends`). Every live
 replica takes part, even if it already holds the version: the buffer has one membership at a time, and a replica outside it may not lease. A
 replica that holds the version discards the bytes, and is neither drained nor paused.
 """
@@ -39,17 +39,12 @@ from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
-from headrace_services.refit.ladder import Backend, Ladder
+from headrace_services.refit.backends import Backend, Backends
+from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
-from headrace_services.refit.transport import (
-    Channel,
-    ClosedChannels,
-    GroupRank,
-    RendezvousStore,
-    send,
-)
+from headrace_services.refit.transfer import send
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +98,7 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last five fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. The last four fields grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
     members of the attempt need it, and `manifest` is of that.
@@ -122,7 +117,6 @@ class _Refit:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
     silent: set[str] = dataclasses.field(default_factory=set)
-    changes: int = 0  # of the backend
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[float]:
@@ -148,7 +142,7 @@ class WeightSender:
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._uuids = devices.uuids(os.environ)[self._gpu.index :][:1] if self._gpu is not None else []
-        self._ladder = Ladder(self._config.backend, may_be_nonblocking=nccl.may_be_nonblocking())
+        self._backends = Backends(self._config.backend, may_be_nonblocking=nccl.may_be_nonblocking())
         self._said: str | None = None  # how the weights travel, as last logged
         self._replay = replay
         self._host = self._config.host or host_towards(config.redis_url)
@@ -199,10 +193,11 @@ class WeightSender:
         bounds = tolerance or self._tolerance
         manifest = self._manifest(source)
         refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds)
+        already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
             epoch, outcome = await self._attempt(refit)
-            # a backend that was given up is no lost member
-            if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + refit.changes:
+            changes = len(self._backends.given_up) - already_given_up  # a backend that was given up is no lost member
+            if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + changes:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
         return RefitReport(
@@ -214,7 +209,7 @@ class WeightSender:
             seconds=refit.seconds,
             nbytes=refit.manifest.nbytes,
             attempts=attempt,
-            given_up=tuple(self._ladder.given_up),
+            given_up=tuple(self._backends.given_up),
         )
 
     async def aclose(self) -> None:
@@ -233,7 +228,6 @@ class WeightSender:
         source = refit.whole if adapter is None else adapter
         if source is not refit.source:
             refit.source, refit.manifest = source, self._manifest(source)
-        refit.changes += self._ladder.decide(epoch.acknowledged)
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
@@ -243,7 +237,7 @@ class WeightSender:
         outcome = _AttemptOutcome.INTERRUPTED if failure is not None else await self._await_proofs(epoch, refit)
         with _server_lost(epoch.id):
             ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _AttemptOutcome.INTERRUPTED)
-        self._judge_backend(ended, rendezvous, outcome, failure)
+        self._note_outcome(ended, rendezvous, outcome, failure)
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.refused.update(ended.refused)
@@ -293,7 +287,7 @@ class WeightSender:
         problem = membership.nccl_problem(
             self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
         )
-        backend = self._ladder.choose(problem)
+        backend = self._backends.choose(epoch.acknowledged, problem)
         self._say_how(backend, problem)
         previous_group, previous_members = self._group if self._channel is not None else ("", ())
         return Rendezvous(
@@ -314,29 +308,30 @@ class WeightSender:
     def _say_how(self, backend: Backend, problem: str | None) -> None:
         """Log how the weights travel, if that has changed."""
         slow = " through the hosts' memory" if backend == "gloo" and self._gpu is not None else ""
-        how = f"weights travel by {backend}{slow}"
-        if given_up := self._ladder.describe_failures():
+        how, level = f"weights travel by {backend}{slow}", logging.INFO
+        if problem is not None:
+            how += f": {problem}"
+        elif given_up := self._backends.describe_failures():
             how += (
                 f", because nothing faster reached the replicas, which were there ({given_up}); {devices.NCCL_REMEDY}"
             )
-        elif problem is not None:
-            how += f": {problem}"
+            level = logging.WARNING
         if how != self._said and self._gpu is not None:
-            logger.log(logging.WARNING if given_up else logging.INFO, "%s", how)
+            logger.log(level, "%s", how)
         self._said = how
 
-    def _judge_backend(
+    def _note_outcome(
         self, ended: Epoch, rendezvous: Rendezvous, outcome: _AttemptOutcome, failure: str | None
     ) -> None:
-        """Tell the ladder what became of an attempt. `failure` is why the weights were not sent; None if they were."""
+        """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were."""
         channel, group = self._newest, rendezvous.derive_group(ended.members)
         if outcome is not _AttemptOutcome.INTERRUPTED:
             if ended.verified:
-                self._ladder.carried(rendezvous.backend)
+                self._backends.note_success(rendezvous.backend)
         elif channel is not None and channel.membership.group_id == group and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
             reasons = dict.fromkeys([*([failure] if failure else []), *said])
-            self._ladder.suspect(rendezvous.backend, ended.members, "; ".join(reasons), connected=channel.formed)
+            self._backends.note_failure(rendezvous.backend, ended.members, "; ".join(reasons), formed=channel.formed)
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> str | None:
         """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they

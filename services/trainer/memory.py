@@ -298,7 +298,7 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
     tokens = packing.tokens or (packing.paths or 1) * longest
     engine = config.policy.generation.vllm_cfg.resolve(on_cpu=False)
     assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
-    width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
+    width = 4 if config.policy.rollout_precision[1] == "float32" else 2
     trainer = trainer_memory(
         models,
         tokens,

@@ -15,7 +15,7 @@ from headrace.records.trajectory import Float32
 from headrace_services.refit import receiver
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.probe import choose_token_ids
-from headrace_services.refit.transport import ReceivedTensor
+from headrace_services.refit.transfer import ReceivedTensor
 from headrace_services.rollout import engine as rollout_engine
 from headrace_services.trainer.learning.learner import Learner
 from tests.integration.trainer.learner_cases import config

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from headrace.base.errors import WeightChannelError
+from headrace_services.refit.channel import Channel, GroupRank
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transport import Channel, GroupRank, receive
+from headrace_services.refit.transfer import receive
 
 
 def say(**fields: object) -> None:

@@ -328,8 +328,8 @@ NOT_REFITTED = {
 # What it does reload after all, by family and end: vLLM's own class for GPT-J has the bias from the start. For phi it uses transformers'
 # class, of which each load makes a new one, and a reload loses it.
 REFITTED = {("gptj", "lm_head.bias")}
-# Families of which vLLM's class takes no refit that would be verified, with the reason.
-NO_FAMILY = {
+# Families whose class in vLLM takes no refit that would be verified, with the reason.
+NOT_REFITTED_FAMILIES = {
     "phimoe": "vLLM's class for phimoe has a bias of the head (lm_head.bias), which it leaves out of its logits, and takes no weights "
     "without one"
 }
@@ -338,8 +338,8 @@ NO_FAMILY = {
 def refit_problem(names: Iterable[str], family: str) -> str | None:
     """Return why the engine can't be given a model of this `family` (transformers' `model_type`) with tensors of these `names`, with the
     remedy; None if no reason is known."""
-    if family in NO_FAMILY:
-        return f"{NO_FAMILY[family]}; use a model of another family"
+    if family in NOT_REFITTED_FAMILIES:
+        return f"{NOT_REFITTED_FAMILIES[family]}; use a model of another family"
     for name in names:
         for end, what in NOT_REFITTED.items():
             if name.endswith(end) and (family, end) not in REFITTED:

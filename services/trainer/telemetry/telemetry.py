@@ -17,7 +17,7 @@ from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
 from headrace.run.journal import Journal, Line
 from headrace.run.samples import SampleFiles, sample_of
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.probe import Differences
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch

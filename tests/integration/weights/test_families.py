@@ -17,7 +17,7 @@ from headrace.replay.connection import open_redis
 from headrace_services.refit.probe import choose_token_ids, differences, tolerance
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.learning.learner import Learner
-from headrace_services.trainer.network.policy_model import NO_FAMILY, check_refit
+from headrace_services.trainer.network.policy_model import NOT_REFITTED_FAMILIES, check_refit
 from tests.integration.trainer.learner_cases import config
 from tests.support.engines import PATIENCE_S, TIMELINE, TOLERANCE, Engines, settings
 from tests.support.family_engine import try_family
@@ -67,7 +67,7 @@ def test_the_table_of_families_is_in_the_docs() -> None:
     rows = {name: line.split("|")[3] for line in table.splitlines() for name in re.findall("`([a-z0-9_]+)`", line)}
     assert {name for name, verdict in rows.items() if verdict.strip() == "exact"} == set(EXACT)
     refused = {name for name, verdict in rows.items() if "refused by its configuration" in verdict}
-    assert refused == {*REFUSED, *NO_FAMILY}
+    assert refused == {*REFUSED, *NOT_REFITTED_FAMILIES}
 
 
 def tried(

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
-from headrace_services.refit import nccl, transport
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit import nccl
+from headrace_services.refit.backends import Backend
+from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
 from headrace_services.refit.sender import WeightSender
-from headrace_services.refit.transport import Channel, ClosedChannels, GroupRank, RendezvousStore
 
 PATIENCE_S = 60.0
 
@@ -101,7 +101,7 @@ def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.
 
 async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     group.connects = True
-    monkeypatch.setattr(transport, "ABORT_S", 0.0)
+    monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     sender = WeightSender(Config(), SimpleNamespace())  # type: ignore[arg-type]
     sender._opened(await asyncio.to_thread(lead, 0.5))
     sender._close_channel()  # on the event loop
@@ -115,7 +115,7 @@ def test_a_group_that_never_connected_holds_no_device(
     group: Group, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
     """So the process goes on, and the weights can travel another way."""
-    monkeypatch.setattr(transport, "ABORT_S", 0.0)
+    monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     group.failure = failure
     channel, closed = lead(0.5), ClosedChannels()
     closed.add(channel)

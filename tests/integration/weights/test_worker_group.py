@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_services.refit.transport import Channel
+from headrace_services.refit.channel import Channel
 
 pytestmark = pytest.mark.slow
 

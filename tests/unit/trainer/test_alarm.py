@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from headrace.config import Config
 from headrace.run.journal import JOURNAL, Journal
-from headrace_services.refit.ladder import Backend
+from headrace_services.refit.backends import Backend
 from headrace_services.refit.probe import Differences, tolerance
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm

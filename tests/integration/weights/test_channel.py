@@ -25,18 +25,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
-from headrace_services.refit import transport
+from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore, SignedStore
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transport import (
-    Channel,
-    ClosedChannels,
-    GroupRank,
-    RendezvousStore,
-    SignedStore,
-    receive,
-    send,
-)
+from headrace_services.refit.transfer import receive, send
 from tests.support import weight_peer
 from tests.support.forks import fork
 
@@ -252,7 +244,7 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     manifest = manifest_of(tensors)
     script = (
         "import sys, time, torch\n"
-        "from headrace_services.refit.transport import *\n"
+        "from headrace_services.refit.channel import *\n"
         "store = RendezvousStore('127.0.0.1', 0)\n"
         "print(store.port, flush=True)\n"
         "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'), bytes.fromhex(sys.argv[1]))\n"
@@ -426,7 +418,7 @@ def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Flee
 
 
 def test_a_host_that_is_not_this_machine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_STORE_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr("headrace_services.refit.channel._STORE_TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(ServiceError, match=r"weight_channel\.host:.*store"):
         RendezvousStore("no-such-host.invalid", 0)
 

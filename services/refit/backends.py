@@ -14,36 +14,41 @@ Backend = Literal["nccl", "nccl-blocking", "gloo"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Suspicion:
-    """A backend whose group was complete, and yet did not carry the weights."""
+class _Failure:
+    """A group that was complete, and yet did not carry the weights."""
 
     backend: Backend
     members: frozenset[str]
     reason: str
 
 
-class Ladder:
+class Backends:
     """The backends that may carry the weights, and those among them that were given up, each with the reason, until this trainer ends.
 
     A backend is given up if the members of a group were all there, the group failed, and all of them come to the next attempt: then no
-    member was the cause. That holds for a group that did not connect, and for one that connected if the backend has never carried weights
-    before. gloo is never given up, because there is nothing below it.
+    member was the cause. That holds for a group that was not formed, and for one that was if the backend has never carried weights before.
+    gloo is never given up, because there is nothing slower.
     """
 
     def __init__(self, configured: Literal["auto", "gloo", "nccl"], *, may_be_nonblocking: bool) -> None:
         of_nccl: tuple[Backend, ...] = ("nccl", "nccl-blocking") if may_be_nonblocking else ("nccl-blocking",)
         self._configured = configured
-        self._rungs: tuple[Backend, ...] = {"auto": (*of_nccl, "gloo"), "nccl": of_nccl, "gloo": ("gloo",)}[configured]
-        self._has_carried: set[Backend] = set()
-        self._suspicion: _Suspicion | None = None
+        self._by_speed: tuple[Backend, ...] = {"auto": (*of_nccl, "gloo"), "nccl": of_nccl, "gloo": ("gloo",)}[
+            configured
+        ]
+        self._have_carried: set[Backend] = set()
+        self._failure: _Failure | None = None  # of the last attempt, if its backend may be the cause
         self.given_up: dict[Backend, str] = {}
 
-    def choose(self, problem: str | None) -> Backend:
-        """Return the first backend that was not given up; with a `membership.nccl_problem`, not one of NCCL. Raises `ServiceError` if nccl
-        is configured and can't be used."""
+    def choose(self, members: Collection[str], problem: str | None) -> Backend:
+        """Return the backend for an attempt to which these members have come: the fastest that is not given up; with a
+        `membership.nccl_problem`, not one of NCCL. Raises `ServiceError` if nccl is configured and can't be used."""
+        failure, self._failure = self._failure, None
+        if failure is not None and failure.members.issubset(members):
+            self.given_up[failure.backend] = failure.reason
         if self._configured == "nccl" and problem is not None:
             raise ServiceError(f"weight_channel.backend: nccl, but {problem}; set it to auto or gloo")
-        for backend in self._rungs:
+        for backend in self._by_speed:
             if backend not in self.given_up and (problem is None or backend == "gloo"):
                 return backend
         raise ServiceError(
@@ -51,22 +56,14 @@ class Ladder:
             f"{NCCL_REMEDY}. Or set it to auto or gloo"
         )
 
-    def suspect(self, backend: Backend, members: Collection[str], reason: str, *, connected: bool) -> None:
-        """Note that an attempt over `backend` failed after all `members` had come to its group; `connected`: after the group was formed."""
-        if backend != "gloo" and not (connected and backend in self._has_carried):
-            self._suspicion = _Suspicion(backend, frozenset(members), reason)
+    def note_failure(self, backend: Backend, members: Collection[str], reason: str, *, formed: bool) -> None:
+        """Note that an attempt over `backend` failed after all `members` had come to its group; `formed`: after the group was formed."""
+        if backend != "gloo" and not (formed and backend in self._have_carried):
+            self._failure = _Failure(backend, frozenset(members), reason)
 
-    def decide(self, acknowledged: Collection[str]) -> bool:
-        """Decide, once these members came to the next attempt, whether the suspected backend is given up."""
-        suspicion, self._suspicion = self._suspicion, None
-        if suspicion is None or not suspicion.members.issubset(acknowledged):
-            return False
-        self.given_up[suspicion.backend] = suspicion.reason
-        return True
-
-    def carried(self, backend: Backend) -> None:
+    def note_success(self, backend: Backend) -> None:
         """Note that weights arrived over `backend`."""
-        self._has_carried.add(backend)
+        self._have_carried.add(backend)
 
     def describe_failures(self) -> str:
         return "; ".join(f"{backend}: {reason}" for backend, reason in self.given_up.items())

@@ -1,10 +1,7 @@
-"""The collective that carries weights: its own process group, and a broadcast in which every step has a deadline.
-
-The buckets of a transfer alternate between two buffers: while one travels, the sender fills the other, and a receiver loads the previous
-one. On a GPU they travel on their own stream, so that the three overlap there too, and nothing goes through the host.
+"""The collective that carries weights: its own process group, and broadcasts in which every step has a deadline.
 
 The trainer (rank 0) and the replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for as
-long as it runs, and each group of ranks meets there under its own id. `gloo` and `nccl` differ only in `_process_group`.
+long as it runs, and each group of ranks meets there under its own id.
 
 Neither backend reliably detects a peer that died or hangs. So every blocking call runs on a thread, which the caller abandons at the
 deadline, or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation or, with nccl, when its group
@@ -29,10 +26,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +44,7 @@ from headrace.base.errors import (
     WeightChannelTimeout,
 )
 from headrace.net.service import bind
-from headrace_services.refit.checksum import checksum
-from headrace_services.refit.ladder import Backend
-from headrace_services.refit.manifest import Bucket, Manifest
+from headrace_services.refit.backends import Backend
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +182,7 @@ class Channel:
         """
         channel = cls(membership, store.connect())
         opened(channel)
-        with channel._closing_on_failure():
+        with channel.closing_on_failure():
             others = [f"ready/{rank}" for rank in range(1, membership.world_size)]
             channel._in_time("members to join", deadline, lambda: channel._await_keys(others, deadline))
             with _torch_errors("starting the group"):
@@ -208,7 +203,7 @@ class Channel:
                 f"the trainer's store {membership.host}:{membership.port} can't be reached ({_line(error)}); "
                 "set weight_channel.host to an address of the trainer that replicas can reach"
             ) from error
-        with channel._closing_on_failure():
+        with channel.closing_on_failure():
             (go,) = channel._in_time("the start signal", deadline, lambda: channel._await_keys(["go"], deadline))
             if go != _GO:
                 raise WeightChannelAborted("the trainer gave up the group before it was complete")
@@ -223,7 +218,7 @@ class Channel:
 
         Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once this rank or rank 0 has called `close`.
         """
-        with self._closing_on_failure():
+        with self.closing_on_failure():
             options = BroadcastOptions()
             options.rootRank = 0
             options.timeout = timedelta(seconds=_seconds_left(deadline, "broadcast"))
@@ -351,7 +346,6 @@ class Channel:
 
     def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
         """Run `call` on a thread, which should end soon after `deadline`."""
-
         thread = threading.Thread(target=call, name=name, daemon=True)
         with self._starting:
             thread.start()
@@ -440,7 +434,8 @@ class Channel:
             raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
 
     @contextlib.contextmanager
-    def _closing_on_failure(self) -> Iterator[None]:
+    def closing_on_failure(self) -> Iterator[None]:
+        """Close the channel if the context ends with an error."""
         try:
             yield
         except BaseException:
@@ -468,94 +463,6 @@ class ClosedChannels:
     def join(self, timeout_s: float) -> None:
         for channel in self._channels:
             channel.join(timeout_s)
-
-
-class ReceivedTensor(NamedTuple):
-    """A tensor that was received. A second thread computes its checksum while the first one loads, so the checksum is ready when the next
-    bucket is requested."""
-
-    name: str
-    tensor: torch.Tensor
-    checksum: torch.Tensor
-
-
-def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
-    """Broadcast `source` as rank 0, bucket by bucket, and then the checksums. The items of `source` must be the manifest's, in its order.
-
-    A tensor is cast to the type that the manifest announces if both are floating point. `source` is always consumed to its end, even after
-    a failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
-    waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
-    """
-    stream = iter(source)
-    try:
-        with channel._closing_on_failure():
-            checksums: list[torch.Tensor] = []
-            travelling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            plan = manifest.buckets()
-            for bucket, flat in zip(plan, channel.buffers([bucket.nbytes for bucket in plan]), strict=True):
-                with travelling:
-                    checksums += _fill(flat, bucket, stream)
-                travelling = channel.broadcasting(flat, deadline)
-            with travelling:
-                sums = torch.stack(checksums)
-            channel.broadcast(sums, deadline)
-    finally:
-        surplus = sum(1 for _ in stream)
-    if surplus:
-        channel.close()
-        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
-
-
-def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Write the bucket's tensors, which are next in `stream`, and return the checksum of each as it was written."""
-    checksums = []
-    offset = 0
-    for spec in bucket.tensors:
-        name, tensor = next(stream, ("the end", torch.empty(0)))
-        found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
-        castable = part.is_floating_point() and tensor.is_floating_point()
-        if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
-            raise ValueError(f"the manifest announces {spec}, the source yielded {found}")
-        part.copy_(tensor.detach().reshape(-1))
-        checksums.append(checksum(part))
-        offset += spec.nbytes
-    return checksums
-
-
-def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[ReceivedTensor]]:
-    """Yield the manifest's tensors on a rank above 0, a bucket at a time, while the next bucket travels. A bucket's memory is reused as
-    soon as the next one is requested.
-
-    Raises `WeightChannelError`, at the end also if a tensor differs from the one that was sent.
-    """
-    device = channel.membership.device
-    plan = manifest.buckets()
-    mine, theirs = (torch.empty(len(manifest.names), dtype=torch.int64, device=device) for _ in range(2))
-    flats = channel.buffers([bucket.nbytes for bucket in plan])
-    places = mine.split([len(bucket.tensors) for bucket in plan])
-    channel.broadcast(flats[0], deadline)
-    with ThreadPoolExecutor(1, "weight-channel-sums") as beside:
-        for bucket, flat, sums, coming in zip(plan, flats, places, [*flats[1:], theirs], strict=True):
-            with channel.broadcasting(coming, deadline):
-                values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
-                summed = beside.submit(_sum, values, sums, torch.cuda.current_stream(device) if flat.is_cuda else None)
-                yield [
-                    ReceivedTensor(spec.name, value.view(spec.shape), known)
-                    for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
-                ]
-                summed.result()
-    if torn := [name for name, same in zip(manifest.names, (mine == theirs).tolist(), strict=True) if not same]:
-        raise WeightChannelError(
-            f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"
-        )
-
-
-def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-    """Write the tensors' checksums, on `stream` if they are on a GPU."""
-    with torch.cuda.stream(stream):
-        for tensor, place in zip(tensors, sums, strict=True):
-            place.copy_(checksum(tensor))
 
 
 def _seconds_left(deadline: float, what: str) -> float:

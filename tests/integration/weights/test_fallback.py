@@ -4,6 +4,7 @@ are stand-ins, those of gloo are real."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,9 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.services import WeightChannelConfig
 from headrace.replay import ReplayClient
+from headrace_services.refit.channel import Channel
 from headrace_services.refit.rendezvous import Rendezvous
 from headrace_services.refit.sender import RefitReport, WeightSender
-from headrace_services.refit.transport import Channel
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 
@@ -177,6 +178,21 @@ async def test_where_nccl_hangs_gloo_carries_the_weights_from_then_on(
     epoch = await run.replay.epoch()
     assert epoch is not None
     assert Rendezvous.decode(epoch.rendezvous).backend == "gloo"
+
+
+async def test_where_the_devices_rule_out_nccl_the_log_names_them_and_no_former_failure(
+    run: Run, nccl: Nccl, caplog: pytest.LogCaptureFixture
+) -> None:
+    nccl.fails = {("nccl", at_trainer): nccl.refuse for at_trainer in (True, False)}
+    assert (await run.refit(0)).given_up == ("nccl",)
+    caplog.set_level(logging.INFO)
+    run.sender._uuids = ["GPU-b"]  # the replica's
+    run.sender._close_channel()
+    await run.refit(1)
+    assert nccl.tried == ["nccl", "nccl-blocking", "gloo"]
+    (said,) = [record for record in caplog.records if "weights travel by gloo" in record.getMessage()]
+    assert "share GPU-b" in said.getMessage()
+    assert "NCCL Error 7" not in said.getMessage()
 
 
 @pytest.mark.parametrize("backend", ["nccl"])
