@@ -129,7 +129,7 @@ def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
     policy = found.run.config.policy
     vllm_cfg = policy.generation.vllm_cfg.resolve(on_cpu=on_cpu)
     given: dict[str, object] = {
-        "dtype": vllm_cfg.precision or policy.precision,
+        "dtype": policy.rollout_precision[1],
         "max-model-len": policy.max_total_sequence_length,
         "tensor-parallel-size": vllm_cfg.tensor_parallel_size,
         "gpu-memory-utilization": vllm_cfg.gpu_memory_utilization,

@@ -82,6 +82,8 @@ def buffer_server(
         async with open_redis(server.url) as redis:
             await load(redis)
 
-    asyncio.run(start())
-    yield server
-    asyncio.run(server.stop())
+    try:
+        asyncio.run(start())
+        yield server
+    finally:
+        asyncio.run(server.stop())
