@@ -136,9 +136,9 @@ def _nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("left", "said"),
     [
-        ("x" * 100_000, "100011 bytes"),
-        ([[]] * 10**7, "10000011 bytes"),
-        ("x" * 65_500, "(agents.max_episode_bytes)"),
+        ("x" * 100_000, "100011 bytes, and its record may have 65536"),
+        ([[]] * 10**7, "10000011 bytes, and its record may have 65536"),
+        ("x" * 65_500, "may have 65536 (agents.max_episode_bytes)"),
         ("\ud83d", "artifacts can't be packed"),
         (10**30, "artifacts can't be packed"),
         (float("inf"), "not made of JSON"),
@@ -153,8 +153,7 @@ async def test_artifacts_that_cant_be_kept_fail_their_episode_alone(stage: Stage
         bad = episode.index == 0 and episode.attempt == 0
         return dataclasses.replace(scored(), artifacts={"left": left if bad else "fine"})
 
-    reasons = await reasons_of_one_failure(stage, leaves, max_episode_bytes=65536)
-    (reason,) = reasons
+    (reason,) = await reasons_of_one_failure(stage, leaves, max_episode_bytes=65536)
     assert "its trajectory can't be recorded" in reason
     assert said in reason
 
