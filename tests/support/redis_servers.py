@@ -83,5 +83,7 @@ def buffer_server(
             await load(redis)
 
     asyncio.run(start())
-    yield server
-    asyncio.run(server.stop())
+    try:
+        yield server
+    finally:
+        asyncio.run(server.stop())
