@@ -29,12 +29,13 @@ from rich.table import Table
 
 import headrace
 from benchmarks import bare_stream
-from benchmarks.processes import TIMEOUT_S, free_port, process
+from benchmarks.processes import TIMEOUT_S, process
 from headrace.env.wire import sample_to_wire
 from headrace.net import rpc
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1 import trajectory_pb2
+from tests.support.ports import free_port
 
 _BATCH, _UNDER_WAY = 64, 4  # trajectories of a batch, batches
 _SIZES = {"1 KB": 1024, "64 KB": 64 * 1024}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import tempfile
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.processes import free_port
 from headrace.records.trajectory import Group, Sampling
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import open_redis
-from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.redis_servers import buffer_server
 
 BYTES_A_TOKEN = 9  # id, log-probability, mask
 
@@ -24,19 +21,8 @@ BYTES_A_TOKEN = 9  # id, log-probability, mask
 @contextlib.contextmanager
 def server() -> Iterator[EmbeddedServer]:
     """A server that holds the functions, and ends with the block."""
-    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
-        one = EmbeddedServer(Path(folder), "127.0.0.1", free_port())
-
-        async def start() -> None:
-            await one.start()
-            async with open_redis(one.url) as redis:
-                await library.load(redis)
-
-        asyncio.run(start())
-        try:
-            yield one
-        finally:
-            asyncio.run(one.stop())
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, buffer_server(Path(folder)) as one:
+        yield one
 
 
 def limits(

@@ -38,10 +38,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.processes import PROCESSES, Meter, free_port, process, run
+from benchmarks.processes import PROCESSES, Meter, process, run
 from headrace.config import Config, load, threads
 from headrace_services.trainer.data import PromptOrder, load_problems
 from headrace_services.trainer.demo_models import tiny
+from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "arithmetic_tiny.yaml"

@@ -27,10 +27,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import free_port, memory_mb, of_run
+from benchmarks.processes import memory_mb, of_run
 from headrace.config import load
 from headrace.net.service import die_with_parent
 from headrace.run.journal import JOURNAL, read_bytes
+from tests.support.ports import free_port
 
 PROMPTS, GENERATIONS = 2, 2
 QUARTERS = 4

@@ -6,7 +6,6 @@ CPU seconds: a busy machine stretches the time on the clock far more than these.
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import threading
 from collections import defaultdict
@@ -65,13 +64,6 @@ def process(command: list[str]) -> Iterator[None]:
     finally:
         child.terminate()
         child.wait(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def seconds(process: psutil.Process) -> float:

@@ -327,7 +327,7 @@ def test_a_service_that_crashed(code: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("code", [70, 1, -6])
-def test_a_struck_service_that_none_can_start_again(code: int) -> None:
+def test_a_struck_service_that_can_not_be_started_again(code: int) -> None:
     exits = (Exit("rollout-1", code, True, "Traceback …"), *good().exits)
     assert objections(exits=exits) == {"services_end_for_a_reason"}
 

@@ -31,9 +31,12 @@ async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, Repl
     stop = asyncio.Event()
     async with running(config, limits_of(config), stop) as (port, work):
         task = asyncio.create_task(work())
-        replay = await ReplayClient.connect(config.redis_url, config.run.id)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http:
-            yield http, replay
-        await replay.aclose()
-        stop.set()
-        await task
+        try:
+            async with (
+                contextlib.aclosing(await ReplayClient.connect(config.redis_url, config.run.id)) as replay,
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http,
+            ):
+                yield http, replay
+        finally:
+            stop.set()
+            await task

@@ -221,5 +221,7 @@ async def running_fleet(folder: Path, redis_url: str, model: Path, more: dict[st
     await replay.open_run(LIMITS)
     await replay.rewind(0, "timeline-0")
     fleet = Fleet(folder, merge(settings, more), replay, Policy(model))
-    yield fleet
-    await fleet.aclose()
+    try:
+        yield fleet
+    finally:
+        await fleet.aclose()

@@ -24,7 +24,7 @@ from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import EpisodeTrajectory, Sampling, decode_trajectory
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from tests.support.buffer import contents, eventually, make_group, nonce, payloads, refit, reserve, tighten
-from tests.support.gateways import ToyReplica
+from tests.support.gateways import ToyReplica, until
 from tests.support.noted_program import CALLS
 from tests.support.processes import UNPRIVILEGED
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
@@ -187,7 +187,7 @@ async def test_a_runner_is_killed(scene: Scene, boundary: str, starts: int, fail
 @pytest.mark.parametrize("scene", [(ALONE, True)], indirect=True)
 async def test_a_runner_is_killed_while_a_grader_scores(scene: Scene) -> None:
     runner = scene.runner()
-    await eventually(lambda: _true((scene.folder / "grading").exists() and scene.started()[FIRST, 1] == 1))
+    await until(lambda: (scene.folder / "grading").exists() and scene.started()[FIRST, 1] == 1)
     hidden_from_others(runner.pid)
     runner.kill()
     await scene.killed(runner)
@@ -230,7 +230,3 @@ def hidden_from_others(pid: int) -> None:
 
 async def _counts(replay: ReplayClient, **expected: int) -> bool:
     return {state: count for state, count in (await replay.state()).counts.items() if count} == expected
-
-
-async def _true(value: object) -> bool:
-    return bool(value)

@@ -22,7 +22,7 @@ from headrace.records.trajectory import EpisodeTrajectory, Message, decode_traje
 from headrace.replay import ReplayClient, Reservation
 from tests.integration.agents.stage import Played, Stage, scored
 from tests.support.buffer import contents, eventually, nonce, refit, rewind
-from tests.support.gateways import ToyReplica
+from tests.support.gateways import ToyReplica, until
 from tests.support.toy_policy import LETTERS, ToyPolicy
 
 KEPT, NEWEST = 5, 7
@@ -179,7 +179,7 @@ async def test_no_token_of_a_replica_that_missed_a_rewind_is_used(run: Run, noti
                 await replay.commit(KEPT, await run.timeline())
         new.before = old.before = slow
         await run.stage.enqueue(*range(PROMPTS * NEWEST, PROMPTS * (NEWEST + 2)))
-        await eventually(lambda: _true(played.open and played.open == new.sampling + old.sampling and old.sampling))
+        await until(lambda: played.open and played.open == new.sampling + old.sampling and old.sampling)
         assert await run.capitals()
         assert run.heard_capitals()
 
@@ -189,10 +189,10 @@ async def test_no_token_of_a_replica_that_missed_a_rewind_is_used(run: Run, noti
         before, answered, under_way = await run.timeline(), len(old.policy.asked), old.sampling
         assert (await rewind(replay, KEPT)).next_step == KEPT
         if noticed:
-            await eventually(lambda: _true(not played.open))
+            await until(lambda: not played.open)
         new.before = old.before = lambda request: asyncio.sleep(0)
         may_answer.set()
-        await eventually(lambda: _true(not played.open))
+        await until(lambda: not played.open)
         hears.set()
         assert not run.heard
         assert len(old.policy.asked) == answered if noticed else len(old.policy.asked) >= answered + under_way
@@ -232,7 +232,3 @@ def _asked(episode: EpisodeTrajectory, number: int) -> tuple[tuple[int, ...], tu
         prompt = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *prompt]
         parent = call.parent
     return tuple(prompt), tuple(episode.calls[number].completion_token_ids.tolist())
-
-
-async def _true(value: object) -> bool:
-    return bool(value)

@@ -22,6 +22,7 @@ from headrace_services.agents.runner import EpisodeRunner
 from headrace_services.agents.running_episode import OpenEpisode
 from tests.integration.agents.stage import N, Play, Played, Stage, scored, two_turns
 from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
+from tests.support.gateways import until
 from tests.support.toy_policy import decode
 
 
@@ -59,11 +60,7 @@ async def test_a_program_gets_what_is_public_alone(stage: Stage) -> None:
 
 async def counted(runner: EpisodeRunner, episodes: int) -> None:
     """Return once a runner has counted them: the buffer has the last one before its answer is here."""
-    await eventually(lambda: _true(runner.status.outcomes.total() == episodes))
-
-
-async def _true(value: bool) -> bool:
-    return value
+    await until(lambda: runner.status.outcomes.total() == episodes)
 
 
 async def waits(episode: Episode) -> EpisodeOutcome:
@@ -136,9 +133,9 @@ def _nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("left", "said"),
     [
-        ("x" * 100_000, "100011 bytes"),
-        ([[]] * 10**7, "10000011 bytes"),
-        ("x" * 65_500, "(agents.max_episode_bytes)"),
+        ("x" * 100_000, "100011 bytes, and its record may have 65536"),
+        ([[]] * 10**7, "10000011 bytes, and its record may have 65536"),
+        ("x" * 65_500, "may have 65536 (agents.max_episode_bytes)"),
         ("\ud83d", "artifacts can't be packed"),
         (10**30, "artifacts can't be packed"),
         (float("inf"), "not made of JSON"),
@@ -153,8 +150,7 @@ async def test_artifacts_that_cant_be_kept_fail_their_episode_alone(stage: Stage
         bad = episode.index == 0 and episode.attempt == 0
         return dataclasses.replace(scored(), artifacts={"left": left if bad else "fine"})
 
-    reasons = await reasons_of_one_failure(stage, leaves, max_episode_bytes=65536)
-    (reason,) = reasons
+    (reason,) = await reasons_of_one_failure(stage, leaves, max_episode_bytes=65536)
     assert "its trajectory can't be recorded" in reason
     assert said in reason
 
@@ -251,7 +247,7 @@ async def test_metrics_count_what_was_ended_and_whose_options_were_imposed(stage
     ended = value("episodes", environment="talk", outcome="returned")
     await stage.enqueue(0)
     async with stage.runner(Played(waits)) as (runner, stop, running):
-        await eventually(lambda: _true(len(began) == N))
+        await until(lambda: len(began) == N)
         stop.set()
         await running
     assert runner.status.outcomes["returned"] == N
@@ -301,7 +297,7 @@ async def test_weights_that_the_buffer_forgot_cost_nothing(stage: Stage, monkeyp
     stage.toy.policy.version = 1  # of a step that the buffer knows nothing of
     await stage.enqueue(0)
     async with stage.runner(Played(two_turns)) as (runner, _, _):
-        await eventually(lambda: _true(runner.status.outcomes["not_started"] > stage.config.replay.max_attempts * N))
+        await until(lambda: runner.status.outcomes["not_started"] > stage.config.replay.max_attempts * N)
         stage.toy.policy.version = 0
         await stage.until(ready=1)
 
@@ -345,7 +341,7 @@ async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage
     programs = Played(hangs)
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
-        await eventually(lambda: _true(programs.open == N))
+        await until(lambda: programs.open == N)
         stage.now[0] += stage.config.agents.think_s
         await stage.until(ready=1)
         assert runner.status.outcomes["timed_out"] == N
@@ -362,7 +358,7 @@ async def test_a_runner_that_is_stopped_returns_its_leases_without_a_charge(stag
     waiting, playing = Played(asks_and_waits), Played(two_turns)
     await stage.enqueue(0)
     async with stage.runner(waiting) as (_, stop, running):
-        await eventually(lambda: _true(waiting.open == N))
+        await until(lambda: waiting.open == N)
         stop.set()
         await running
         assert waiting.open == 0
@@ -383,9 +379,9 @@ async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
     programs = Played(waits)
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
-        await eventually(lambda: _true(programs.open == N))
+        await until(lambda: programs.open == N)
         stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
-        await eventually(lambda: _true(programs.open == 0))
+        await until(lambda: programs.open == 0)
         with pytest.raises(openai.AuthenticationError):
             await _ask(programs.began[0])
         assert runner.count_taken("train") == 0
@@ -404,7 +400,7 @@ async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
 
     await stage.enqueue(0)
     async with stage.runner(Played(asks)):
-        await eventually(lambda: _true(bool(asked)))
+        await until(lambda: asked)
         with pytest.raises(openai.APIStatusError):
             await asked[0]
 
@@ -413,7 +409,7 @@ async def test_a_group_is_leased_whole_or_not_at_all(stage: Stage) -> None:
     programs = Played(waits)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=3) as (runner, _, _):
-        await eventually(lambda: _true(programs.open == N))
+        await until(lambda: programs.open == N)
         for _ in range(3):
             await runner._turn()
         assert runner.count_taken("train") == N
@@ -440,14 +436,14 @@ async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stag
     programs = Played(plays)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=N, validation_slots=1) as (runner, _, _):
-        await eventually(lambda: _true(runner.count_taken("train") == N))
+        await until(lambda: runner.count_taken("train") == N)
         may_end["validation"].set()
         await validate(0, "v0", "v1")
         await eventually(lambda: evaluated("v0", "v1"))
         assert await stage.counts() == {"open": 1, "queued": 1}
         may_end["validation"].clear()
         await validate(1, "v2", "v3")
-        await eventually(lambda: _true(runner.count_taken("validation") == 1))
+        await until(lambda: runner.count_taken("validation") == 1)
         may_end["train"].set()
         await stage.until(ready=2)
         assert runner.count_taken("validation") == 1
@@ -458,7 +454,7 @@ async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits:
     waiting, playing = Played(asks_and_waits), Played(two_turns)
     await stage.enqueue(0)
     async with stage.runner(waiting) as (runner, _, running):
-        await eventually(lambda: _true(waiting.open == N))
+        await until(lambda: waiting.open == N)
         runner._replay = _Dead(stage.replay)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -491,7 +487,7 @@ async def test_episodes_beyond_n_are_ended_once_the_group_is_complete(stage: Sta
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
         await stage.until(ready=1)
-        await eventually(lambda: _true(programs.open == 0))
+        await until(lambda: programs.open == 0)
         await counted(runner, 3)
         # a heartbeat may call the group complete before the answer to its last score is here
         assert runner.status.outcomes["surplus"] in (1, 2)
@@ -553,7 +549,7 @@ async def test_what_on_limit_earns_goes_with_the_scores_of_the_siblings(stage: S
     graded_by(stage, "judge" if graded else None)
     await stage.enqueue(0)
     async with stage.runner(Played(play), on_limit=0.25, max_rollout_turns=3) as (runner, _, _):
-        await eventually(lambda: _true(runner.status.outcomes["scored"] == 1))
+        await until(lambda: runner.status.outcomes["scored"] == 1)
         refused.set()
         if graded:
             await stage.until(scoring=1)
@@ -611,7 +607,7 @@ async def test_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None
         url = str(front._info["gateway"])
         async with stage.runner(playing, advertised_url=url) as (behind, _, _):
             # until its next heartbeat, a gateway refuses the keys of a new one
-            await eventually(lambda: _true(behind._info["name"] in front._gateway.peers))
+            await until(lambda: behind._info["name"] in front._gateway.peers)
             await stage.enqueue(0)
             await stage.until(ready=1)
     assert not idle.began

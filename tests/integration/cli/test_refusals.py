@@ -91,6 +91,7 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
     said = refused("config", "check", config)
     assert "data.train has 3 prompts" in said
+    assert "grpo.num_prompts_per_step 32" in said
     small = ("grpo.num_prompts_per_step=1", "policy.train_global_batch_size=16")
     done = headrace(
         "config",
@@ -110,7 +111,7 @@ def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, t
     data.write_text('{"input": "one and one", "output": "2"}\n')
     assert "81.8% of the prompts' characters" in headrace("config", "check", config, *small).stderr
     data.write_text('{"input": "", "output": "2"}\n{"input": "1+1", "output": "2"}\n')
-    assert "1 of 2 prompts" in headrace("config", "check", config, *small).stderr
+    assert "1 of 2 prompts ask nothing" in headrace("config", "check", config, *small).stderr
 
 
 def test_of_models_and_tokenizers_only_what_is_loaded_is_needed(config: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_run_that_is_up_is_not_started_twice(config: Path, tmp_path: Path) -> 
     (tmp_path / "runs" / "test").mkdir(parents=True)
     with (tmp_path / "runs" / "test" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "already up" in refused("up", config)
+        assert "run test is already up" in refused("up", config)
 
 
 def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int, tmp_path:
     environ = instead_of(tmp_path / "services", reward="idle_reward")
     for said in (refused("status", config, url), error_of(headrace_process("up", config, url, environ=environ))):
         assert "6.2.14" in said
-        assert "7" in said
+        assert "Redis 7.0 or later" in said
 
 
 def test_a_service_without_a_run_id_says_what_to_give(config: Path) -> None:

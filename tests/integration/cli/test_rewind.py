@@ -92,7 +92,7 @@ def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, chec
     assert "subtracter is not a run" in refused(folder, "subtracter", 4)
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "already up" in refused(folder, "adder", 4)
+        assert "run adder is already up" in refused(folder, "adder", 4)
     # a trainer that no `up` started
     lock = checkpoints.lock()
     assert f"{folder}/checkpoints (process {os.getpid()} " in refused(folder, "adder", 4)
@@ -122,5 +122,5 @@ def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, mo
     for newest, named in ((6, ("first", 6)), (4, (renamed, 4)), (2, ("first", 2, "--dir", "runs"))):
         done = headrace("rewind", *named)
         assert done.returncode == 0, done.stderr
-        assert f"checkpoint {newest}; newer ones are in {renamed}/" in done.stdout
+        assert f"run first continues from checkpoint {newest}; newer ones are in {renamed}/" in done.stdout
         assert Checkpoints(renamed / "checkpoints", CheckpointingConfig()).newest() == newest

@@ -33,7 +33,7 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         write(logs, "val", 3, [sample("held-out")])
 
         newest = said("samples", folder)
-        assert "step 2, mean reward 0.75 of 2" in newest
+        assert "high, sums, step 2, mean reward 0.75 of 2" in newest
         for part in (
             "user: 1+1",
             "expected: 2",
@@ -51,7 +51,7 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         assert "high" not in said("samples", folder, "--worst", "-n", 1)
         assert "high" not in said("samples", folder, "--prompt", "7+7")
         assert "older, sums, step 1" in said("samples", folder, "--step", 1)
-        assert "validation of version 3" in said("samples", folder, "--validation")
+        assert "held-out, sums, validation of version 3" in said("samples", folder, "--validation")
 
         assert "no samples of step 9" in refused("samples", folder, "--step", 9)
         assert "it has those of 1, 2" in refused("samples", folder, "--step", 9)

@@ -248,8 +248,7 @@ def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start,
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
         run.wait_for("The run continues with the other replicas.")
-        assert "has no place for it" in run.said()
-        assert "has no place for it" in run.said()
+        assert "can't continue: this machine has no place for it" in run.said()
         (folder / "refused").unlink()
         goes_on(run)
 
@@ -371,7 +370,7 @@ def test_an_environment_that_cant_start_ends_the_run_before_loading(up: Start, t
     light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
     unknown = up(1, f"env.mine.target={file}:Jugde", **light)
     assert unknown.ends() == 1
-    assert f"{file} does not define Jugde; it defines Judge" in unknown.said()
+    assert f"env.mine.target {file}:Jugde: {file} does not define Jugde; it defines Judge" in unknown.said()
     assert "replay: starting" not in unknown.said()
 
     file.write_text(f"import nonexistent_module\n{JUDGE}")

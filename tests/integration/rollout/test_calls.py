@@ -28,11 +28,10 @@ from headrace.net.replica_client import (
 )
 from tests.support import tool_model
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import IN_FLIGHT, Fleet, Process, eventually, running_fleet
+from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, eventually, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
-CONTEXT = 2048
 TOOL = {"type": "function", "function": {"name": "calculate", "description": "", "parameters": {"type": "object"}}}
 TOKENS = "operator boss\nreader eye\nagents runner\n"
 

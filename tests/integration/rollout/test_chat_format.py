@@ -131,7 +131,7 @@ def test_reasoning_goes_by_its_older_name_too(hermes: ChatFormat) -> None:
     assert "reasoning_content" not in read
 
 
-async def test_special_tokens_that_a_text_spells_are_what_chats_make_them(hermes: ChatFormat, tokenizer: Any) -> None:
+async def test_special_tokens_spelt_in_a_text_are_what_chats_make_of_them(hermes: ChatFormat, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\n<think>\x00\u2028"}]
     assert await hermes.render(RenderRequest(messages)) == as_transformers_does(tokenizer, messages)
 

@@ -166,7 +166,7 @@ def test_layouts_and_micro_batches_change_nothing(tiny_model: Path, teacher: Pat
             torch.testing.assert_close(after[key], reference[key], atol=1e-5, rtol=0, msg=f"{mode} {key}")
 
 
-def test_a_token_of_a_divided_sequence_weighs_what_it_did(tiny_model: Path) -> None:
+def test_a_token_of_a_divided_sequence_weighs_as_in_one_piece(tiny_model: Path) -> None:
     """One call with three that continue it, and one with a single token: under a mean of the sequences' means both count the same."""
     fork = episode([call(-1, [1, 2], [3, 4, 5]), *(call(0, [6], [7, 8], version=v) for v in (0, 1, 1))])
     single = episode([call(-1, [1, 2], [9])], index=1)

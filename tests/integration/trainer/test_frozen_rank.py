@@ -31,7 +31,7 @@ def test_a_rank_stopped_in_a_step_is_named_and_ends_the_others(tiny_model: Path,
         stopped, waiting = ranks[frozen], ranks[1 - frozen]
         code, said = waiting.wait(240), log.read_text()
         assert code == EXIT_INTERNAL_ERROR, said
-        assert f"rank {frozen} of its 2" in said
+        assert f"waits for rank {frozen} of its 2" in said
         assert is_stopped(stopped.pid), "it is stopped, not dead"
         os.kill(stopped.pid, signal.SIGCONT)
         assert stopped.wait(240) != 0, "a rank that wakes up too late ends as well"

@@ -89,7 +89,7 @@ def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
     for rank in range(2):
         invalid, overflow = results(two_ranks, "refused", rank)
         assert "'g'[4]: its reward is nan" in invalid
-        assert "'g'[4];" in overflow
+        assert "not both finite, because of trajectory 'g'[4];" in overflow
 
 
 def test_what_one_rank_can_not_write_every_rank_raises(two_ranks: Path) -> None:

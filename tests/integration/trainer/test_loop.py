@@ -298,7 +298,7 @@ async def test_bfloat16_replicas_are_verified_within_each_versions_bounds(
 
 # what a model of 135 M parameters differs by in bfloat16 is a fault in a tiny one
 @pytest.mark.parametrize(("precision", "apart"), [("float32", 0.01), ("bfloat16", 0.15)])
-async def test_a_model_that_no_replica_computes_alike_ends_the_run_first(
+async def test_a_model_that_no_replica_computes_alike_is_never_trained(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path, precision: str, apart: float
 ) -> None:
     trainer.settings["policy"]["precision"] = precision
@@ -350,7 +350,7 @@ async def test_a_replica_whose_probabilities_drift_is_quarantined(
     assert f"replica {good.id} is quarantined" not in trainer.said()
 
 
-async def test_a_dead_fleet_is_replaced_at_the_version_it_is_found(
+async def test_another_fleet_takes_over_at_the_version_it_finds(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     first, second = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model)

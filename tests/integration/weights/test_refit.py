@@ -129,7 +129,7 @@ async def run(
     "model",
     ["untied", pytest.param("tied", marks=pytest.mark.nightly)],  # rollout/test_service.py has a tied one by day
 )
-async def test_log_probabilities_are_transformers_after_every_refit(run: Run, model: str) -> None:
+async def test_log_probabilities_equal_transformers_after_every_refit(run: Run, model: str) -> None:
     replica = await run.join(model, "a")
     prompt = choose_token_ids(run.source.model.config.vocab_size, 400, seed=1).tolist()
     groups = set()

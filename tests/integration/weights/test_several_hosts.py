@@ -53,4 +53,4 @@ def test_a_server_at_127_0_1_1_for_the_trainer_is_refused(tmp_path: Path, tiny_m
     code, trainer, _ = run(tmp_path, tiny_model, "redis://node:6379/0", "buffer")
     assert code != 0
     (error,) = [line for line in trainer.splitlines() if line.startswith("error: ")]
-    assert "node (replay.redis_url) resolves to 127.0.0.1" in error
+    assert "weight_channel.host is null, and node (replay.redis_url) resolves to 127.0.0.1" in error

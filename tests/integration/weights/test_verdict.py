@@ -81,7 +81,7 @@ async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_a_trainer_with_infinite_log_probabilities_sends_nothing(replay: ReplayClient, tiny_model: Path) -> None:
+async def test_a_trainer_with_nonfinite_log_probabilities_sends_nothing(replay: ReplayClient, tiny_model: Path) -> None:
     source = SourceModel(tiny_model)
     probe = np.full(source.probe_ids.size - 1, math.nan, np.float32)
     with pytest.raises(ServiceError, match=r"version 0 .* not finite"):

@@ -26,7 +26,7 @@ from tests.support.gateways import HI, ask, gate, open_episode, until
 from tests.support.toy_sessions import LIMITS, user
 
 
-async def test_any_gateway_forwards_what_is_another_ones() -> None:
+async def test_any_gateway_forwards_a_request_of_another_one() -> None:
     async with open_episode() as mine, open_episode() as other:
         other.gateway.peers = {mine.gateway.name: mine.address}
         for options in (

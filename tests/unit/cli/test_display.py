@@ -141,7 +141,7 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
     told = dict(progress([step, old], tmp_path))
     assert told["train"] == "step 12: reward 0.250"
     assert told["validation"] == "step 10: accuracy 0.500"
-    assert "(token_mult_prob_error 1.200)" in told["alarm"]
+    assert "step 12: trainer and inference disagree (token_mult_prob_error 1.200)" in told["alarm"]
     assert told[""] == f"see {tmp_path / 'disagreement_step12.png'}"
     assert progress([], tmp_path) == []
 
@@ -161,7 +161,7 @@ def test_the_trainers_waiting_is_told_per_step_and_per_run(tmp_path: Path) -> No
     waited_for.train = {0: first, 1: steady, 2: {**steady, "timing/train/wait_for_scores": 2.0}}
     assert describe_wait(waited_for) == "the trainer waited 40 % of the time, mostly for scores"
     waited_for.train = {0: first, 1: steady}
-    assert "waited 60 % of the time, mostly for scores" in shown(draw(waited_for))
+    assert "step 1: the trainer waited 60 % of the time, mostly for scores" in shown(draw(waited_for))
     assert ("", "the trainer waited 60 % of the time, mostly for scores") in progress(
         [("1-0", "train", 1, {"reward": 0.5, **steady})], tmp_path
     )

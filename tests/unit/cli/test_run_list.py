@@ -75,7 +75,9 @@ def test_the_page_of_a_comparison_has_both_curves(tmp_path: Path, monkeypatch: p
     assert "--html" in refused("runs", "compare", "old", "new", "--html", tmp_path / "no" / "both.html")
 
 
-def test_the_status_of_a_run_that_is_down_is_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_a_run_that_is_down_comes_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = past_run(tmp_path, "adder", 4, replay="{redis_port: 1}")
     with pytest.raises(ValueError, match="out"), recorded(folder, Stopped):
         raise ValueError(f"out of {HOSTILE}")

@@ -73,7 +73,7 @@ def test_what_was_published_is_read_back(checkpoints: Checkpoints, publish: Publ
     assert (folder / "policy" / "weights").read_text() == "9"
 
 
-def test_half_written_checkpoints_are_not_listed_and_removed_later(checkpoints: Checkpoints, publish: Publish) -> None:
+def test_half_written_checkpoints_are_never_listed_and_are_removed(checkpoints: Checkpoints, publish: Publish) -> None:
     publish(1)
     half = checkpoints.begin(2, "t1")
     (half / "state.json").write_text(state(2).model_dump_json())  # killed just before the rename
@@ -380,7 +380,7 @@ def test_a_trainer_that_wakes_after_its_successor_is_harmless(tmp_path: Path, ca
         lambda: old.begin(8, "old"),
         lambda: old.add_metrics(4, "old", {"val:accuracy": 1.0}),
     ):
-        with pytest.raises(ServiceError, match=r"old.*newest of the chain.*new"):
+        with pytest.raises(ServiceError, match=r"timeline old is not the newest of the chain.*timeline new"):
             late()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     new.publish(of("new", 6), {})
@@ -431,7 +431,7 @@ def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
     assert (tmp_path / "step_4" / "state.json").is_file(), "it was published, too late to be noticed"
     assert third.find_published() == [2]
     write(new.begin(4, "new"), 4)
-    assert "timeline old" in caplog.text
+    assert "checkpoint 4 was published by a trainer (timeline old)" in caplog.text
     new.publish(of("new", 4), {})
     assert third.state(4).timeline == "new"
     (aside,) = tmp_path.glob("abandoned-*")
@@ -473,7 +473,7 @@ def test_metrics_of_a_trainer_that_wakes_late_change_nothing(tmp_path: Path, goe
         new.add_metrics(4, "new", {"val:accuracy": 0.75})
 
     old.meanwhile = take_over
-    with pytest.raises(ServiceError, match=r"old.*newest of the chain"):
+    with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
         old.add_metrics(4, "old", {"val:accuracy": 0.125})
     third = Checkpoints(tmp_path, CheckpointingConfig())
     assert third.find_published() == [2, 4]

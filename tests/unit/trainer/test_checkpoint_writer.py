@@ -273,7 +273,7 @@ async def test_law_4_a_trainer_with_a_successor_publishes_nothing(tmp_path: Path
     if written:
         case.checkpoints.locate_unfinished(2, "t").mkdir()
     case.disk.may_write.set()
-    with pytest.raises(ServiceError, match=r"t is not the newest.*another trainer"):
+    with pytest.raises(ServiceError, match=r"timeline t is not the newest.*another trainer"):
         await case.writer.finish()
     assert successor.find_published() == [1]
     assert [version for version, *_ in case.buffer.commits] == [1]

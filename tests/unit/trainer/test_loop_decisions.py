@@ -135,7 +135,7 @@ def test_episodes_that_nobody_runs_are_waited_for_up_to_the_deadline() -> None:
     assert at(**{**nobody, "runners": 1}, runner_at=70.0) is Action.WAIT
     assert at(**{**nobody, "episodes": 0}, runner_at=70.0) is Action.WAIT
     reason = decide(PLAN, dataclasses.replace(AT_WORK, **nobody, runner_at=0.0)).reason
-    assert "no runner for 30 s (trainer.fleet_deadline_s)" in reason
+    assert "no runner for 30 s (trainer.fleet_deadline_s) at step 3, and 2 groups" in reason
 
 
 def test_a_validation_of_episodes_that_nobody_runs_ends_the_run() -> None:
@@ -313,6 +313,7 @@ def test_a_run_too_many_of_whose_prompts_failed_ends_as_an_error(counts: dict[st
 def test_the_error_says_how_many_failed_and_what_to_do() -> None:
     reason = decide(PLAN, dataclasses.replace(AT_WORK, counts={"failed": 60, "trained": 60})).reason
     assert "60 of the 120 prompts" in reason
+    assert "run.max_failed_share 0.2" in reason
     assert "headrace groups retry" in reason
 
 

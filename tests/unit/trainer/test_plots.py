@@ -91,7 +91,7 @@ def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
         "step 9: 0.75",
         *(f"step {step}: 1.001" for step in range(10)),
     ]
-    assert "held-out accuracy 0.750 at version 9" in page
+    assert "reward 0.900, held-out accuracy 0.750 at version 9" in page
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
