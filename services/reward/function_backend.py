@@ -17,8 +17,8 @@ from headrace.net import rpc
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.function_process import FunctionSpecification
-from headrace_services.reward.hub import RemoteBackend
 from headrace_services.reward.pool import WorkerProcess
+from headrace_services.reward.served import ServedBackend
 
 
 class FunctionProcess(WorkerProcess):
@@ -51,7 +51,7 @@ class FunctionBackend:
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
         self._process.what = f"the process of env.{name}"
         served = TargetConfig(target=address, **env.model_dump(include={*EpisodicConfig.model_fields}))
-        self._remote = RemoteBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
+        self._served = ServedBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,24 +62,24 @@ class FunctionBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
-        return await self._remote.score(trajectories, timeout_s)
+        """Score trajectories, like `EnvironmentBackend.score`."""
+        return await self._served.score(trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run an episode, like `RemoteBackend.run_episode`."""
-        return await self._remote.run_episode(episode, timeout_s)
+        """Run an episode, like `RunsEpisodes.run_episode`."""
+        return await self._served.run_episode(episode, timeout_s)
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `BuiltInBackend.describe`."""
+        """Describe the environment, like `EnvironmentBackend.describe`."""
         if not self._process.alive:
             return None, self._process.problem or f"{self._process.what} has died and is being restarted"
-        return await self._remote.describe()
+        return await self._served.describe()
 
     async def aclose(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._remote.aclose()
+        await self._served.aclose()
         await self._process.kill()
         self._stack.close()
 

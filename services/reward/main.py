@@ -27,15 +27,18 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
+from headrace_services.reward.backend import EnvironmentBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.episode_environments import EpisodeBackend
 from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
-from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.hub import Hub
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.reward_model import RewardModel
+from headrace_services.reward.sandboxed import SandboxedBackend
+from headrace_services.reward.served import ServedBackend
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
@@ -97,7 +100,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
-            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
+            name: SandboxedBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
 
         async def started(name: str, env: EpisodicConfig) -> FunctionBackend:
@@ -108,15 +111,15 @@ async def running(config: Config) -> AsyncIterator[Running]:
 
         attached: dict[str, AttachedBackend] = {}
 
-        async def reached(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | RemoteBackend:
+        async def reached(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | ServedBackend:
             if isinstance(env, AttachedConfig):
                 attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
                 return attached[name]
             if env.address is None:  # a program, or a file that `headrace up` does not serve
                 return await started(name, env)
-            remote = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
-            stack.push_async_callback(remote.aclose)
-            return remote
+            served = ServedBackend(name, env, reward.max_message_bytes, config.security, credentials)
+            stack.push_async_callback(served.aclose)
+            return served
 
         for name, env in config.env.items():
             if isinstance(env, LLMJudgeConfig | RewardModelConfig):
