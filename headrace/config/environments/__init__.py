@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import to_jsonable_python
 
 from headrace.config.environments.answers import MathConfig, MathMultiRewardConfig, ReasoningGymConfig
 from headrace.config.environments.base import (
@@ -91,7 +92,7 @@ _Kind = (
     | CommandConfig
     | AttachedConfig
 )
-_BOOL, _JSON = TypeAdapter(bool), TypeAdapter[Any](Any)
+_BOOL = TypeAdapter(bool)
 # Options that every environment took, though only some heeded them, before each kind had a model of its own.
 _ONCE_OF_ALL = ("require_stop", "unsafe_no_sandbox")
 
@@ -141,10 +142,12 @@ def drop_former(environments: Any) -> Any:
 
 
 def _drop_former(name: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values  # validation says what is wrong, here and below
     try:
         kind = _kind_of(name_type(name, values))
-    except (AttributeError, ValueError):
-        return values  # validation says what is wrong
+    except ValueError:
+        return values
     return {
         option: value
         for option, value in values.items()
@@ -155,7 +158,7 @@ def _drop_former(name: str, values: Any) -> Any:
 def _is_default(option: str, value: Any) -> bool:
     """Whether this is the option's default in a kind that has it, or null or empty where that kind needs one."""
     fields = [kind.model_fields[option] for kind in KINDS.values() if option in kind.model_fields]
-    defaults = [_JSON.dump_python(field.default, mode="json") for field in fields if not field.is_required()]
+    defaults = [to_jsonable_python(field.default) for field in fields if not field.is_required()]
     return bool(fields) and (value in (None, [], {}) or value in defaults)
 
 
