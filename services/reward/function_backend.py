@@ -4,11 +4,10 @@ dies."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from headrace.base.scratch import scratch_folder
 from headrace.base.tls import trusting
 from headrace.config.environments import EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
@@ -41,11 +40,10 @@ class FunctionBackend:
 
     awaited = True
 
-    def __init__(self, name: str, env: EpisodicConfig, authorities: str | None) -> None:
-        """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
+    def __init__(self, name: str, env: EpisodicConfig, folder: Path, authorities: str | None) -> None:
+        """`folder`, which only this user may enter, is for the socket. `authorities` is `security.tls_ca`, which the environment's programs
+        trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
-        self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(scratch_folder("headrace-program-"))
         address = f"unix:{folder / 'program'}"
         told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
@@ -81,7 +79,6 @@ class FunctionBackend:
             await asyncio.gather(self._keeping, return_exceptions=True)
         await self._served.aclose()
         await self._process.kill()
-        self._stack.close()
 
     async def _keep(self) -> None:
         while True:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError
+from headrace.base.scratch import scratch_folder
 from headrace.config import Config
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import (
@@ -103,20 +104,18 @@ async def running(config: Config) -> AsyncIterator[Running]:
             name: SandboxedBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
 
-        async def started(name: str, env: EpisodicConfig) -> FunctionBackend:
-            function = FunctionBackend(name, env, config.security.tls_ca)
-            stack.push_async_callback(function.aclose)
-            await function.start()
-            return function
-
         attached: dict[str, AttachedBackend] = {}
 
-        async def reached(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | ServedBackend:
+        async def reach(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | ServedBackend:
             if isinstance(env, AttachedConfig):
                 attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
                 return attached[name]
             if env.address is None:  # a program, or a file that `headrace up` does not serve
-                return await started(name, env)
+                folder = stack.enter_context(scratch_folder("headrace-program-"))
+                function = FunctionBackend(name, env, folder, config.security.tls_ca)
+                stack.push_async_callback(function.aclose)
+                await function.start()
+                return function
             served = ServedBackend(name, env, reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(served.aclose)
             return served
@@ -128,7 +127,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
             elif isinstance(env, EpisodicConfig):
-                backend = await reached(name, env)
+                backend = await reach(name, env)
                 environments[name] = EpisodeBackend(name, env, backend, environments) if env.episodes else backend
         for name, env in config.env.items():
             if isinstance(env, CombineConfig):
