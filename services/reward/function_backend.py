@@ -15,12 +15,12 @@ from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.function_process import FunctionSpecification
-from headrace_services.reward.pool import WorkerProcess
 from headrace_services.reward.served import ServedBackend
 
 
-class FunctionProcess(WorkerProcess):
+class FunctionProcess(ChildProcess):
     """A process with the user's environment variables and those in `told`, but without the variables of Headrace's services."""
 
     start_timeout_s = LOAD_S
@@ -28,6 +28,7 @@ class FunctionProcess(WorkerProcess):
 
     def __init__(self, specification: FunctionSpecification, told: Mapping[str, str]) -> None:
         super().__init__(specification)
+        self.what = f"the process of env.{specification.name}"
         self._told = told
 
     def environ(self) -> dict[str, str]:
@@ -47,7 +48,6 @@ class FunctionBackend:
         address = f"unix:{folder / 'program'}"
         told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
-        self._process.what = f"the process of env.{name}"
         served = TargetConfig(target=address, **env.model_dump(include={*EpisodicConfig.model_fields}))
         self._served = ServedBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
         self._keeping: asyncio.Task[None] | None = None
