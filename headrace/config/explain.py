@@ -84,11 +84,15 @@ def similar(name: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def nearest(path: Path) -> str | None:
+def _beside(path: Path) -> list[str]:
+    return [key[-1] for key in known_keys() if key[:-1] == pattern(path[:-1])]
+
+
+def nearest(path: Path, known: Sequence[str] = ()) -> str | None:
     """Return the known key most similar to the unknown `path`: a close one in the same section, else the key that another framework calls
-    so, else one of a similar name elsewhere."""
+    so, else one of a similar name elsewhere. The section has the keys `known`, if not all sections at this place have the same."""
     parent, name = path[:-1], path[-1]
-    beside = [key[-1] for key in known_keys() if key[:-1] == pattern(parent)]
+    beside = known or _beside(path)
     if close := difflib.get_close_matches(name, beside, 1, _VERY_CLOSE):
         return ".".join((*parent, close[0]))
     if name in NAMES:
@@ -97,20 +101,20 @@ def nearest(path: Path) -> str | None:
         return ".".join((*parent, found))
     by_name: dict[str, Path] = {}
     for key in known_keys():
-        by_name.setdefault(key[-1], key)
+        if key[:-1] != pattern(parent):
+            by_name.setdefault(key[-1], key)
     if close := difflib.get_close_matches(name, by_name, 1, 0.75):
         return ".".join("<name>" if part == "*" else part for part in by_name[close[0]])
     return None
 
 
-def _unknown(path: Path, value: Any, origin: str, named: Named) -> str:
+def _unknown(path: Path, value: Any, origin: str, named: Named, known: Sequence[str]) -> str:
     key = ".".join(named(path))
     shown = "" if isinstance(value, dict) else f", value {in_yaml(value)}"
-    if found := nearest(path):
+    if found := nearest(path, known):
         return f"{key}: unknown key{shown}{origin}; did you mean {'.'.join(named(tuple(found.split('.'))))}?"
-    beside = sorted(known[-1] for known in known_keys() if known[:-1] == pattern(path[:-1]))
     where = ".".join(named(path[:-1])) or "the top level"
-    return f"{key}: unknown key{shown}{origin}; {where} has {', '.join(beside)}"
+    return f"{key}: unknown key{shown}{origin}; {where} has {', '.join(sorted(known or _beside(path)))}"
 
 
 def _remedy(path: Path, error: ErrorDetails) -> str:
@@ -133,7 +137,7 @@ def _line(error: ErrorDetails, origin: Origin, named: Named, references: Sequenc
     name = next((part for part in reversed(path) if not part.isdecimal()), "")
     key, value = ".".join(named(path)), restore_references(error["input"], references, name)
     if error["type"] == "extra_forbidden":
-        return _unknown(path, value, origin(path), named)
+        return _unknown(path, value, origin(path), named, error.get("ctx", {}).get("known", ()))
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
         mentioned = [tuple(name.split(".")) for name in _KEY.findall(message)]

@@ -200,7 +200,7 @@ class AttachedBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
+        """Score trajectories, like `EnvironmentBackend.score`."""
         problem = self._problem()
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
@@ -209,7 +209,7 @@ class AttachedBackend:
         return await self._spread(trajectories, asyncio.get_running_loop().time() + limit, full, is_second=False)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run an episode, like `RemoteBackend.run_episode`. It goes to one process only: if that process disappears, the episode has
+        """Run an episode, like `RunsEpisodes.run_episode`. It goes to one process only: if that process disappears, the episode has
         begun."""
         kind = pb.WORK_KIND_EPISODE
         if (problem := self._problem(kind)) is not None:
@@ -238,7 +238,7 @@ class AttachedBackend:
         return check_outcome(outcome, self._name, stream.describe(self._name))
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the newest build, like `BuiltInBackend.describe`, with the capacity of all processes of that build."""
+        """Describe the newest build, like `EnvironmentBackend.describe`, with the capacity of all processes of that build."""
         problem = self._problem(pb.WORK_KIND_EPISODE if self._env.episodes else pb.WORK_KIND_SCORE)
         if problem is not None:
             return None, problem

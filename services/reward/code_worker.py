@@ -7,7 +7,7 @@ A code worker enters its own namespaces, whose read-only root holds only the sys
 time as a new process, in PID and IPC namespaces of its own and an empty in-memory folder, with limits, and leaves nothing of it behind. It
 gets programs and their input, never the expected output.
 
-The sockets carry msgpack in frames like those of `scoring_worker`. The first frame out names what the machine denies (empty: nothing). Then
+The sockets carry msgpack in frames (`frames`). The first frame out names what the machine denies (empty: nothing). Then
 each `Run` in is followed by a `ProgramResult` out, after an empty frame if the program fell asleep.
 """
 

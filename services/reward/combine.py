@@ -13,8 +13,8 @@ from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.backend import EnvironmentBackend, score_metered
 from headrace_services.reward.environment_build import compute_build
-from headrace_services.reward.hub import EnvironmentBackend, score_metered
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
 # that cost an attempt before those that don't.
@@ -40,7 +40,7 @@ class CombineBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
+        """Score trajectories, like `EnvironmentBackend.score`."""
         deadline = time.monotonic() + min(self._env.timeout_s, timeout_s or math.inf)
         scores: list[dict[str, Score]] = [{} for _ in trajectories]
         gate = self._env.gate
@@ -52,7 +52,7 @@ class CombineBackend:
         return [score_to_wire(self._whole(found)) for found in scores]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `BuiltInBackend.describe`. Its capacity is the smallest of its parts'. A part that can't score
+        """Describe the environment, like `EnvironmentBackend.describe`. Its capacity is the smallest of its parts'. A part that can't score
         reports this under its own name."""
         answers = await asyncio.gather(*(backend.describe() for backend in self._parts.values()))
         capacities = [description.capacity for description, _ in answers if description is not None]

@@ -9,7 +9,7 @@ from headrace.config.environments import EpisodicConfig
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import make_outcome, make_result
-from headrace_services.reward.hub import EnvironmentBackend, RunsEpisodes, score_metered
+from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_metered
 
 
 class ProgramBackend(RunsEpisodes, Protocol):
@@ -38,7 +38,7 @@ class EpisodeBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
+        """Score trajectories, like `EnvironmentBackend.score`."""
         grader = self._env.grader
         if grader is None:
             said = f"env.{self._name} runs episodes, and their program returns the reward; to have them graded, set env.{self._name}.grader"
@@ -52,8 +52,7 @@ class EpisodeBackend:
         return await score_metered(grader, self._environments[grader], asked, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run the episode, and return its outcome within `timeout_s`. If a grader gives the reward, the outcome has a result only for a
-        failure. Does not raise."""
+        """Run the episode, like `RunsEpisodes.run_episode`. If a grader gives the reward, the outcome has a result only for a failure."""
         outcome = await self._programs.run_episode(episode, timeout_s)
         if self._env.grader is None and not outcome.HasField("result"):
             said = f"the program returned no reward; return one, or name the environment that gives it (env.{self._name}.grader)"
@@ -63,7 +62,7 @@ class EpisodeBackend:
         return outcome
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Return the program's description, like `BuiltInBackend.describe`, with the grader's capacity for trajectories."""
+        """Return the program's description, like `EnvironmentBackend.describe`, with the grader's capacity for trajectories."""
         said, problem = await self._programs.describe()
         if said is None:
             return None, problem

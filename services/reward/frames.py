@@ -1,4 +1,4 @@
-"""What the hub and its child processes say to each other: frames on pipes, each a 4-byte big-endian length and that many bytes.
+"""Frames between two processes: a 4-byte big-endian length, and that many bytes. And how the hub and a child process of it begin.
 
 The first frame to a child is its specification as JSON, and the first from it is `Started` as JSON. What follows is the child's own.
 """

@@ -4,11 +4,10 @@ dies."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from headrace.base.scratch import scratch_folder
 from headrace.base.tls import trusting
 from headrace.config.environments import EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
@@ -16,12 +15,12 @@ from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.function_process import FunctionSpecification
-from headrace_services.reward.hub import RemoteBackend
-from headrace_services.reward.pool import WorkerProcess
+from headrace_services.reward.served import ServedBackend
 
 
-class FunctionProcess(WorkerProcess):
+class FunctionProcess(ChildProcess):
     """A process with the user's environment variables and those in `told`, but without the variables of Headrace's services."""
 
     start_timeout_s = LOAD_S
@@ -29,6 +28,7 @@ class FunctionProcess(WorkerProcess):
 
     def __init__(self, specification: FunctionSpecification, told: Mapping[str, str]) -> None:
         super().__init__(specification)
+        self.what = f"the process of env.{specification.name}"
         self._told = told
 
     def environ(self) -> dict[str, str]:
@@ -41,17 +41,15 @@ class FunctionBackend:
 
     awaited = True
 
-    def __init__(self, name: str, env: EpisodicConfig, authorities: str | None) -> None:
-        """`authorities` is `security.tls_ca`, which the environment's programs trust. Raises `ConfigError` if it can't be used."""
+    def __init__(self, name: str, env: EpisodicConfig, folder: Path, authorities: str | None) -> None:
+        """`folder`, which only this user may enter, is for the socket. `authorities` is `security.tls_ca`, which the environment's programs
+        trust. Raises `ConfigError` if it can't be used."""
         self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
-        self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(scratch_folder("headrace-program-"))
         address = f"unix:{folder / 'program'}"
         told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)
-        self._process.what = f"the process of env.{name}"
         served = TargetConfig(target=address, **env.model_dump(include={*EpisodicConfig.model_fields}))
-        self._remote = RemoteBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
+        self._served = ServedBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,26 +60,25 @@ class FunctionBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
-        return await self._remote.score(trajectories, timeout_s)
+        """Score trajectories, like `EnvironmentBackend.score`."""
+        return await self._served.score(trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run an episode, like `RemoteBackend.run_episode`."""
-        return await self._remote.run_episode(episode, timeout_s)
+        """Run an episode, like `RunsEpisodes.run_episode`."""
+        return await self._served.run_episode(episode, timeout_s)
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `BuiltInBackend.describe`."""
+        """Describe the environment, like `EnvironmentBackend.describe`."""
         if not self._process.alive:
             return None, self._process.problem or f"{self._process.what} has died and is being restarted"
-        return await self._remote.describe()
+        return await self._served.describe()
 
     async def aclose(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._remote.aclose()
+        await self._served.aclose()
         await self._process.kill()
-        self._stack.close()
 
     async def _keep(self) -> None:
         while True:

@@ -41,11 +41,11 @@ class HostedBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `BuiltInBackend.score`."""
+        """Score trajectories, like `EnvironmentBackend.score`."""
         samples = [sample_from_wire(trajectory) for trajectory in trajectories]
         scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf))
         return [score_to_wire(score) for score in scores]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `BuiltInBackend.describe`."""
+        """Describe the environment, like `EnvironmentBackend.describe`."""
         return self._scorer.description, self._environment.problem()

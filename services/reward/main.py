@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError
+from headrace.base.scratch import scratch_folder
 from headrace.config import Config
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import (
@@ -27,15 +28,18 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
+from headrace_services.reward.backend import EnvironmentBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.episode_environments import EpisodeBackend
 from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
-from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.hub import Hub
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.reward_model import RewardModel
+from headrace_services.reward.sandboxed import SandboxedBackend
+from headrace_services.reward.served import ServedBackend
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
@@ -97,26 +101,24 @@ async def running(config: Config) -> AsyncIterator[Running]:
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
-            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
+            name: SandboxedBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
-
-        async def started(name: str, env: EpisodicConfig) -> FunctionBackend:
-            function = FunctionBackend(name, env, config.security.tls_ca)
-            stack.push_async_callback(function.aclose)
-            await function.start()
-            return function
 
         attached: dict[str, AttachedBackend] = {}
 
-        async def reached(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | RemoteBackend:
+        async def reach(name: str, env: EpisodicConfig) -> AttachedBackend | FunctionBackend | ServedBackend:
             if isinstance(env, AttachedConfig):
                 attached[name] = AttachedBackend(name, env, with_port(replace_wildcard(reward.host), port))
                 return attached[name]
             if env.address is None:  # a program, or a file that `headrace up` does not serve
-                return await started(name, env)
-            remote = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
-            stack.push_async_callback(remote.aclose)
-            return remote
+                folder = stack.enter_context(scratch_folder("headrace-program-"))
+                function = FunctionBackend(name, env, folder, config.security.tls_ca)
+                stack.push_async_callback(function.aclose)
+                await function.start()
+                return function
+            served = ServedBackend(name, env, reward.max_message_bytes, config.security, credentials)
+            stack.push_async_callback(served.aclose)
+            return served
 
         for name, env in config.env.items():
             if isinstance(env, LLMJudgeConfig | RewardModelConfig):
@@ -125,7 +127,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
             elif isinstance(env, EpisodicConfig):
-                backend = await reached(name, env)
+                backend = await reach(name, env)
                 environments[name] = EpisodeBackend(name, env, backend, environments) if env.episodes else backend
         for name, env in config.env.items():
             if isinstance(env, CombineConfig):

@@ -14,15 +14,15 @@ from headrace.base.errors import ServiceError
 from headrace.config.environments import RewardModelConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
+from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.environments.base import score_truncated
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
-from headrace_services.reward.pool import WorkerProcess
 
 _ANSWERS = msgspec.msgpack.Decoder(list[Answer])
 
 
-class ModelProcess(WorkerProcess):
+class ModelProcess(ChildProcess):
     """The process of a model. It needs the user's environment variables to find the model's files and the device."""
 
     what = "the process of a reward model"

@@ -28,12 +28,12 @@ from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.records.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.environments import make
-from headrace_services.reward.environments.base import BuiltInEnvironment, Observation, Wait
+from headrace_services.reward.environments.base import Observation, SandboxedEnvironment, Wait
 from headrace_services.reward.environments.code import refusal
 from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
-Make = Callable[[str, SandboxedConfig], BuiltInEnvironment[Any]]
+Make = Callable[[str, SandboxedConfig], SandboxedEnvironment[Any]]
 _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took
 
 
@@ -86,7 +86,7 @@ def main(make: Make = make) -> None:
     _Worker(sandbox, environments, hub).serve()
 
 
-def _load(specification: Specification, make: Make) -> dict[str, BuiltInEnvironment[Any]]:
+def _load(specification: Specification, make: Make) -> dict[str, SandboxedEnvironment[Any]]:
     sources = [DataSourceConfig.model_validate(source) for source in specification.sources]
     environments = {}
     for name, values in specification.environments.items():
@@ -108,7 +108,7 @@ def _check_threads() -> None:
         )
 
 
-def _quick_result(environments: Mapping[str, BuiltInEnvironment[Any]], trajectory: bytes) -> bytes | None:
+def _quick_result(environments: Mapping[str, SandboxedEnvironment[Any]], trajectory: bytes) -> bytes | None:
     """Return the result if it takes no more than a comparison, else None. An error is left to the trajectory's own turn."""
     wire = pb.Trajectory.FromString(trajectory)
     environment = environments[wire.environment]
@@ -122,7 +122,7 @@ def _quick_result(environments: Mapping[str, BuiltInEnvironment[Any]], trajector
 class _Worker:
     """Answers requests. `_waiting` has those that wait, by the file descriptor that they wait for."""
 
-    def __init__(self, sandbox: Sandbox, environments: Mapping[str, BuiltInEnvironment[Any]], hub: HubPipes) -> None:
+    def __init__(self, sandbox: Sandbox, environments: Mapping[str, SandboxedEnvironment[Any]], hub: HubPipes) -> None:
         self._sandbox = sandbox
         self._environments = environments
         self._requests, self._replies = hub.requests, hub.replies
@@ -185,7 +185,7 @@ class _Worker:
 class _Scoring:
     """The scoring of one trajectory. `steps` does what must happen in the worker itself."""
 
-    def __init__(self, request: ScoreRequest, environment: BuiltInEnvironment[Any], wire: pb.Trajectory) -> None:
+    def __init__(self, request: ScoreRequest, environment: SandboxedEnvironment[Any], wire: pb.Trajectory) -> None:
         self.request = request
         self._environment = environment
         self._wire = wire

@@ -38,7 +38,8 @@ from headrace.replay.connection import open_redis
 from headrace.run.lineage import LineageFiles
 from headrace_services.replay.http import build_app as replay_app
 from headrace_services.reward.http import build_app as reward_app
-from headrace_services.reward.hub import Hub, RemoteBackend
+from headrace_services.reward.hub import Hub
+from headrace_services.reward.served import ServedBackend
 from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry.http import build_app as trainer_app
 from tests.fuzz.asgi import Request
@@ -133,7 +134,7 @@ def service(
 
 async def _reward(config: Config) -> Service:
     env = TargetConfig(target="127.0.0.1:1")
-    backend = RemoteBackend("mine", env, 2**20, config.security, None)
+    backend = ServedBackend("mine", env, 2**20, config.security, None)
     return Service(reward_app(Hub({"mine": backend}, {"mine": env}, {})))
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from headrace.config.environments import SandboxedConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import BuiltInEnvironment
+from headrace_services.reward.environments.base import SandboxedEnvironment
 from headrace_services.reward.scoring_worker import main
 
 ENDS_AT_SIGHT = "end"
 
 
-class Evaluating(BuiltInEnvironment[SandboxedConfig]):
+class Evaluating(SandboxedEnvironment[SandboxedConfig]):
     def __init__(self, name: str, env: SandboxedConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
@@ -33,7 +33,7 @@ class Evaluating(BuiltInEnvironment[SandboxedConfig]):
         return reward
 
 
-def make(name: str, env: SandboxedConfig) -> BuiltInEnvironment[SandboxedConfig]:
+def make(name: str, env: SandboxedConfig) -> SandboxedEnvironment[SandboxedConfig]:
     return Evaluating(name, env)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from headrace.config.environments.answers import MathConfig, MathMultiRewardConfig, ReasoningGymConfig
 from headrace.config.environments.base import (
@@ -91,7 +92,7 @@ _Kind = (
     | CommandConfig
     | AttachedConfig
 )
-_BOOL, _JSON = TypeAdapter(bool), TypeAdapter[Any](Any)
+_BOOL = TypeAdapter(bool)
 # Options that every environment took, though only some heeded them, before each kind had a model of its own.
 _ONCE_OF_ALL = ("require_stop", "unsafe_no_sandbox")
 
@@ -141,10 +142,12 @@ def drop_former(environments: Any) -> Any:
 
 
 def _drop_former(name: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values  # validation says what is wrong, here and below
     try:
         kind = _kind_of(name_type(name, values))
-    except (AttributeError, ValueError):
-        return values  # validation says what is wrong
+    except ValueError:
+        return values
     return {
         option: value
         for option, value in values.items()
@@ -155,7 +158,7 @@ def _drop_former(name: str, values: Any) -> Any:
 def _is_default(option: str, value: Any) -> bool:
     """Whether this is the option's default in a kind that has it, or null or empty where that kind needs one."""
     fields = [kind.model_fields[option] for kind in KINDS.values() if option in kind.model_fields]
-    defaults = [_JSON.dump_python(field.default, mode="json") for field in fields if not field.is_required()]
+    defaults = [to_jsonable_python(field.default) for field in fields if not field.is_required()]
     return bool(fields) and (value in (None, [], {}) or value in defaults)
 
 
@@ -197,13 +200,14 @@ def _kind_of(values: Mapping[str, Any]) -> type[EnvConfig]:
         return KINDS[value]
     close = difflib.get_close_matches(str(value), BUILT_IN, 1)
     meant = f"did you mean {close[0]}?" if close else f"they are {', '.join(BUILT_IN)}"
-    raise _wrong({"type": (value, f"{in_yaml(value)} is not a built-in environment; {meant}")})
+    raise _error([_wrong("type", value, f"{in_yaml(value)} is not a built-in environment; {meant}")])
 
 
 def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
-    """Return the options without those that are null or off to say that they are left out. Raises `ValueError` for options of other
-    kinds."""
-    own, wrong = {}, {}
+    """Return the options without those that are null or off to say that they are left out. Raises `ValueError` for options that the kind
+    doesn't have."""
+    own: dict[str, Any] = {}
+    wrong: list[InitErrorDetails] = []
     whose = f"type {_key(kind)}" if issubclass(kind, BuiltInConfig) else _NAMED[_key(kind)]
     for option, value in values.items():
         field = kind.model_fields.get(option)
@@ -212,12 +216,15 @@ def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
         if field is not None and not (left_out and field.is_required()):
             own[option] = value
         elif not owners:
-            own[option] = value  # the model says that it is unknown
+            # pydantic's own error, with the keys that may be meant: those of the kind, and those that would have decided it
+            known = sorted({*kind.model_fields, *_DECIDING})
+            unknown = PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", {"known": known})
+            wrong.append({"type": unknown, "loc": (option,), "input": value})
         elif not left_out:
             said = f"{in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out or null"
-            wrong[option] = (value, said)
+            wrong.append(_wrong(option, value, said))
     if wrong:
-        raise _wrong(wrong)
+        raise _error(wrong)
     return own
 
 
@@ -226,14 +233,8 @@ def _owners(option: str) -> list[str]:
     return [_NAMED[key] for key, kind in KINDS.items() if option in kind.model_fields]
 
 
-def _wrong(found: Mapping[str, tuple[Any, str]]) -> ValidationError:
-    """Return the error about these options: the value of each, and what is wrong with it."""
-    return _error(
-        [
-            {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(said)}}
-            for option, (value, said) in found.items()
-        ]
-    )
+def _wrong(option: str, value: Any, said: str) -> InitErrorDetails:
+    return {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(said)}}
 
 
 def _error(found: list[InitErrorDetails]) -> ValidationError:

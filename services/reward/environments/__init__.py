@@ -15,10 +15,10 @@ from headrace.config.environments import (
     RepetitionConfig,
     SandboxedConfig,
 )
-from headrace_services.reward.environments.base import BuiltInEnvironment
+from headrace_services.reward.environments.base import SandboxedEnvironment
 
 
-def make(name: str, env: SandboxedConfig) -> BuiltInEnvironment[Any]:
+def make(name: str, env: SandboxedConfig) -> SandboxedEnvironment[Any]:
     """Create the built-in environment of `env.<name>`. Imports its module only now, because some need heavy libraries. Raises `ImportError`
     if a library is not installed."""
     match env:

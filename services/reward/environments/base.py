@@ -39,8 +39,8 @@ ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 Observation = Generator[Wait, None, Score | None]
 
 
-class BuiltInEnvironment(Environment, Generic[ConfigT]):
-    """The base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`. `software` names the
+class SandboxedEnvironment(Environment, Generic[ConfigT]):
+    """The base of these environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`. `software` names the
     libraries that they judge with."""
 
     def __init__(self, name: str, env: ConfigT, *software: str) -> None:

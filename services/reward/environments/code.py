@@ -23,8 +23,8 @@ from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
 from headrace_services.reward.environments.base import (
-    BuiltInEnvironment,
     Observation,
+    SandboxedEnvironment,
     Wait,
     extract_answer,
     shorten_answer,
@@ -57,7 +57,7 @@ class Tests(msgspec.Struct):
     fn_name: str | None = None
 
 
-class Code(BuiltInEnvironment[CodeConfig]):
+class Code(SandboxedEnvironment[CodeConfig]):
     """Runs the tests of a problem on the program in a completion.
 
     `extra_env_info` is `{"inputs": […], "outputs": […]}`: each test's standard input and expected standard output. With `"fn_name"` they

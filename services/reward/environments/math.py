@@ -15,14 +15,14 @@ from headrace.config.environments import MathConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import read_version
-from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer, shorten_answer
+from headrace_services.reward.environments.base import SandboxedEnvironment, choice, extract_answer, shorten_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
-class Math(BuiltInEnvironment[MathConfig]):
+class Math(SandboxedEnvironment[MathConfig]):
     """Compares a number or a formula. `extra_env_info` is `{"answer": …}`, a number or LaTeX.
 
     The reward is 1 if math-verify finds an equal expression in the completion (a boxed one first, else the last), else 0. With `extract` it

@@ -7,13 +7,13 @@ import re
 from headrace.config.environments import MathMultiRewardConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import BuiltInEnvironment, shorten_answer
+from headrace_services.reward.environments.base import SandboxedEnvironment, shorten_answer
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
-class MathMultiReward(BuiltInEnvironment[MathMultiRewardConfig]):
+class MathMultiReward(SandboxedEnvironment[MathMultiRewardConfig]):
     """Rewards a correct answer, an integer, and the format. `extra_env_info` is `{"answer": …}`, text or a number. The components are each
     0 or 1, by the rules of NeMo RL's environment of this name. The reward is their sum.
 

@@ -16,11 +16,11 @@ from headrace.config.environments import ReasoningGymConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
 from headrace_services.reward.environment_build import read_version
-from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shorten_answer
+from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 
-class ReasoningGym(BuiltInEnvironment[ReasoningGymConfig]):
+class ReasoningGym(SandboxedEnvironment[ReasoningGymConfig]):
     """Scores the tasks of reasoning-gym.
 
     `extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, with the entry as `tagged_json.to_json` writes it. If

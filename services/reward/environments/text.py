@@ -7,10 +7,10 @@ import re
 from headrace.config.environments import FormatConfig, LengthConfig, RegexConfig, RepetitionConfig
 from headrace.env.environment import Sample
 from headrace.records.trajectory import Score
-from headrace_services.reward.environments.base import BuiltInEnvironment, extract_answer, shorten_answer
+from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
 
 
-class Regex(BuiltInEnvironment[RegexConfig]):
+class Regex(SandboxedEnvironment[RegexConfig]):
     """Rewards 1 if `pattern` is found in what `extract` takes from the completion, else 0."""
 
     def __init__(self, name: str, env: RegexConfig) -> None:
@@ -24,7 +24,7 @@ class Regex(BuiltInEnvironment[RegexConfig]):
         return Score("SCORED", reward=float(found is not None), metadata={"found": shorten_answer(found and found[0])})
 
 
-class Format(BuiltInEnvironment[FormatConfig]):
+class Format(SandboxedEnvironment[FormatConfig]):
     """Rewards 1 if the completion consists of `tags`, each opened and closed once and in this order, with only blanks between and around
     them, else 0."""
 
@@ -45,7 +45,7 @@ class Format(BuiltInEnvironment[FormatConfig]):
         return float(not rest)
 
 
-class Length(BuiltInEnvironment[LengthConfig]):
+class Length(SandboxedEnvironment[LengthConfig]):
     """Rewards 1 if the completion has `min_tokens` to `max_tokens` tokens. Outside that range the reward falls to 0 within
     `fade_tokens`."""
 
@@ -65,7 +65,7 @@ class Length(BuiltInEnvironment[LengthConfig]):
         return Score("SCORED", reward=reward, metadata={"tokens": tokens})
 
 
-class Repetition(BuiltInEnvironment[RepetitionConfig]):
+class Repetition(SandboxedEnvironment[RepetitionConfig]):
     """Rewards the share of distinct runs of `ngram` tokens: 1 if no run occurs twice, near 0 if the completion goes round in circles. A
     completion shorter than `ngram` repeats nothing."""
 

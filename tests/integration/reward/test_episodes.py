@@ -24,7 +24,7 @@ from headrace.env.wire import episode_to_wire, outcome_from_wire
 from headrace.net import rpc
 from headrace.net.credentials import Credentials, complete
 from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
-from headrace_services.reward import hub as hub_module
+from headrace_services.reward import served as served_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub, until
@@ -288,7 +288,7 @@ async def test_a_served_environment_runs_no_more_episodes_than_it_says(monkeypat
         first = asyncio.create_task(score(hub, episode()))
         await begun.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(hub_module, "ROOM_WAIT_S", 0.01)
+            patched.setattr(served_module, "ROOM_WAIT_S", 0.01)
             full = await score(hub, episode())
         assert (full.status, full.message) == ("NOT_STARTED", f"{target} runs 1 episodes, its maximum")
         waiting = [asyncio.create_task(score(hub, episode())) for _ in range(2)]  # each for the one before

@@ -106,6 +106,21 @@ def test_the_key_that_says_the_kind_is_named_where_it_is_misspelt(tmp_path: Path
         load(file, environ={})
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("patern", r"env\.math has .*extract, failure_share, "),
+        ("tolerence", r"did you mean env\.math\.tolerance\?"),
+        ("tagret", r"did you mean env\.math\.target\?"),
+    ],
+)
+def test_an_unknown_option_is_taken_for_none_of_another_kind(tmp_path: Path, option: str, said: str) -> None:
+    (tmp_path / "run.yaml").write_text("env: {math: {}}\n")
+    with pytest.raises(ConfigError, match=rf"env\.math\.{option}: unknown key.*{said}") as refused:
+        load(tmp_path / "run.yaml", [f"env.math.{option}=1"], {})
+    assert "pattern" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("option", "default"), [("timeout_s", None), ("require_stop", "false")])
 def test_the_default_of_another_kind_is_not_offered(tmp_path: Path, option: str, default: str | None) -> None:
     file = tmp_path / "run.yaml"

@@ -10,11 +10,11 @@ from headrace import Sample, Score
 from headrace.config.environments import SandboxedConfig, read_environment
 from headrace.env.wire import sample_to_wire
 from headrace_services.reward.environments import make
-from headrace_services.reward.environments.base import BuiltInEnvironment, choice, extract_answer
+from headrace_services.reward.environments.base import SandboxedEnvironment, choice, extract_answer
 from headrace_services.reward.scoring_worker import score_one
 
 
-def made(name: str, **options: Any) -> BuiltInEnvironment[Any]:
+def made(name: str, **options: Any) -> SandboxedEnvironment[Any]:
     env = read_environment(options)
     assert isinstance(env, SandboxedConfig)
     return make(name, env)

@@ -1,4 +1,4 @@
-"""How a worker process of the reward service is restarted."""
+"""How a child process of the hub is restarted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from headrace.base.errors import ServiceError
-from headrace_services.reward.pool import WorkerProcess
+from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.scoring_worker import Specification
 
 
-class Failing(WorkerProcess):
+class Failing(ChildProcess):
     """Can't start seven times."""
 
     starts = 0
