@@ -46,7 +46,8 @@ from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import SAMPLE, ReplicaClient, Sampled, SampleRequest
 from headrace.net.service import bind, serve_openly
-from headrace.records.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import EpisodeTrajectory, Group, Int32, Sampling
 from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.agents.fleet import Fleet, RunClock

@@ -15,7 +15,7 @@ import grpc
 
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.net import rpc
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
 
 SERVICE, METHOD = "bare", "Score"

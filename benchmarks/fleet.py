@@ -37,7 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.buffer import group, limits, server
-from headrace.records.trajectory import Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
 from headrace_services.refit.probe import PROBE_TOKENS

@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.buffer import BYTES_A_TOKEN, group, limits, refit, server, verified_replica
-from headrace.records.trajectory import Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library

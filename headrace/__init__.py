@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.base.errors import ChatError
 from headrace.env.environment import Environment, Sample
 from headrace.env.episode import Episode
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 
 if TYPE_CHECKING:
     from headrace.env.attachment import Attachment

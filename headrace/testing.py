@@ -36,7 +36,8 @@ from headrace.env.kit.scripted_policy import Answers, PolicyCall, ScriptedPolicy
 from headrace.env.server import serving
 from headrace.env.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 from headrace.net import rpc
-from headrace.records.trajectory import Message, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import Message
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 T = TypeVar("T")

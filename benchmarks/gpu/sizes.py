@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_step import trajectories_of
 from headrace.config import Config
-from headrace.records.trajectory import Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Trajectory
 from headrace_services.trainer.demo_models import already_made, publish
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from headrace_services.trainer.learning.batch import Batch

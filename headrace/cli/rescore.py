@@ -29,7 +29,8 @@ from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
 from headrace.net.credentials import load_credentials
-from headrace.records.trajectory import AnyTrajectory, Group, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Group
 from headrace.replay import HeldGroup
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 

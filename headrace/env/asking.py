@@ -11,7 +11,7 @@ import grpc
 from headrace.base.errors import CodecError
 from headrace.env.environment import Sample
 from headrace.env.wire import score_from_wire
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import trajectory_pb2
 
 _PAUSE_S = 0.05

@@ -38,7 +38,7 @@ from headrace.env.wire import (
 )
 from headrace.net import rpc
 from headrace.net.credentials import Credentials
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1 import trajectory_pb2

@@ -23,7 +23,8 @@ import msgspec
 
 from headrace.env.episode import Episode
 from headrace.env.source_build import source_build
-from headrace.records.trajectory import FinishReason, Message, Score, reward_problem
+from headrace.records.score import Score, reward_problem
+from headrace.records.trajectory import FinishReason, Message
 
 _LONGEST_MESSAGE = 2000
 # The end of a traceback, which has the exception, in characters.

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.records.trajectory import Message, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import Message
 
 # The key of an episode, as runners make it: the name of the runner's gateway, and 128 random bits.
 KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")

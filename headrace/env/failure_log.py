@@ -9,7 +9,7 @@ from headrace.base.printable import printable
 from headrace.base.repeats import Repeats, alike
 from headrace.env.environment import Environment, Sample, find_place
 from headrace.env.episode import Episode
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 
 _log = logging.getLogger("headrace.env.environment")
 # The most characters of a prompt, a completion or the information about a problem in the log of a failure.

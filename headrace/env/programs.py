@@ -13,7 +13,7 @@ from headrace.env.environment import Environment, check_score, make_failed
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.failure_log import FailureLog
 from headrace.env.slots import Raised, Slots
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 
 # Replaces an episode's key in messages: a client's error may show the key with the address that it called.
 _KEY = "<key>"

@@ -32,7 +32,7 @@ from headrace.env.wire import (
 from headrace.net import rpc
 from headrace.net.credentials import Credentials
 from headrace.net.service import stop_on_signals
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
 

@@ -15,7 +15,8 @@ from headrace.base.errors import CodecError
 from headrace.env.environment import Sample, check_range, describe_error, encodable, single_conversation
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.codec import pack
-from headrace.records.trajectory import BUILD_BYTES, AnyTrajectory, FinishReason, Group, Message, Score
+from headrace.records.score import BUILD_BYTES, Score
+from headrace.records.trajectory import AnyTrajectory, FinishReason, Group, Message
 from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse

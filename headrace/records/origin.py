@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from headrace.records.trajectory import AnyTrajectory, Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Trajectory
 
 TimelineOf = Callable[[int], str | None]
 

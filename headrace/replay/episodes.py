@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import Unstaged
-from headrace.records.trajectory import AnyTrajectory, Call, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Call
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload
 from headrace.replay.records import Lease, RunnerReply, select_fields, unpack
 

@@ -10,7 +10,8 @@ import msgspec
 
 from headrace.base.repeats import alike
 from headrace.records.origin import GroupLineage, origin_of, with_timelines
-from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
 from headrace.replay.base_client import BATCH, BufferClient, chunks
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.records.trajectory import AnyTrajectory, Group, Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Group, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "LOADING", "DEAD", "QUARANTINED"]
 GroupState = Literal[

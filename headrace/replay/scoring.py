@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from headrace.base.errors import CodecError, LeaseLost, ReplayError
-from headrace.records.trajectory import AnyTrajectory, Group, Score, decode_trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
 from headrace.replay.base_client import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, select_fields, unpack

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import CodecError, InvalidCall
-from headrace.records.trajectory import SCORE_BYTES, AnyTrajectory, Group, Score, decode_trajectory
+from headrace.records.score import SCORE_BYTES, Score
+from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
 from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
 from headrace.replay.records import (
     BatchReply,

@@ -1,6 +1,6 @@
 """Converts trajectories to JSON lines and back: one object per line, with its group, its score and its lineage.
 
-`group`, `trajectory` and `score` have the fields of the records of `headrace.records.trajectory`, with arrays as lists, also inside an
+`group`, `trajectory` and `score` have the fields of the records of `headrace.records`, with arrays as lists, also inside an
 episode's `calls`. `score` is null before there is one. The round trip is exact. `state` is the group's. `lineage` is a
 `headrace.records.origin.Origin`, for readers.
 
@@ -25,11 +25,13 @@ import numpy as np
 
 from headrace.base.errors import CodecError
 from headrace.records.origin import Origin, origin_of, with_timelines
-from headrace.records.trajectory import ARRAYS, FREE, RECORDS, AnyTrajectory, Group, Score, decode_trajectory
+from headrace.records.score import FREE_OF_SCORE, Score
+from headrace.records.trajectory import ARRAYS, FREE, RECORDS, AnyTrajectory, Group, decode_trajectory
 from headrace.replay import ReplayClient
 
 _BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
 _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
+_FREE = FREE | FREE_OF_SCORE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ def plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
 
 
 def _with_tags(fields: dict[str, Any]) -> dict[str, Any]:
-    free = {name: _tag(fields[name]) for name in FREE & fields.keys()}
+    free = {name: _tag(fields[name]) for name in _FREE & fields.keys()}
     records = {name: list(map(_with_tags, fields[name])) for name in RECORDS & fields.keys()}
     return {**fields, **free, **records}
 
@@ -114,7 +116,7 @@ def _pack(fields: dict[str, Any]) -> bytes:
 
 def _without_tags(fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
-    free = {name: _untag(fields[name]) for name in FREE & fields.keys()}
+    free = {name: _untag(fields[name]) for name in _FREE & fields.keys()}
     records = {name: list(map(_without_tags, fields[name])) for name in RECORDS & fields.keys()}
     return {**fields, **arrays, **free, **records}
 

@@ -26,16 +26,8 @@ import numpy as np
 from headrace.base.errors import CodecError, ServiceError
 from headrace.base.files import atomic_write, cut_torn_line, keep_newest
 from headrace.base.printable import printable
-from headrace.records.trajectory import (
-    AnyTrajectory,
-    EpisodeTrajectory,
-    FinishReason,
-    Float32,
-    Group,
-    Message,
-    Score,
-    Status,
-)
+from headrace.records.score import Score, Status
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
 
 T = TypeVar("T")
 

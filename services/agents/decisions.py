@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from headrace.config.agents import OnLimit
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 
 
 @dataclasses.dataclass(frozen=True)

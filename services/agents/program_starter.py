@@ -16,7 +16,7 @@ from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.wire import episode_to_wire, outcome_from_wire
 from headrace.net import rpc
 from headrace.net.credentials import load_credentials
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 

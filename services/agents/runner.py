@@ -32,7 +32,8 @@ from headrace.base.errors import (
 )
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.records.trajectory import AnyTrajectory, Lane, Score, artifacts_bytes, episode_record
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from headrace.records.trajectory import Status
+from headrace.records.score import Status
 
 # gRPC carries batches of 256 KB to 1 MB best.
 LARGEST_BATCH = 64

@@ -27,7 +27,7 @@ from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc
 from headrace.net.credentials import load_credentials
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.run.samples import SampleFiles, failed_record
 from headrace.v1 import reward_pb2 as pb

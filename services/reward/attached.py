@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config.environments import AttachedConfig
 from headrace.env.flow import Flow
-from headrace.records.trajectory import BUILD_BYTES
+from headrace.records.score import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result

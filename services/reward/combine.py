@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from headrace.base.errors import CodecError
 from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
-from headrace.records.trajectory import Score, Status
+from headrace.records.score import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.backend import EnvironmentBackend, score_metered

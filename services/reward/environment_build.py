@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.config.environments import BuiltInConfig
 from headrace.env.source_build import digest_of
-from headrace.records.trajectory import BUILD_BYTES
+from headrace.records.score import BUILD_BYTES
 
 
 def compute_build(env: BuiltInConfig, *software: str) -> str:

@@ -24,7 +24,7 @@ from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 from headrace.base.tls import client_context
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments.base import score_truncated, shorten_answer
 from headrace_services.reward.hosted import Hosted

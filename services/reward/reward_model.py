@@ -13,7 +13,7 @@ import msgspec
 from headrace.base.errors import ServiceError
 from headrace.config.environments import RewardModelConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.environments.base import score_truncated
 from headrace_services.reward.hosted import Hosted

@@ -25,7 +25,7 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig, read_environment
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.environments import make
 from headrace_services.reward.environments.base import Observation, SandboxedEnvironment, Wait

@@ -16,7 +16,8 @@ from headrace.base.model_name import check_model_name, check_tokenizer_name
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
 from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
-from headrace.records.trajectory import AnyTrajectory, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.run import prompt_counts
 from headrace.run.checkpoints import list_set_aside

@@ -11,15 +11,8 @@ import pytest
 
 from headrace.base.errors import CodecError
 from headrace.records.origin import origin_of
-from headrace.records.trajectory import (
-    AnyTrajectory,
-    Call,
-    EpisodeTrajectory,
-    Group,
-    Score,
-    Trajectory,
-    decode_trajectory,
-)
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Group, Trajectory, decode_trajectory
 from headrace.replay.records import unpack
 from headrace.run import export
 from tests.support.mutation import Mutator, pack

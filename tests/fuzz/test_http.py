@@ -32,7 +32,7 @@ from headrace.config.environments import TargetConfig
 from headrace.net.credentials import Credentials, complete
 from headrace.net.http_access import SESSION, Guard, HttpAccess, new_code
 from headrace.net.service import create_app
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.run.lineage import LineageFiles

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
-from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Span, Trajectory
 from headrace.replay.connection import function_name
 from headrace_services.replay import library
 from headrace_services.trainer.demo_models import tiny

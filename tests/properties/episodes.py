@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
-from headrace.records.trajectory import AnyTrajectory, Call, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Call
 from headrace.replay import Lease, RunnerReply
 from tests.properties.fleet import Fleet, Taker, milliseconds
 from tests.properties.records import Held, Member, Piece

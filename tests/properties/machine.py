@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, rule
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import End, Reservation
 from tests.properties.caller import deliveries
 from tests.properties.runner_rules import RunnerRules, endings

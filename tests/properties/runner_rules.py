@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 from hypothesis.stateful import precondition, rule
 
-from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Score, Span, Status
+from headrace.records.score import Score, Status
+from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Span
 from headrace.replay import Lease
 from tests.properties.caller import deliveries, new_each_time, some
 from tests.properties.rollout_rules import RolloutRules

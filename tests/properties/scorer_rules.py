@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from headrace.records.trajectory import Score, Status
+from headrace.records.score import Score, Status
 from headrace.replay import ScoringJob
 from tests.properties.caller import Caller, deliveries, new_each_time
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from headrace.base.errors import Fenced, LeaseLost, ReplayError
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ScoringJob
 from tests.properties.model import Core
 from tests.properties.records import EnvironmentModel, Held, Piece

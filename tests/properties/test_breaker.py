@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from headrace.base.errors import EnvironmentBroken
-from headrace.records.trajectory import Score, Status
+from headrace.records.score import Score, Status
 from headrace.replay import End, ScoringJob, Waiting
 from tests.properties.setting import Setting
 from tests.properties.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import LeaseLost, WrongTimeline
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Ended
 from headrace.replay.connection import function_name
 from tests.properties.machine import Everyone

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.records.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Call, Group, Lane, Sampling, Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
 
 # a small run: 2 prompts a step, 2 trajectories a group, age 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.config.environments import SandboxedConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environments.base import SandboxedEnvironment
 from headrace_services.reward.scoring_worker import main
 

@@ -18,7 +18,8 @@ from typing import Any
 from unittest import mock
 
 from headrace.config import load
-from headrace.records.trajectory import AnyTrajectory, Call, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Call
 from headrace.replay import Lease, ReplayClient
 from headrace_services.agents import main
 from tests.support.noted_program import CALLS

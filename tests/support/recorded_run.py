@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import EnvironmentLimits, ReplayClient
 from headrace.replay.connection import BufferConnection, function_name
 from tests.support.buffer import LIMITS as SMALL

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from headrace.records.trajectory import Call, EpisodeTrajectory, Group, Sampling, Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Call, EpisodeTrajectory, Group, Sampling, Span, Trajectory
 
 GROUP = Group(
     id="e0-train-7",

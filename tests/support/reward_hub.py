@@ -15,7 +15,7 @@ from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire
 from headrace.net import rpc
 from headrace.net.credentials import Credentials
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ReplayClient
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace_services.replay.scorer import run_scorer

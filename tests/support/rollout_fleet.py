@@ -17,7 +17,8 @@ import yaml
 
 from headrace.config import Config
 from headrace.config.inherit import merge
-from headrace.records.trajectory import Sampling, Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Sampling, Trajectory
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.refit.sender import RefitReport, WeightSender

@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.light_replica import LightReplica
 from headrace.base.errors import Fenced, InvalidCall
-from headrace.records.trajectory import Float32, Int32, Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Float32, Int32, Trajectory
 from headrace.replay import Lease, ReplayClient
 
 

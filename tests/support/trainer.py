@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from headrace.records.trajectory import AnyTrajectory, FinishReason, Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, FinishReason, Span, Trajectory
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch
 

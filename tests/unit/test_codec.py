@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
 from headrace.records.codec import read_schema
-from headrace.records.trajectory import (
-    SCORE_BYTES,
-    Call,
-    EpisodeTrajectory,
-    Group,
-    Score,
-    Span,
-    Trajectory,
-    decode_trajectory,
-)
+from headrace.records.score import SCORE_BYTES, Score
+from headrace.records.trajectory import Call, EpisodeTrajectory, Group, Span, Trajectory, decode_trajectory
 from tests.support.records import CALL, EPISODE, GROUP, SCORE, TRAJECTORY
 
 KINDS = [Group, Trajectory, Score, Call, EpisodeTrajectory]

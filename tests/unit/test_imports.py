@@ -34,6 +34,7 @@ SDK = {
     "headrace.env.episode",
     "headrace.base.errors",
     "headrace.env.source_build",
+    "headrace.records.score",
     "headrace.records.trajectory",
 }
 SERVED = """

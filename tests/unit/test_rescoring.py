@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.env.kit.rescoring import Rescored, compare, rewards
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from tests.support.buffer import make_group
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError
-from headrace.records.trajectory import Group, Sampling, Score, Span
+from headrace.records.score import Score
+from headrace.records.trajectory import Group, Sampling, Span
 from headrace.run.samples import (
     FAILED,
     SampleFiles,

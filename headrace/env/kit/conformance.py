@@ -26,7 +26,7 @@ from headrace.env.kit import conformance_episodes
 from headrace.env.kit.conformance_episodes import EpisodeExamination
 from headrace.env.kit.example_samples import ODD_COMPLETIONS, ORDINARY, GoldenSample, close
 from headrace.env.wire import bounds, sample_to_wire, score_from_wire
-from headrace.records.trajectory import Score, reward_problem
+from headrace.records.score import Score, reward_problem
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc, trajectory_pb2
 

@@ -13,7 +13,8 @@ import msgspec
 
 from headrace.base.errors import ConfigError
 from headrace.env.environment import Sample
-from headrace.records.trajectory import FinishReason, Message, Score, Status
+from headrace.records.score import Score, Status
+from headrace.records.trajectory import FinishReason, Message
 
 # Completions that a policy writes sooner or later while it explores or looks for easy rewards.
 ODD_COMPLETIONS: Mapping[str, str] = {

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.env.kit.example_samples import close
-from headrace.records.trajectory import AnyTrajectory, Group, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Group
 
 
 @dataclasses.dataclass(frozen=True)

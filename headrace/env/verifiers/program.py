@@ -24,7 +24,7 @@ from headrace.env.environment import Environment
 from headrace.env.episode import Episode
 from headrace.env.source_build import digest_of
 from headrace.env.verifiers.verifiers_worker import MOST_BYTES
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 
 # Loading a task set may download it.
 LOAD_S = 600.0

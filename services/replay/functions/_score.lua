@@ -1,10 +1,10 @@
 -- Scores from scorers (score.lua) and runners (finish.lua), and the effect of a group's last score.
 -- uses: _args, _fields, _filter, _group, _meter, _run, _trajectory
 
--- SCORE_BYTES in headrace/records/trajectory.py: the bytes that leases reserve for a score.
+-- SCORE_BYTES in headrace/records/score.py: the bytes that leases reserve for a score.
 local MOST_BYTES = 8192
 
--- BUILD_BYTES in headrace/records/trajectory.py.
+-- BUILD_BYTES in headrace/records/score.py.
 local MOST_BUILD_BYTES = 256
 
 local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import Extract, SandboxedConfig, ScoringConfig
 from headrace.env.environment import Environment, Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environment_build import compute_build
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).

@@ -20,7 +20,7 @@ from headrace.base.errors import ServiceError
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
 from headrace_services.reward.environments.base import (
     Observation,

@@ -13,7 +13,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import MathConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environment_build import read_version
 from headrace_services.reward.environments.base import SandboxedEnvironment, choice, extract_answer, shorten_answer
 

@@ -6,7 +6,7 @@ import re
 
 from headrace.config.environments import MathMultiRewardConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environments.base import SandboxedEnvironment, shorten_answer
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)

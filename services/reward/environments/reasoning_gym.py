@@ -14,7 +14,7 @@ from headrace.base.tagged_json import from_json
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import ReasoningGymConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environment_build import read_version
 from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound

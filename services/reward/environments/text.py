@@ -6,7 +6,7 @@ import re
 
 from headrace.config.environments import FormatConfig, LengthConfig, RegexConfig, RepetitionConfig
 from headrace.env.environment import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
 
 

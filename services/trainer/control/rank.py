@@ -24,7 +24,8 @@ import torch
 from headrace.base.errors import CodecError, HeadraceError, ServiceError
 from headrace.config import Config
 from headrace.records.origin import Origin, origin_of
-from headrace.records.trajectory import AnyTrajectory, Float32, Group, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Float32, Group
 from headrace.replay import Reservation
 from headrace.run.checkpoints import find_change
 from headrace_services.refit.probe import rollout_dtype

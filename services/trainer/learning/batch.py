@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import ServiceError
-from headrace.records.trajectory import AnyTrajectory, Float32, Int, Score, Trajectory, decode_trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Float32, Int, Trajectory, decode_trajectory
 from headrace.replay import ReservedTrajectory
 from headrace_services.trainer.distributed.host_copies import on_device
 from headrace_services.trainer.distributed.ranks import Ranks

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
-from headrace.records.trajectory import AnyTrajectory, Float32, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, Float32
 from headrace.records.trajectory import Group as TrajectoryGroup
 from headrace.run.samples import (
     Kind,

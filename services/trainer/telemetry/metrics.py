@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.records.origin import Origin
-from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Trajectory
 from headrace.replay import Reservation
 
 # Bounds on names given by environments: trackers and Prometheus keep every name that they have ever seen.

@@ -15,7 +15,8 @@ from headrace.base.http_client import open_session
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.service import bind, serve_openly
-from headrace.records.trajectory import Sampling, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import Sampling
 from headrace.replay import ReplayClient
 from headrace_services.agents.fleet import Fleet, ReplicaApi, RunClock
 from headrace_services.agents.gateway import Gateway, build_app

@@ -15,7 +15,8 @@ import torch
 from headrace.base.errors import ChatError
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import Sampled, SampleRequest
-from headrace.records.trajectory import Message, Score, Span
+from headrace.records.score import Score
+from headrace.records.trajectory import Message, Span
 from headrace.replay import Reservation
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

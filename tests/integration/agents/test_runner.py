@@ -16,7 +16,8 @@ from prometheus_client import REGISTRY
 from headrace.base.errors import ChatError, ServiceError
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import SampleRequest
-from headrace.records.trajectory import JSON_DEPTH, SCORE_BYTES, EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from headrace.records.score import SCORE_BYTES, Score
+from headrace.records.trajectory import JSON_DEPTH, EpisodeTrajectory, Trajectory, decode_trajectory
 from headrace.replay import Limits, ReplayClient
 from headrace_services.agents.runner import EpisodeRunner
 from headrace_services.agents.running_episode import OpenEpisode

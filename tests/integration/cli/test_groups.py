@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.lineage import FOLDER

@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run.lineage import FOLDER
 from headrace.run.samples import SampleFiles, failed_record

@@ -17,7 +17,7 @@ from headrace.base.errors import ReplayDenied, ReplayUnavailable
 from headrace.cli.app import app
 from headrace.env.server import serving
 from headrace.net.credentials import REDIS_ROLES
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import function_name, open_redis

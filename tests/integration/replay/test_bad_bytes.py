@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.errors import CodecError, InvalidCall
 from headrace.cli.status import show
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ReplayClient
 from headrace.run import export
 from headrace.run.lineage import LineageFiles

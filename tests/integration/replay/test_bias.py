@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.cli.status import show
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
 from tests.support.buffer import (

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from headrace.base.errors import ReplayUnavailable, WrongBuild, WrongTimeline
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection, function_name

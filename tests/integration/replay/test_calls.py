@@ -11,7 +11,8 @@ import pytest
 from redis.exceptions import ResponseError
 
 from headrace.base.errors import CodecError, InvalidCall, LeaseLost
-from headrace.records.trajectory import SCORE_BYTES, Score, Trajectory
+from headrace.records.score import SCORE_BYTES, Score
+from headrace.records.trajectory import Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.connection import function_name
 from headrace.replay.leases import CARRIED_BYTES

@@ -10,7 +10,8 @@ import pytest
 
 from headrace.base.errors import CodecError
 from headrace.env.wire import scoring_sample
-from headrace.records.trajectory import EpisodeTrajectory, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import EpisodeTrajectory
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.samples import sample_of

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from headrace.config.agents import AgentsConfig
-from headrace.records.trajectory import EpisodeTrajectory, Score, episode_record
+from headrace.records.score import Score
+from headrace.records.trajectory import EpisodeTrajectory, episode_record
 from headrace.replay import EnvironmentLimits, ReplayClient
 from tests.support.buffer import healthy_replica, make_call, make_group, nonce, refit
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.errors import InvalidCall, SamplingStarved
 from headrace.config import Config
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace_services.replay.main import limits_of
 from tests.support.buffer import (

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import CodecError
 from headrace.records.origin import TokenRange, origin_of
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from tests.support.buffer import begin, generate, make_trajectory, refit, reserve, rewind, score_all, some, tighten

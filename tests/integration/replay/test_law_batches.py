@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import InvalidCall, WrongStep
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     begin,

@@ -10,7 +10,8 @@ import pytest
 
 from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
 from headrace.config.agents import MOST_SLOTS
-from headrace.records.trajectory import Call, EpisodeTrajectory, Score, Status
+from headrace.records.score import Score, Status
+from headrace.records.trajectory import Call, EpisodeTrajectory
 from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Waiting
 from headrace.replay.connection import open_redis
 from tests.support.buffer import (

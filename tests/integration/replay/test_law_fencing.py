@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, RefitVerdict, ReplayClient
 from tests.support.buffer import (
     begin,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import LeaseLost, NotVerified
-from headrace.records.trajectory import Score, Status
+from headrace.records.score import Score, Status
 from headrace.replay import Limits, ReplayClient, ScoringJob, Waiting
 from tests.support.buffer import (
     begin,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.base.errors import LeaseLost
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ReplayClient, ScoringJob
 from tests.support.buffer import eventually, healthy_replica, make_group, push_all, reserve, rewind
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     begin,

@@ -20,7 +20,7 @@ from pyroaring import BitMap
 from redis.asyncio import Redis
 
 from headrace.base.errors import Fenced, InvalidCall, WrongStep
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import InvalidCall, LeaseLost, WrongTimeline
-from headrace.records.trajectory import Score, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
 from tests.support.buffer import (
     begin,

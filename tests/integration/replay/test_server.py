@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
 from headrace.config import Config
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library, main

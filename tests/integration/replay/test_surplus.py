@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from headrace.base.errors import InvalidCall, LeaseLost, Surplus
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Lease, Limits, ReplayClient
 from tests.support.buffer import (
     begin,

@@ -19,7 +19,7 @@ import pytest
 import headrace
 from headrace import Sample
 from headrace.base.errors import ConfigError
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.v1 import environment_pb2, reward_pb2
 from tests.chaos import runs
 from tests.support.attached_peer import SCORE, Peer

@@ -14,7 +14,8 @@ import pytest
 from headrace import Environment, Sample
 from headrace.base.errors import EnvironmentBroken
 from headrace.env.server import serving
-from headrace.records.trajectory import Group, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import Group
 from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory, refit
 from tests.support.judge_server import JudgeServer, said

@@ -13,7 +13,7 @@ from headrace import Environment, Sample
 from headrace.base.tagged_json import to_json
 from headrace.config import Config
 from headrace.env import server
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.main import sources_of_parts
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub

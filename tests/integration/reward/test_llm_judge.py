@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.environments import LLMJudgeConfig
 from headrace.launch.exposure import check
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said

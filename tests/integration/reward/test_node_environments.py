@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace import Sample
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub
 
 ROOT = Path(__file__).parents[3]

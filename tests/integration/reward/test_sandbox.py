@@ -19,7 +19,7 @@ from headrace.base.tagged_json import to_json
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import MathConfig, ReasoningGymConfig
 from headrace.env.wire import sample_to_wire, score_from_wire
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
 from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
@@ -203,9 +203,7 @@ async def test_a_worker_that_dies_while_it_looks_blames_no_completion() -> None:
 
 
 async def test_whose_result_it_is_is_not_for_the_child_to_say() -> None:
-    claim = (
-        "from headrace.records.trajectory import Score\nreward = Score('SCORED', 1.0, environment='math', build='9')"
-    )
+    claim = "from headrace.records.score import Score\nreward = Score('SCORED', 1.0, environment='math', build='9')"
     async with evaluating(Level.A, Level.B) as worker:
         result = await worker.run(claim)
     assert (result.environment, result.build) == ("evaluating", "1")

@@ -13,7 +13,8 @@ import pytest
 from headrace import Environment, Sample
 from headrace.env.server import serving
 from headrace.env.wire import sample_to_wire
-from headrace.records.trajectory import Group, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import Group
 from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
 from headrace.run.samples import SampleFiles
 from headrace_services.replay.scorer import in_batches

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Reservation, ReservedTrajectory
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, follow
 from headrace_services.trainer.distributed.ranks import join_ranks

@@ -12,7 +12,8 @@ import pytest
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace.records.trajectory import LARGEST_REWARD, Span
+from headrace.records.score import LARGEST_REWARD
+from headrace.records.trajectory import Span
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import Fenced, InvalidCall
 from headrace.net.service import EXIT_STOPPED, EXIT_USER_ERROR
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
 from headrace.run.evaluation import report

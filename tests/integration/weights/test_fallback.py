@@ -180,7 +180,7 @@ async def test_where_nccl_hangs_gloo_carries_the_weights_from_then_on(
     assert Rendezvous.decode(epoch.rendezvous).backend == "gloo"
 
 
-async def test_where_the_devices_rule_out_nccl_the_log_names_them_and_no_former_failure(
+async def test_devices_that_rule_out_nccl_are_named_and_no_failure(
     run: Run, nccl: Nccl, caplog: pytest.LogCaptureFixture
 ) -> None:
     nccl.fails = {("nccl", at_trainer): nccl.refuse for at_trainer in (True, False)}

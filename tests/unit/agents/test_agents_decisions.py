@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.agents.decisions import Candidate, Finish, Outcome, choose, finish
 
 SCORED = Score("SCORED", 1.0, build="b")

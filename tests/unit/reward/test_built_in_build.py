@@ -22,7 +22,7 @@ from headrace.config.environments import (
     ProgramConfig,
     SandboxedConfig,
 )
-from headrace.records.trajectory import BUILD_BYTES
+from headrace.records.score import BUILD_BYTES
 from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments import make
 

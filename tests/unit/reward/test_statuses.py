@@ -6,7 +6,7 @@ import re
 from typing import get_args
 
 from headrace.env.wire import STATUSES
-from headrace.records.trajectory import Status
+from headrace.records.score import Status
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.replay import library
 from headrace_services.reward.combine import WORST

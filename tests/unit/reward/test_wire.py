@@ -25,7 +25,8 @@ from headrace.env.wire import (
     score_to_wire,
     scoring_sample,
 )
-from headrace.records.trajectory import Group, Status, Trajectory
+from headrace.records.score import Status
+from headrace.records.trajectory import Group, Trajectory
 from headrace.v1 import trajectory_pb2 as pb
 from tests.support.buffer import make_group
 from tests.support.episodes import call, episode

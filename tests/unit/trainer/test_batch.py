@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
 from headrace.config import Config
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace_services.trainer.control.rank import shard_batch
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.records.origin import TokenRange, origin_of
-from headrace.records.trajectory import Group, Sampling, Score, Span
+from headrace.records.score import Score
+from headrace.records.trajectory import Group, Sampling, Span
 from headrace.replay import Evaluated
 from headrace_services.trainer.control.validation import summarize
 from headrace_services.trainer.distributed.ranks import Ranks

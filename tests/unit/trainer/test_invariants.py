@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from headrace.base.errors import ServiceError
-from headrace.records.trajectory import Score
+from headrace.records.score import Score
 from headrace.replay import ReservedTrajectory
 from headrace_services.trainer.control.rank import check_reservation
 from headrace_services.trainer.learning.batch import check_invariants

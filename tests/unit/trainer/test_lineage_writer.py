@@ -11,7 +11,8 @@ import pytest
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.records.origin import GroupLineage, Origin, TokenRange, origin_of
-from headrace.records.trajectory import Group, Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Group, Span, Trajectory
 from headrace.run.checkpoints import Start, append_start
 from headrace.run.lineage import ABANDONED, LineageFiles
 from headrace_services.trainer.control import lineage_writer

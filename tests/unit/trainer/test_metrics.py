@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from headrace.records.trajectory import AnyTrajectory, Score
+from headrace.records.score import Score
+from headrace.records.trajectory import AnyTrajectory
 from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown

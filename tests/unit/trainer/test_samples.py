@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
-from headrace.records.trajectory import Score, Span, Trajectory
+from headrace.records.score import Score
+from headrace.records.trajectory import Span, Trajectory
 from headrace.run.samples import SampleFiles, sample_of
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (

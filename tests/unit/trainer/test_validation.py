@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.records.trajectory import Score, Span
+from headrace.records.score import Score
+from headrace.records.trajectory import Span
 from headrace.replay import Evaluated
 from headrace_services.trainer.control.validation import reaches_target, summarize
 from headrace_services.trainer.telemetry.metric_names import unknown
