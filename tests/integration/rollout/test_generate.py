@@ -163,17 +163,17 @@ async def test_a_trajectory_is_a_whole_record(engine: Any) -> None:
     assert Trajectory.decode(it.encode()).spans == it.spans
 
 
-async def running(engine: Any) -> None:
-    """Return once the engine has given a request its first token."""
+async def running(engine: Any, task: asyncio.Task[Trajectory]) -> None:
+    """Return once the engine has given `task` its first token. `task` must not end early: it could end between two looks."""
     states = engine.output_processor.request_states
-    async with asyncio.timeout(60):
-        while not any(state.detokenizer.num_output_tokens() for state in states.values()):  # noqa: ASYNC110  # the engine tells nobody
-            await asyncio.sleep(0)
+    while not any(state.detokenizer.num_output_tokens() for state in states.values()):  # the engine tells nobody
+        assert not task.done(), "the trajectory ended before it was seen to run"
+        await asyncio.sleep(0)
 
 
 async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
     task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me"))
-    await running(engine)
+    await running(engine, task)
     await engine.pause_generation(mode="keep", clear_cache=False)
     await engine.update_weight_version(str(VERSION + 1))
     await engine.resume_generation()
@@ -291,7 +291,7 @@ async def test_law_2_age_a_trajectory_names_the_weights_of_every_token(engine: A
 async def test_another_replica_goes_on_where_one_was_cut_off(engine: Any, model: Any) -> None:
     shelf = Shelf()
     task = asyncio.create_task(generate(engine, lease(max_new_tokens=900, seed=7), 2, "one", shelf.saver(None)))
-    await running(engine)
+    await running(engine, task)
     await engine.abort(request_id(lease(), 2))
     with pytest.raises(RequestAborted, match="trajectory 2: aborted after"):
         await task
@@ -365,7 +365,7 @@ async def test_a_save_that_is_refused_ends_the_request(engine: Any) -> None:
 
 
 async def test_trajectories_of_a_group_run_side_by_side(engine: Any) -> None:
-    tasks = [asyncio.create_task(generate(engine, lease(), index, "me")) for index in range(4)]
+    tasks = [asyncio.create_task(generate(engine, lease(seed=7), index, "me")) for index in range(4)]
     most = 0
     while not all(task.done() for task in tasks):
         most = max(most, engine.get_num_unfinished_requests())
@@ -375,8 +375,8 @@ async def test_trajectories_of_a_group_run_side_by_side(engine: Any) -> None:
 
 
 async def test_a_cancelled_trajectory_is_aborted_in_the_engine(engine: Any) -> None:
-    task = asyncio.create_task(generate(engine, lease(max_new_tokens=1000), 0, "me"))
-    await running(engine)
+    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me"))
+    await running(engine, task)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
