@@ -27,8 +27,9 @@ from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, L
 from tests.support.command import headrace, headrace_process
 from tests.support.light_services import forked
 from tests.support.ports import free_ports
-from tests.support.processes import descendants, eventually, gone
+from tests.support.processes import descendants, gone
 from tests.support.up import DEMO, ROOT, Up, demo_arguments
+from tests.support.waiting import wait_until
 
 SUM = [{"role": "user", "content": "47+21"}]
 
@@ -254,7 +255,7 @@ def served(run: Path, log: Path) -> Iterator[tuple[str, str]]:
         return False
 
     try:
-        eventually(answers, within_s=400)
+        wait_until(answers, within_s=400)
         (model,) = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=30))["data"]
         yield address, model["id"]
     finally:

@@ -22,8 +22,9 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.main import _Buffer, limits_of, running
-from tests.support.buffer import enqueue, eventually, nonce
+from tests.support.buffer import enqueue, nonce
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 
 RUN = "outage"
 

@@ -31,7 +31,6 @@ from tests.support.buffer import (
     begin,
     contents,
     enqueue,
-    eventually,
     generate,
     healthy_replica,
     make_trajectory,
@@ -42,6 +41,7 @@ from tests.support.buffer import (
 )
 from tests.support.ports import free_port
 from tests.support.replay_service import config_of, serving
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

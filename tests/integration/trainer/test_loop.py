@@ -22,8 +22,7 @@ from headrace.run.evaluation import report
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
-from tests.support.buffer import eventually as until
-from tests.support.processes import eventually, is_stopped
+from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import (
     PROMPTS,
@@ -35,6 +34,7 @@ from tests.support.trainer_process import (
     run_with_replica,
     settled,
 )
+from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -122,11 +122,11 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
             epoch = await replay.epoch()
             return epoch is not None and epoch.state == state
 
-        await until(lambda: epoch_is("done"))
+        await eventually(lambda: epoch_is("done"))
         timeline = (await replay.state()).timeline
         stray = await replay.open_epoch("late", 0, timeline, {})
         assert stray.members == (replica.id,)
-        await until(lambda: epoch_is("aborted"))
+        await eventually(lambda: epoch_is("aborted"))
         async with running(score_all(replay)):
             assert await ended(process) == 0, trainer.said()
     assert "no refit drives epoch late (version 0)" in trainer.said()
@@ -139,7 +139,7 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_after_its_successor(
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         frozen = trainer.start("frozen_in_checkpoint:4")
-        await asyncio.to_thread(eventually, lambda: is_stopped(frozen.pid), 120)
+        await asyncio.to_thread(wait_until, lambda: is_stopped(frozen.pid), 120)
         assert await trainer.run() == 0, trainer.said()
         os.kill(frozen.pid, signal.SIGCONT)
         assert await ended(frozen) == 1
@@ -337,7 +337,7 @@ async def test_a_replica_whose_probabilities_drift_is_quarantined(
         return any(replica.state == "QUARANTINED" for replica in (await fleet()).values())
 
     async with running(good.run(), bad.run(), score_all(replay)):
-        await until(quarantined)
+        await eventually(quarantined)
         version = max(good.installed)
         await installed(good, version + 2)
         now = await fleet()
