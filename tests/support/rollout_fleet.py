@@ -164,13 +164,18 @@ class Fleet:
         assert await self.replay.enqueue([group], self.timeline) == 1
         return group.id
 
-    async def train_step(self) -> None:
-        """Score what was pushed and reserve the next step, so that the buffer takes tokens of one version more."""
+    async def trained_step(self) -> int:
+        """Have a batch written under the next step's version, score it and reserve the step: then the buffer takes newer tokens.
+        Returns the former version."""
+        step = (await self.replay.state()).next_step
+        await self.refit(step)
+        for _ in range(self.settings["grpo"]["num_prompts_per_step"]):
+            await self.pushed(await self.enqueue())
         while jobs := await self.replay.take_scoring({"math": 64}):
             for job in jobs:
                 await self.replay.score(job, Score("SCORED", 1.0))
-        step = (await self.replay.state()).next_step
         assert isinstance(await self.replay.reserve(step, self.timeline), Reservation)
+        return step
 
     async def group(self, group_id: str, *states: str) -> dict[str, Any]:
         """The group once it is in one of `states`."""

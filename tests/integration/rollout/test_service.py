@@ -1,4 +1,7 @@
-"""The rollout service as a process: real engine, real buffer, real weight channel. The tests follow one fleet through its life."""
+"""The rollout service as a process: real engine, real buffer, real weight channel.
+
+The tests follow one fleet through its life. Those of the night bring it to where they start, so that they run without those before them.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ async def first(fleet: Fleet) -> Process:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def second(fleet: Fleet, first: Process) -> Process:
-    """One that joins the running fleet later, and is refitted in flight."""
+async def second(fleet: Fleet) -> Process:
+    """One that joins the running fleet later, and is refitted in flight. The tests of the night have it alone."""
     return await fleet.start(**IN_FLIGHT)
 
 
@@ -327,13 +330,13 @@ def _ended(descriptor: int) -> None:
 
 @pytest.mark.nightly  # test_calls.py has a refit in flight every day, in the same engine loop
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
-    await fleet.train_step()
+    version = await fleet.trained_step()
     group = await running_group(fleet, lambda _: second.generating())
     fleet.policy.train()
-    report = await fleet.refit(1)
-    assert len(report.verified) == 1
+    report = await fleet.refit(version + 1)
+    assert report.verified == (second.replica,)
     for it in await fleet.pushed(group):
-        assert [span.version for span in it.spans] == [0, 1]
+        assert [span.version for span in it.spans] == [version, version + 1]
         boundary = it.spans[0].end
         ids = [*it.prompt_token_ids, *it.completion_token_ids]
         start = it.prompt_token_ids.size - 1
@@ -344,10 +347,10 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 
 @pytest.mark.nightly  # test_calls.py has a failed proof every day, in the same engine loop
 async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Fleet, second: Process) -> None:
-    await fleet.train_step()
+    version = await fleet.trained_step()
     group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
-    report = await fleet.refit(2, wrong_by=0.5)
+    report = await fleet.refit(version + 1, wrong_by=0.5)
     assert report.verified == ()
     returned = await eventually(lambda: _without_lease(fleet, group))
     assert returned["failures"] == 0
@@ -357,10 +360,10 @@ async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Flee
     assert (await second.http.get("/readyz")).status_code == 503
     body = {"prompt": [3, 4], "max_tokens": 2}
     assert (await second.http.post("/v1/completions", json=body)).status_code == 503
-    report = await fleet.refit(2)
-    assert len(report.verified) == 1
+    report = await fleet.refit(version + 1)
+    assert report.verified == (second.replica,)
     for it in await fleet.pushed(group):
-        assert [span.version for span in it.spans] == [1, 2]
+        assert [span.version for span in it.spans] == [version, version + 1]
         assert it.spans[0].end == it.writers[0][2]
         assert fleet.policy.difference_by_span(it) < 1e-4
     assert (await second.http.post("/v1/completions", json=body)).status_code == 200
