@@ -15,6 +15,7 @@ from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import (
     AnyEnvConfig,
     CommandConfig,
+    CustomConfig,
     EnvConfig,
     EpisodicConfig,
     TargetConfig,
@@ -121,6 +122,11 @@ class Config(Section):
         yield name
         for scorer in self.env[name].scorers:
             yield from self.list_scorers(scorer)
+
+    @property
+    def custom(self) -> dict[str, CustomConfig]:
+        """The environments in their own processes, which the hub dials or which dial the hub."""
+        return {name: env for name, env in self.env.items() if isinstance(env, CustomConfig)}
 
     @property
     def started(self) -> dict[str, TargetConfig | CommandConfig]:
