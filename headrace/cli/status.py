@@ -64,8 +64,7 @@ def status(
         if run is None:
             raise
         past = history.read(loaded)
-        # with a buffer on another machine the run may be up there too, and its locks can't be seen from here
-        if past.state == "running" or (loaded.replay.redis_url is not None and past.state in ("killed", "unknown")):
+        if not past.is_down:
             raise
         show_past(sys.stdout, past)
         return

@@ -19,7 +19,7 @@ from headrace.launch import device_plan, preflight, runs
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints
-from headrace.run.history import recorded
+from headrace.run.history import CURVES, recorded
 
 
 def up(
@@ -78,7 +78,7 @@ def up(
         if advice := describe_wait(run):
             say(advice)
         # not in the table: a path that is cut off at the column's width can't be copied
-        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
+        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / CURVES
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
         if curves.exists():
             say(f"all curves:     {curves}")

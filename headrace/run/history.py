@@ -16,12 +16,13 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.base.files import atomic_write, cannot_write, is_locked
+from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
 from headrace.config import Config
 from headrace.run.checkpoints import LOCK
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
+CURVES = "curves.html"
 RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
@@ -61,6 +62,12 @@ class RunHistory:
     started: float | None = None
     since: float | None = None
     reason: str = ""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether no process is at work on it. One whose buffer is on another machine may be up there, and its locks can't be seen here."""
+        elsewhere = self.config.replay.redis_url is not None and self.state in ("killed", "unknown")
+        return self.state != "running" and not elsewhere
 
     @property
     def last_step(self) -> int | None:
@@ -173,5 +180,5 @@ def _read_record(folder: Path) -> RunRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CodecError(f"{path} can't be read ({error}); remove it") from error

@@ -15,7 +15,6 @@ import gzip
 import json
 import re
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,7 +23,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import CodecError, ServiceError
-from headrace.base.files import atomic_write, cut_torn_line, keep_newest
+from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line, keep_newest
 from headrace.base.printable import printable
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
@@ -426,5 +425,5 @@ def _decode(path: Path, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error

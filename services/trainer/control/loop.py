@@ -24,6 +24,7 @@ from headrace.base.errors import (
 from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, RunState, Waiting
 from headrace.replay.base_client import BATCH
+from headrace.run.history import CURVES
 from headrace.run.journal import surviving
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
@@ -36,7 +37,6 @@ from headrace_services.trainer.control.recorder import Recorder, collect_builds
 from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
 from headrace_services.trainer.control.validation import Validations
 from headrace_services.trainer.learning.batch import BatchRejected
-from headrace_services.trainer.telemetry.plots import CURVES
 
 log = logging.getLogger(__name__)
 

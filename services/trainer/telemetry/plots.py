@@ -31,8 +31,6 @@ from headrace_services.trainer.telemetry.alarm import mean_errors
 
 log = logging.getLogger(__name__)
 
-CURVES = "curves.html"  # in the run's folder
-
 COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
 ALARM_COLOUR = "#b3261e"
 GREY = "#888888"  # legible on white and on black

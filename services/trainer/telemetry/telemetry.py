@@ -15,6 +15,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
+from headrace.run.history import CURVES
 from headrace.run.journal import Journal, Line
 from headrace.run.samples import SampleFiles, sample_of
 from headrace_services.refit.backends import Backend
@@ -31,7 +32,6 @@ from headrace_services.trainer.telemetry.batch_samples import (
 )
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
 from headrace_services.trainer.telemetry.plots import (
-    CURVES,
     draw_curve,
     draw_disagreement,
     on_drawing_thread,
