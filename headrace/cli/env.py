@@ -181,8 +181,8 @@ async def _read(
             except grpc.aio.AioRpcError as error:
                 away[address] = f"{error.code().name}: {error.details()}"
     if not hubs:
-        said = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
-        raise ServiceError(f"no hub of run {config.run.id} answers: {said}; is the run up?")
+        tried = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
+        raise ServiceError(f"no hub of run {config.run.id} answers: {tried}; is the run up?")
     async with runs.open_buffer(config) as replay:
         return hubs, away, await replay.environments()
 

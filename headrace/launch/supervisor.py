@@ -140,7 +140,7 @@ class Child:
 
     def source_changed(self) -> bool:
         """Whether the current process runs an older `source` than the present one. Returns True once for each change."""
-        now = _time_of(self.source)
+        now = _changed_at(self.source)
         changed = self.pid is not None and now not in (0, self.source_time)
         if changed:
             self.source_time = now
@@ -275,7 +275,7 @@ class Supervisor:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
         if self._guarding is None:
             self._guarding = asyncio.create_task(self._keep_guard())
-        source_time = _time_of(child.source)  # before the process reads it
+        source_time = _changed_at(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
             log = None
@@ -378,7 +378,7 @@ class Supervisor:
             return  # it was killed: `_keep_guard` tells the next one every group
 
 
-def _time_of(path: Path | None) -> int:
+def _changed_at(path: Path | None) -> int:
     """Return when the file was last changed, in ns; 0 if it doesn't exist."""
     try:
         return 0 if path is None else path.stat().st_mtime_ns

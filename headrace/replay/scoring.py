@@ -60,7 +60,7 @@ class ScoringClient(BufferClient):
             if payload is None or group is None:  # discarded meanwhile, so the token is void
                 continue
             try:
-                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt, waited_s))
+                jobs.append(ScoringJob(group, _decode_trajectory(group_id, index, payload), token, attempt, waited_s))
             except CodecError as error:
                 await self._score_unreadable(group_id, index, token, str(error))
         return jobs
@@ -107,7 +107,7 @@ class ScoringClient(BufferClient):
         return [refusal(text.decode()) if text else None for text in replies]
 
 
-def _trajectory_of(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
+def _decode_trajectory(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
     trajectory = decode_trajectory(payload)
     if (trajectory.group_id, trajectory.index) != (group_id, index):
         raise CodecError(

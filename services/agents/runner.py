@@ -94,7 +94,7 @@ class EpisodeRunner:
         self._info = info
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
-        self._limits, self._clocks = limits_of(config), clocks_of(config)
+        self._limits, self._clocks = make_limits(config), make_clocks(config)
         self._held: dict[str, OpenLease] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
         self._beats_at = 0.0  # when the next heartbeat is due at the latest
@@ -425,7 +425,7 @@ class EpisodeRunner:
         metrics.EPISODES.labels(lease.group.env_name, outcome).inc()
 
 
-def limits_of(config: Config) -> SessionLimits:
+def make_limits(config: Config) -> SessionLimits:
     """Return the limits of an episode."""
     agents, context = config.agents, config.policy.max_total_sequence_length
     return SessionLimits(
@@ -437,7 +437,7 @@ def limits_of(config: Config) -> SessionLimits:
     )
 
 
-def clocks_of(config: Config) -> Clocks:
+def make_clocks(config: Config) -> Clocks:
     agents = config.agents
     return Clocks(agents.call_s, agents.think_s, agents.episode_s, agents.finish_s, agents.retry_grace_s)
 

@@ -99,7 +99,7 @@ async def generate(
             completion = output.outputs[0]
             sampled.add(completion)
             if output.finished:
-                labels = labels_of(completion)
+                labels = read_labels(completion)
                 if completion.finish_reason == "abort" and saver is not None:
                     if sampled.new:
                         await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
@@ -242,7 +242,7 @@ class SampledTokens:
         ids = np.asarray(self.ids[:length], dtype=np.int32)
         prefix = self._prefix
         before = prefix.logprobs if prefix else np.empty(0, dtype=np.float32)
-        fresh = spans_of(labels, self.begun, len(self.ids), f"trajectory {self._index}")
+        fresh = make_spans(labels, self.begun, len(self.ids), f"trajectory {self._index}")
         spans = [*(prefix.spans if prefix else ()), *fresh]
         writers = (*(prefix.written if prefix else ()), (self._replica, self.begun, length))
         timings = {"generate_s": seconds + (prefix.timings.get("generate_s", 0.0) if prefix else 0.0)}
@@ -278,11 +278,11 @@ def sampled_logprobs(output: CompletionOutput, what: str) -> list[float]:
     return logprobs
 
 
-def labels_of(output: CompletionOutput) -> Labels:
+def read_labels(output: CompletionOutput) -> Labels:
     return [(span.version, span.start) for span in output.weight_versions or ()]
 
 
-def spans_of(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
+def make_spans(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
     """Return the weight-version spans of tokens `[begun, end)`.
 
     Law 2 computes age from the spans, so a token whose weights have no version never leaves the replica: it raises `GenerationError`, whose

@@ -81,19 +81,19 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
     inference = Packing.of(config.policy, training=False)
 
-    def logprobs_of(model: PolicyModel, warper: LogitsWarper) -> Float32:
+    def compute_logprobs(model: PolicyModel, warper: LogitsWarper) -> Float32:
         return _forward(batch, inference, ranks, model.device, lambda packed: model.forward(packed, warper).logprobs)
 
     with _timed(seconds, "policy_and_reference_logprobs") if passes else contextlib.nullcontext():
         if "old" in passes:
-            batch.old_logprobs = logprobs_of(policy, warper)
+            batch.old_logprobs = compute_logprobs(policy, warper)
             if warper.filters and needs_unfiltered(config):
-                batch.old_logprobs_unfiltered = logprobs_of(policy, warper.unfiltered)
+                batch.old_logprobs_unfiltered = compute_logprobs(policy, warper.unfiltered)
         if learner.reference is not None:
             with learner.reference.without_adapter():
-                batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
+                batch.ref_logprobs = compute_logprobs(learner.reference, warper.unfiltered)
         if learner.teacher is not None:
-            batch.teacher_logprobs = logprobs_of(learner.teacher, warper.unfiltered)
+            batch.teacher_logprobs = compute_logprobs(learner.teacher, warper.unfiltered)
         if value is not None:
             batch.values = _forward(batch, learner.value_packing, ranks, value.device, value.forward)
 
