@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headrace.base.errors import CodecError, LeaseLost, ReplayError
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
-from headrace.replay.base_client import BATCH, BufferClient, chunks
+from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, transfer_all
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, select_fields, unpack
 
@@ -54,7 +54,7 @@ class ScoringClient(BufferClient):
                 taken["indices"], taken["nonces"], taken["scoring_attempts"], taken["waited_ms"], strict=True
             )
         ]
-        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, *_ in entries])
+        payloads = await transfer_all(self._fetch, chunks([key for _, _, _, key, *_ in entries], PAYLOADS), self._reads)
         jobs = []
         for (group, group_id, index, _, attempt, waited_s), payload in zip(entries, payloads, strict=True):
             if payload is None or group is None:  # discarded meanwhile, so the token is void

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import CodecError, InvalidCall
 from headrace.records.score import SCORE_BYTES, Score
 from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
-from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
+from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size, transfer_all
 from headrace.replay.records import (
     BatchReply,
     End,
@@ -140,7 +140,7 @@ class TrainerClient(BufferClient):
             values = await self._held([*batch, *map(score_key, batch)])
             return list(map(_decode, values[: len(batch)], values[len(batch) :]))
 
-        return await self._read_batches(read_batch, keys)
+        return await transfer_all(read_batch, chunks(keys, PAYLOADS), self._reads)
 
     async def read_groups(self, ids: Sequence[str]) -> list[Group]:
         records = []

@@ -30,11 +30,13 @@ from headrace.base.errors import (
     ServiceError,
     Surplus,
 )
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
+from headrace.replay.leases import wait_for_work
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.fleet import Fleet
@@ -132,7 +134,7 @@ class EpisodeRunner:
             died = True
             raise
         finally:
-            await _cancel([looking])
+            await cancel([looking])
             await self._end(list(self._held))
             try:
                 await self._replay.deregister_runner(self.runner, died=died)
@@ -186,19 +188,8 @@ class EpisodeRunner:
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait until there may be work, at most one heartbeat period."""
-        period = self._config.rollout.heartbeat_s
-        waits = [
-            asyncio.create_task(each) for each in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if waits[0].done() and isinstance(waits[0].exception(), ReplayUnavailable):
-                await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
-            elif waits[0].done():
-                waits[0].result()
-                await asyncio.wait(waits[1:], timeout=random.uniform(0, _SPREAD_S), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(waits)
+        period_s = self._config.rollout.heartbeat_s
+        await wait_for_work(self._replay, period_s, (self._changed, stop), random.uniform(0, _SPREAD_S))
 
     async def _look(self) -> None:
         """Check the clocks of all open episodes from time to time."""
@@ -237,7 +228,7 @@ class EpisodeRunner:
                 if not task.done():
                     self._count(held.lease, outcome)
                 tasks.append(task)
-        await _cancel(tasks)
+        await cancel(tasks)
 
     # -- an episode ----------------------------------------------------------------------------------------------------------
 
@@ -370,7 +361,7 @@ class EpisodeRunner:
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None, outcome.artifacts
         finally:
-            await _cancel([running])
+            await cancel([running])
 
     def _make_episode(self, episode: OpenEpisode, key: str) -> Episode:
         group, index, lease = episode.lease.group, episode.index, episode.lease
@@ -455,13 +446,6 @@ def _observe(env_name: str, episode: OpenEpisode, ending: SessionSummary) -> Non
 
 def _name(lease: Lease, index: int) -> str:
     return f"episode {lease.group.id}[{index}]"
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_id() -> str:
