@@ -93,6 +93,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("started", when(past.started)),
         ("steps", steps(past)),
         *progress(newest, config.log_folder),
+        *([("", str(past.collapse))] if past.collapse else []),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),

@@ -18,7 +18,7 @@ from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints
+from headrace.run import checkpoints, history
 from headrace.run.history import CURVES, recorded
 
 
@@ -73,6 +73,8 @@ def up(
         console.print(closing_table(run, time.monotonic() - started))
         if why := why_it_ended(loaded, run):
             say(why)
+        if collapse := history.read(loaded).collapse:
+            say(f"{collapse} ({', '.join(collapse.evidence)})")
         if run.failed:
             say(failures(run))
         if advice := describe_wait(run):

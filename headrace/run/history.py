@@ -19,6 +19,7 @@ from headrace.base.errors import CodecError
 from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
 from headrace.config import Config
 from headrace.run.checkpoints import LOCK
+from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
@@ -77,6 +78,11 @@ class RunHistory:
     def seconds(self) -> float:
         """The total time of its steps."""
         return sum(values(self.lines, STEP_TIME).values())
+
+    @property
+    def collapse(self) -> Collapse | None:
+        """The collapse that lasts at its newest step."""
+        return CollapseDetector(self.lines).found
 
     def best(self) -> Best | None:
         """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""

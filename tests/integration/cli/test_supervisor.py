@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from headrace.base.errors import StoppedByAlarm
 from headrace.launch.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
 from headrace.net.service import reserve
 from tests.support.processes import descendants, gone
@@ -122,6 +123,12 @@ async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tm
     with pytest.raises(ServiceFailed, match="error: port 1 is busy"):
         await supervisor.supervise(service)
     assert service.restarts == 0
+
+
+async def test_an_alarm_that_ends_the_run_is_told_without_a_log(supervisor: Supervisor, tmp_path: Path) -> None:
+    work = "from headrace.base.errors import StoppedByAlarm; raise StoppedByAlarm('the policy collapsed')"
+    with pytest.raises(StoppedByAlarm, match=r"^the policy collapsed$"):
+        await supervisor.supervise(child(tmp_path, SERVICE.format(work=work).replace("70", "3")))
 
 
 async def test_only_words_of_the_last_life_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -249,6 +249,17 @@ async def test_dynamic_sampling_that_finds_nothing_ends_the_run(
     assert (trainer.config.run_folder / "curves.html").exists(), "at every end"
 
 
+async def test_an_alarm_named_in_the_configuration_ends_the_run(trainer: Trainer, replay: ReplayClient) -> None:
+    trainer.settings["run"]["stop_on"] = ["equal_rewards"]
+    trainer.settings["grpo"]["max_num_steps"] = 8
+    await run_with_replica(trainer, replay, code=1, equal_every=1)
+    assert "run.stop_on" in trainer.said()
+    train = [line for line in trainer.journal() if line.kind == "train"]
+    assert [line.metrics["equal_rewards_alarm"] for line in train] == [0.0] * 4 + [1.0]
+    assert trainer.checkpoints().newest() == 5, "what was trained is saved"
+    assert "5 steps" in (trainer.config.run_folder / "curves.html").read_text()
+
+
 async def test_no_replica_within_the_fleet_deadline_ends_the_run(trainer: Trainer, replay: ReplayClient) -> None:
     trainer.settings["trainer"]["fleet_deadline_s"] = 1
     await replay.register("loads", {}, loading=True)
