@@ -40,6 +40,9 @@ def up(
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     plan = device_plan.of(loaded)
+    if plan is not None:
+        plan, of_memory = device_plan.fit(loaded, plan)
+        warnings += of_memory
     threads = device_plan.plan_threads(loaded, plan)
     console = RunConsole()
 

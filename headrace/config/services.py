@@ -191,7 +191,8 @@ class TrainerConfig(Section):
         None,
         gt=0,
         le=1,
-        description="share of its GPU's memory that a rank may use; null: all, or half where `headrace up` shares the GPU with a replica",
+        description="share of its GPU's memory that a rank may use; null: all, or half where `headrace up` shares the GPU with a replica, "
+        "or what it needs if that is more",
     )
     num_threads: PositiveInt | Literal["auto"] | None = Field(
         "auto",

@@ -28,12 +28,22 @@ def machine(gpus: int) -> Inventory:
     return Inventory(tuple(devices), "580", (13, 0))
 
 
-@pytest.mark.parametrize("name", ["gpu_1_5b_1gpu", "gpu_8b_8gpus", "gpu_32b_16gpus"])
-def test_an_example_for_gpus_is_valid(name: str) -> None:
-    done = headrace("config", "check", EXAMPLES / f"{name}.yaml")
+@pytest.mark.parametrize(("name", "gpus"), [("gpu_1_5b_1gpu", 1), ("gpu_8b_8gpus", 8), ("gpu_32b_16gpus", 16)])
+def test_an_example_is_valid_and_fits_on_gpus_of_80_gb(name: str, gpus: int) -> None:
+    done = headrace("config", "check", EXAMPLES / f"{name}.yaml", "--gpu-memory", "79", "--gpus", str(gpus))
     assert done.returncode == 0, done.stderr
     # models come from the hub; nothing else is amiss
     assert {line.split(":")[1] for line in done.stderr.splitlines()} <= {" policy.model_name"}
+
+
+def test_a_laptop_refuses_what_a_cluster_could_not_hold() -> None:
+    check = ("config", "check", EXAMPLES / "gpu_32b_16gpus.yaml", "--gpu-memory")
+    done = headrace(*check, "40", "--gpus", "16")
+    assert done.returncode != 0
+    assert "of 40.0 GiB" in done.stderr
+    change = done.stderr.partition("smallest change that fits: ")[2].split()
+    assert headrace(*check, "40", "--gpus", "16", *change).returncode == 0
+    assert "--gpus is 8" in headrace(*check, "79", "--gpus", "8").stderr
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("gpu_1_5b_1gpu", 1), ("gpu_8b_8gpus", 8), ("gpu_32b_16gpus", 16)])
