@@ -330,6 +330,8 @@ class WeightSender:
         if outcome is not _AttemptOutcome.INTERRUPTED:
             if ended.verified:
                 self._backends.note_success(rendezvous.backend)
+        elif membership.at_fault(ended):
+            return  # the backend is not the cause
         elif channel is not None and channel.membership.group_id == group and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
             reasons = dict.fromkeys([*([failure] if failure else []), *said])
