@@ -124,12 +124,12 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
 
         await eventually(lambda: epoch_is("done"))
         timeline = (await replay.state()).timeline
-        stray = await replay.open_epoch("late", 0, timeline, {})
+        stray = await replay.open_epoch("late", 1, timeline, {})
         assert stray.members == (replica.id,)
         await eventually(lambda: epoch_is("aborted"))
         async with running(score_all(replay)):
             assert await ended(process) == 0, trainer.said()
-    assert "no refit drives epoch late (version 0)" in trainer.said()
+    assert "no refit drives epoch late (version 1)" in trainer.said()
     check_history(trainer)
 
 
