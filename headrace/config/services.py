@@ -87,7 +87,10 @@ class ReplayConfig(Section):
     )
     lease_s: MayChange[float] = Field(15.0, gt=0, description="seconds without renewal after which a lease expires")
     group_deadline_s: MayChange[float] = Field(
-        600.0, gt=0, description="absolute deadline in seconds of one attempt at a group, regardless of heartbeats"
+        600.0,
+        gt=0,
+        description="seconds without progress after which a group is taken from its replica or runner, regardless of heartbeats; it keeps "
+        "what was generated. What counts as progress: docs/replay.md",
     )
     scoring_deadline_s: MayChange[float] = Field(
         120.0,

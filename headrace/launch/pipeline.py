@@ -502,7 +502,7 @@ def patience(config: Config, environment: str | None = None, *, is_broken: bool 
         return limit
     env = config.env[environment]
     longest_s, key = (
-        (config.replay.group_deadline_s, "replay.group_deadline_s")
+        (config.longest_episode_s, "agents.episode_s and replay.group_deadline_s")
         if env.runs_episodes
         else (env.timeout_s, f"env.{environment}.timeout_s")
     )

@@ -120,6 +120,11 @@ class LeaseClient(BufferClient):
         return (b"SET", key, payload, b"NX", b"EX", STAGED)
 
 
+def renewed(tokens: Sequence[str], progress: Sequence[int]) -> dict[str, Any]:
+    """Return the leases that a heartbeat renews as it names them. Without `progress` there was none."""
+    return {"tokens": tokens, "progress": progress or [0] * len(tokens)}
+
+
 def encode_payload(lease: Lease, trajectory: AnyTrajectory) -> bytes:
     """Return the encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it belongs to another group or attempt."""
     trajectory.check()

@@ -64,12 +64,13 @@ class RunnerStatus:
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OpenLease:
-    """A lease and its running episodes, by index."""
+    """A lease and its running episodes, by index. `progress`: what heartbeats report of it."""
 
     lease: Lease
     tasks: dict[int, asyncio.Task[None]]
+    progress: int = 0
 
 
 class EpisodeRunner:
@@ -166,7 +167,9 @@ class EpisodeRunner:
     async def _beat(self) -> None:
         """Send a heartbeat, and get the state of the replicas, this runner's leases and the other gateways."""
         self._fleet.note(await self._replay.replicas())
-        reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
+        self._note_progress()
+        progress = [held.progress for held in self._held.values()]
+        reply = await self._replay.runner_heartbeat(self.runner, [*self._held], progress)
         self.status.unreachable = None
         self._beats_at = time.monotonic() + self._config.rollout.heartbeat_s
         if not reply.alive:
@@ -177,6 +180,13 @@ class EpisodeRunner:
         if self._config.agents.advertised_url is not None:
             others = [runner.info for runner in await self._replay.runners() if runner.alive]
             self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
+
+    def _note_progress(self) -> None:
+        """A lease progresses while one of its programs runs and no clock of the run has ended it. Those clocks bound how long a tool may
+        take."""
+        running = {episode.lease.token for episode in self._open if not episode.over.done()}
+        for token, held in self._held.items():
+            held.progress += token in running
 
     async def _enter_again(self) -> None:
         """Register again under a new id. The buffer declared this runner dead and passed its leases on."""
@@ -374,7 +384,7 @@ class EpisodeRunner:
             public={name: group.extra_env_info[name] for name in env.public if name in group.extra_env_info},
             limits=EpisodeLimits(self._limits.calls, self._limits.tokens),
             # not episode_s: that clock stands still while no replica can sample, and this time does not
-            deadline=time.monotonic() + self._config.replay.group_deadline_s,
+            deadline=time.monotonic() + self._config.longest_episode_s,
             attempt=lease.attempt - 1 + began_before,
             environment=group.env_name,
             task_name=group.task_name,

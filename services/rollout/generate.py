@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 _CONTEXT_TOKENS = 5  # as many as vLLM's own detokenizer looks back
 # (version, first token) of each run of this request's tokens that were sampled from the same weights
@@ -111,13 +112,18 @@ async def generate(
 
 def _labels(engine: AsyncLLM, request: str) -> Labels:
     """Return the weight versions of a running request's tokens, as the engine will report them at the end."""
+    return [label for state in _states(engine, request) for label in state.weight_version_starts]
+
+
+def sampled_tokens(engine: AsyncLLM, request: str) -> int:
+    """Return how many tokens the engine has sampled for a running request, whether or not it has returned them. 0 if it doesn't run."""
+    return sum(state.detokenizer.num_output_tokens() for state in _states(engine, request) if state.detokenizer)
+
+
+def _states(engine: AsyncLLM, request: str) -> list[RequestState]:
     processor = engine.output_processor
-    return [
-        label
-        for internal in processor.external_req_ids.get(request, ())
-        if internal in processor.request_states
-        for label in processor.request_states[internal].weight_version_starts
-    ]
+    internals = processor.external_req_ids.get(request, ())
+    return [processor.request_states[internal] for internal in internals if internal in processor.request_states]
 
 
 def _finish(engine: AsyncLLM, sampled: SampledTokens, output: CompletionOutput, labels: Labels) -> Trajectory:

@@ -43,7 +43,9 @@ from headrace_services.rollout.generate import (
     generate,
     prompt_problem,
     request_id,
+    sampled_tokens,
 )
+from headrace_services.rollout.progress import Progress
 from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.sequence_slots import SequenceSlots
 
@@ -113,6 +115,7 @@ class RolloutWorker:
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._pushes = Pushes(replay, self._retry)
+        self._progress = Progress()
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._calls: dict[asyncio.Task[Sampled], str] = {}  # the timeline of each call
@@ -177,7 +180,8 @@ class RolloutWorker:
         self._changed.clear()
         self._reap()
         try:
-            reply = await self._replay.heartbeat(self.replica, sorted(self.held))
+            progress = self._progress.count((lease for lease, _ in self._groups.values()), self._sampled)
+            reply = await self._replay.heartbeat(self.replica, [*progress], [*progress.values()])
             self._note(reply)
             self._reply = reply
             for action in decisions.decide(self._state(reply)):
@@ -189,6 +193,9 @@ class RolloutWorker:
         except Fenced as refusal:
             # the state changed between the heartbeat and the action: the next turn sees the new one
             log.info("refused: %s", refusal)
+
+    def _sampled(self, lease: Lease, index: int) -> int:
+        return sampled_tokens(self._engine, request_id(lease, index))
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for at most one heartbeat period, or until there may be something to do."""

@@ -348,6 +348,54 @@ async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage
         assert runner.status.outcomes["timed_out"] == N
 
 
+async def test_law_6_a_tool_may_take_longer_than_a_group_may_be_silent(stage: Stage, limits: Limits) -> None:
+    done = asyncio.Event()
+
+    async def takes_long(episode: Episode) -> EpisodeOutcome:
+        await done.wait()
+        return await two_turns(episode)
+
+    programs = Played(takes_long)
+    await tighten(stage.replay, limits, group_deadline_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await until(lambda: programs.open == N)
+        over, _ = await stage.replay.redis.time()
+
+        async def is_over() -> bool:
+            return (await stage.replay.redis.time())[0] > over + 2
+
+        await eventually(is_over)
+        done.set()
+        await stage.until(ready=1)
+    assert len(programs.began) == N
+    assert (await stage.replay.stats())["requeues"] == {}
+
+
+async def test_law_6_a_program_that_outlives_its_clock_is_silence(stage: Stage, limits: Limits) -> None:
+    done = asyncio.Event()
+
+    async def stays(episode: Episode) -> EpisodeOutcome:
+        while not done.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await done.wait()
+        return scored()
+
+    async def is_taken() -> bool:
+        return (await stage.replay.stats())["requeues"].get("deadline") == 1
+
+    programs = Played(stays)
+    await tighten(stage.replay, limits, group_deadline_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await until(lambda: programs.open == N)
+        stage.now[0] += stage.config.agents.episode_s
+        try:
+            await eventually(is_taken)
+        finally:
+            done.set()
+
+
 async def test_no_trajectory_comes_of_a_program_that_never_asked(stage: Stage) -> None:
     async def silent(episode: Episode) -> EpisodeOutcome:
         return scored()
