@@ -49,7 +49,7 @@ def eventually(condition: Callable[[], object], within_s: float = 60.0) -> objec
     while time.monotonic() < deadline:
         if value := condition():
             return value
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"nothing within {within_s} s")
 
 
