@@ -96,7 +96,7 @@ class Tracker(MemTracker):
 
     def _nothing(self, *_: Any) -> None: ...
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
 
 
 def planned(case: Case) -> dict[str, int]:
