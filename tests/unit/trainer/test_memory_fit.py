@@ -14,7 +14,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config, load
 from headrace_services.trainer.memory import fit
 from headrace_services.trainer.memory.models import KNOWN
-from headrace_services.trainer.memory.parts import CUDA_PART, GIB, total
+from headrace_services.trainer.memory.parts import CUDA_PART, GIB, NCCL_PART, REPLICA_REFIT, total
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ONE_GPU, TWO_NODES = EXAMPLES / "gpu_1_5b_1gpu.yaml", EXAMPLES / "gpu_32b_16gpus.yaml"
@@ -77,6 +77,44 @@ def test_accepted_fits_and_what_is_proposed_is_accepted(model: str) -> None:
         else:
             assert "No change" in verdict.problem
     assert {(True, True)} < seen, "something fits, something does not"
+
+
+def taken(gpus: int, *overrides: str, model: str = "Qwen/Qwen3-8B") -> dict[str, dict[str, int]]:
+    return fit.phases(run_on(model, gpus, *overrides), site(79.2, gpus))
+
+
+def test_filters_sort_the_logits_of_a_chunk() -> None:
+    plain, filtered = (
+        taken(8, f"policy.generation.top_p={top_p}")["policy: loss"]["policy: logits of a chunk"]
+        for top_p in (1.0, 0.9)
+    )
+    assert filtered - plain == 24 * 1024 * 151_936
+
+
+def test_a_part_is_there_where_it_is_taken() -> None:
+    alone, several = taken(1), taken(8)
+    assert all(NCCL_PART not in parts for parts in alone.values())
+    assert all(NCCL_PART in parts and CUDA_PART in parts for parts in several.values())
+    # gradients are dropped before a refit; without other passes there is no inference
+    assert not any("gradient" in part for part in several["refit"])
+    assert "policy: inference" not in several
+    referred = taken(8, "loss_fn.reference_policy_kl_penalty=0.01")
+    assert referred["reference: inference"]["reference: parameters, float32"] > 0
+    assert "policy: gradients of a layer, reduced in float32" in several["policy: layers"]
+    once, each = (taken(4, f"trainer.reduce_gradients={how}") for how in ("step", "micro_batch"))
+    whole = "policy: gradients of a step, unreduced"
+    assert once["policy: layers"][whole] == 4 * 8_190_735_360
+    assert whole not in each["policy: layers"]
+
+
+def test_a_replica_waits_for_a_layer_larger_than_a_bucket() -> None:
+    config = run_on("Qwen/Qwen3-30B-A3B", 8)
+    small = fit.changed(config, {"weight_channel.bucket_bytes": 16 * GIB})
+    by_bucket = [fit.replica(each, 80 * GIB, 0.9)[REPLICA_REFIT] for each in (config, small)]
+    layer = 2 * fit.models_of(config)["policy"].size.layer
+    largest = 2 * fit.models_of(config)["policy"].size.largest
+    assert by_bucket[1] == 2 * 16 * GIB + largest
+    assert by_bucket[0] > layer + 2 * largest
 
 
 def test_more_memory_never_turns_a_run_that_fits_away() -> None:
