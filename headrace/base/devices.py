@@ -233,7 +233,7 @@ def read_inventory() -> Inventory:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(
-            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _devices_of(index)),
+            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _list_devices(index)),
             pynvml.nvmlSystemGetDriverVersion(),
             (cuda // 1000, cuda % 1000 // 10),
         )
@@ -247,7 +247,7 @@ def _driver_error(error: pynvml.NVMLError) -> ServiceError:
     return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
-def _devices_of(index: int) -> Iterator[Device]:
+def _list_devices(index: int) -> Iterator[Device]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     if not _is_divided(handle):

@@ -17,7 +17,7 @@ from headrace.config import load
 from headrace.launch import device_plan
 from headrace.net.service import EXIT_STOPPED
 from tests.support.command import headrace
-from tests.support.processes import eventually
+from tests.support.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
@@ -79,7 +79,7 @@ def test_a_slurm_job_whose_time_ends_tells_the_trainer(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", EXAMPLES / "slurm_two_nodes.sh"], env=environ, start_new_session=True)
     try:
-        eventually((tmp_path / "trains").exists, within_s=60)
+        wait_until((tmp_path / "trains").exists, within_s=60)
         job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
         assert job.wait(60) == EXIT_STOPPED
         assert (tmp_path / "told").read_text() == "TERM"
