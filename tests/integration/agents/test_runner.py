@@ -359,7 +359,7 @@ async def test_law_6_a_tool_may_take_longer_than_a_group_may_be_silent(stage: St
     await tighten(stage.replay, limits, group_deadline_s=1.0)
     await stage.enqueue(0)
     async with stage.runner(programs):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         over, _ = await stage.replay.redis.time()
 
         async def is_over() -> bool:
@@ -388,7 +388,7 @@ async def test_law_6_a_program_that_outlives_its_clock_is_silence(stage: Stage, 
     await tighten(stage.replay, limits, group_deadline_s=1.0)
     await stage.enqueue(0)
     async with stage.runner(programs):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         stage.now[0] += stage.config.agents.episode_s
         try:
             await eventually(is_taken)
