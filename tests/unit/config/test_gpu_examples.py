@@ -83,7 +83,10 @@ def test_a_slurm_job_whose_time_ends_tells_the_trainer(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", EXAMPLES / "slurm_two_nodes.sh"], env=environ, start_new_session=True)
     try:
-        wait_until((tmp_path / "trains").exists, within_s=60)
+        wait_until(lambda: trains.exists() and trains.read_text() == "one one ", within_s=60)
+        calls = (tmp_path / "calls").read_text()
+        assert calls.index("config check") < min(calls.index(service) for service in ("replay", "rollout", "trainer"))
+        assert calls.count("trainer.launch 6 --nnodes 2") == 2
         job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
         assert job.wait(60) == EXIT_STOPPED
         assert (tmp_path / "told").read_text() == "TERM"
