@@ -40,6 +40,7 @@ NCCL = GIB // 2
 # The same of a replica's engine, with the CUDA graphs that it captures (`enforce_eager` false).
 GRAPHS = GIB
 CUDA_PART, NCCL_PART = "CUDA's context and kernels", "NCCL's channels"
+BUCKETS = "refit: two buckets"
 KV_CACHE, REPLICA_REFIT = "KV cache", "a refit: two buckets, the largest weight and a layer"
 # Bytes for each logit of a chunk. With gradients: log-probabilities, their gradient and that of the logits, in float32. Without: logits
 # and log-probabilities. A filter sorts them: values, ids (int64), probabilities and their sums, and masks.
@@ -186,7 +187,7 @@ def _refit(size: ModelSize, sent: int, bucket: int, *, gathers: bool) -> Parts:
     float32, as is what it is merged to."""
     merged = 4 if size.adapter else 0
     weight = ((merged or sent) if gathers else 0) + merged
-    return {"refit: two buckets": buckets(size, sent, bucket), "refit: the largest weight": weight * size.largest}
+    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": weight * size.largest}
 
 
 def replica_memory(
