@@ -177,6 +177,11 @@ class ModelSize:
         return max(map(math.prod, self.shapes))
 
     @functools.cached_property
+    def largest_adapted(self) -> int:
+        """The number of elements of the largest weight that has an adapter; 0 without one."""
+        return max((a[1] * b[0] for a, b in zip(self.adapter[::2], self.adapter[1::2], strict=True)), default=0)
+
+    @functools.cached_property
     def layer(self) -> int:
         """The number of parameters of the largest layer, with its part of the adapter: FSDP2's unit."""
         own = max((sum(map(math.prod, layer)) for layer in self.layers), default=0)
