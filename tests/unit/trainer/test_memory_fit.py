@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MambaConfig
 
 from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ServiceError
@@ -211,6 +212,14 @@ def test_a_model_that_must_be_downloaded_is_not_compared() -> None:
     verdict = fit.plan(load(ONE_GPU, ["policy.model_name=nobody/unknown-model"]), site(16)).judge()
     assert verdict.problem is None
     assert "nobody/unknown-model" in verdict.warnings[0]
+
+
+def test_a_model_of_unknown_layers_is_trained_without_a_plan(tmp_path: Path) -> None:
+    """A state-space model has no attention heads."""
+    MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32).save_pretrained(tmp_path)
+    verdict = judged(ONE_GPU, site(16), f"policy.model_name={tmp_path}")
+    assert verdict.problem is None
+    assert "Mamba" in verdict.warnings[0]
 
 
 def test_a_rank_compares_its_own_gpu_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
