@@ -30,7 +30,7 @@ from headrace.base.devices import SHARES, DeviceMemory, Site
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.memory.models import micro_batch, models_of, packs, to_download
+from headrace_services.trainer.memory.models import NotPlanned, micro_batch, models_of, packs, to_download
 from headrace_services.trainer.memory.parts import (
     CONTEXT,
     CUDA_PART,
@@ -113,7 +113,10 @@ class Verdict:
 
 def judge(config: Config, site: Site) -> Verdict:
     """Compare what `config` needs with the devices of `site`. Raises `ServiceError` if the configuration of a model can't be read."""
-    shares, uses = _uses(config, site)
+    try:
+        shares, uses = _uses(config, site)
+    except NotPlanned as error:
+        return Verdict(warnings=(f"the run's memory is not compared with its GPUs: {error}",))
     over = [use for use in uses if use.over > 0]
     if not over:
         return Verdict(shares=shares)
