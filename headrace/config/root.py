@@ -15,6 +15,7 @@ from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import (
     AnyEnvConfig,
     CommandConfig,
+    CustomConfig,
     EnvConfig,
     EpisodicConfig,
     TargetConfig,
@@ -24,7 +25,7 @@ from headrace.config.environments import (
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
-from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.config.loss import LossConfig, OnPolicyRatio, ValueLossConfig
 from headrace.config.marks import MayChange
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
@@ -123,6 +124,11 @@ class Config(Section):
         yield name
         for scorer in self.env[name].scorers:
             yield from self.list_scorers(scorer)
+
+    @property
+    def custom(self) -> dict[str, CustomConfig]:
+        """The environments in their own processes, which the hub dials or which dial the hub."""
+        return {name: env for name, env in self.env.items() if isinstance(env, CustomConfig)}
 
     @property
     def longest_episode_s(self) -> float:
@@ -389,13 +395,14 @@ def _check_batches(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     algorithm, loss = config.algorithm, config.loss_fn
-    if loss.force_on_policy_ratio and config.policy_batch != algorithm.batch_size:
+    on_policy = isinstance(loss.policy_term, OnPolicyRatio)
+    if on_policy and config.policy_batch != algorithm.batch_size:
         raise ValueError(
             f"loss_fn.force_on_policy_ratio true with policy.train_global_batch_size {config.policy_batch} of the "
             f"{algorithm.batch_size} trajectories of a batch: from the second optimizer step on the ratio is not 1; set one of "
             "them to false or null"
         )
-    if loss.force_on_policy_ratio and config.ppo is not None and config.ppo.ppo_epochs > 1:
+    if on_policy and config.ppo is not None and config.ppo.ppo_epochs > 1:
         raise ValueError(
             f"loss_fn.force_on_policy_ratio true with ppo.ppo_epochs {config.ppo.ppo_epochs}: from the second epoch on the ratio "
             "is not 1; set force_on_policy_ratio false or ppo_epochs 1"

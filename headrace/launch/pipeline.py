@@ -527,8 +527,8 @@ def _json(text: str) -> Any:
 
 def parse_reason(answer: str) -> str:
     """Return why a service is not ready, from the answer of its `/readyz`."""
-    said = _json(answer)
-    return str(said.get("reason") or "") if isinstance(said, dict) else ""
+    body = _json(answer)
+    return str(body.get("reason") or "") if isinstance(body, dict) else ""
 
 
 def _unready_state(child: Child, replica: Replica) -> str:

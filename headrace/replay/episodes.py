@@ -104,18 +104,18 @@ class EpisodesClient(LeaseClient):
         written = (0, 0, 0)
         if trajectory is not None:
             written = trajectory.length, trajectory.oldest_version, trajectory.newest_version
-        said = [] if score is None else [score]
+        scores = [] if score is None else [score]
         return bool(
             await self._connection.call(
                 "finish",
                 payload if len(payload) <= carried_bytes else b"",
-                *(each.encode() for each in said),
+                *(each.encode() for each in scores),
                 **_episode(lease, index),
                 order=lease.group.order if lease.group.lane == "train" else -1,
                 nonce=nonce,
                 bytes=len(payload),
                 **dict(zip(("length", "oldest", "newest"), written, strict=True)),
-                scores=[select_fields(each) for each in said],
+                scores=[select_fields(each) for each in scores],
             )
         )
 

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.base.errors import CodecError, InvalidCall, ReplayError, Unstaged
 from headrace.records.trajectory import Trajectory
+from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
 from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
@@ -66,7 +67,7 @@ class RolloutClient(LeaseClient):
 
     async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """Push many at once. Returns, for each, None or the error that `push` would raise."""
-        return await self._write_batches(partial(self._hand_in, "push"), items, _size)
+        return await transfer_all(partial(self._hand_in, "push"), of_bounded_size(items, _size), self._writes)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
         """Save an unfinished trajectory, so that another replica can continue it if the lease is lost. Each save must be longer than the
@@ -77,7 +78,7 @@ class RolloutClient(LeaseClient):
 
     async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """Save many at once. Returns, for each, None or the error that `save` would raise."""
-        return await self._write_batches(partial(self._hand_in, "save"), items, _size)
+        return await transfer_all(partial(self._hand_in, "save"), of_bounded_size(items, _size), self._writes)
 
     async def _hand_in(
         self, function: str, items: Sequence[tuple[Lease, Trajectory]]

@@ -162,6 +162,10 @@ class Fleet(Scoring):
         if not self.takes_part(replica) or epoch.did.get(replica) not in did:
             self.refuse(Fenced)
 
+    def holds(self, replica: str, epoch: Announced) -> bool:
+        member = self.members[replica]
+        return self.takes_part(replica) and (member.version, member.timeline) == (epoch.version, epoch.timeline)
+
     def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: object, seen: object) -> object:
         self.expire()
         self.require_timeline(timeline)
@@ -169,8 +173,9 @@ class Fleet(Scoring):
             if epoch in self.epochs:
                 self.refuse(Fenced)
             self.epochs.add(epoch)
-            did = {replica: "asked" for replica in self.members if self.takes_part(replica)}
-            self.epoch_now = Announced(epoch, version, timeline, "announced", did)
+            self.epoch_now = Announced(epoch, version, timeline, "announced", {})
+            asked = [id_ for id_ in self.members if self.takes_part(id_) and not self.holds(id_, self.epoch_now)]
+            self.epoch_now.did = dict.fromkeys(asked, "asked")
         return self._view()
 
     def acknowledge(self, replica: str, epoch: str, seen: object) -> None:
@@ -187,8 +192,9 @@ class Fleet(Scoring):
         if newest.state == "announced":
             newest.state, newest.logprobs, newest.tolerance = "transfer", logprobs, tolerance
             newest.did = {m: "left out" if did == "asked" else did for m, did in newest.did.items()}
-            for member in self.members.values():
-                member.timeline = ""
+            for id_, member in self.members.items():
+                if not self.holds(id_, newest):
+                    member.timeline = ""
         return self._view()
 
     def verify(self, replica: str, epoch: str, logprobs: list[float], seen: object) -> RefitVerdict:

@@ -19,7 +19,6 @@ from tests.support.buffer import (
     contents,
     died,
     enqueue,
-    eventually,
     generate,
     group_of,
     healthy_replica,
@@ -36,6 +35,7 @@ from tests.support.buffer import (
     tighten,
     total,
 )
+from tests.support.waiting import eventually
 
 
 def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | None = None) -> Trajectory:

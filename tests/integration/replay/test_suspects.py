@@ -8,7 +8,6 @@ from headrace.replay import Lease, Limits, ReplayClient
 from tests.support.buffer import (
     died,
     enqueue,
-    eventually,
     group_of,
     healthy_replica,
     make_trajectory,
@@ -20,6 +19,7 @@ from tests.support.buffer import (
     score_all,
     tighten,
 )
+from tests.support.waiting import eventually
 
 POISON = "e0-train-37"
 
