@@ -28,7 +28,16 @@ _THREADS = "threads"
 def of(config: Config) -> DevicePlan | None:
     """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices, or one that can't
     compute what is configured."""
+    if why_on_cpu(config) is not None:
+        return DevicePlan()  # no process is left to try the devices
     return plan_devices(config, devices.visible(os.environ), devices.installed_versions())
+
+
+def why_on_cpu(config: Config) -> str | None:
+    """Return why the run goes on without this machine's GPUs, as `devices.why_on_cpu`; None if it asks for a GPU by name."""
+    if config.trainer.device != "auto" or config.rollout.device == "cuda":
+        return None
+    return devices.why_on_cpu(os.environ, devices.installed_versions())
 
 
 def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:

