@@ -140,6 +140,7 @@ hooks: $(STAMP)
 docs: $(STAMP)
 	$(PY) scripts/generate_reference.py
 	$(PY) scripts/generate_metrics.py
+	$(PY) scripts/generate_dashboard.py
 	$(PY) scripts/generate_nemo_rl.py
 
 # About an hour of one core. `make test` makes 3,000 of these calls.

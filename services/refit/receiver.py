@@ -153,10 +153,6 @@ class WeightReceiver:
         """
         return None if self._clear_cache else self._cache_salt
 
-    def holds(self, epoch: Epoch) -> bool:
-        """Return whether the engine already computes with the epoch's weights, verified. It then need not drain or pause."""
-        return self._held == (epoch.timeline, epoch.version)
-
     async def acknowledge(self, epoch: Epoch) -> None:
         """Report to the buffer that this replica can take part, unless the epoch excludes it or is no longer announced. Refuse an epoch
         whose announcement can't be read."""
@@ -183,10 +179,7 @@ class WeightReceiver:
         try:
             rendezvous = Rendezvous.decode(epoch.rendezvous)
             await self._join(epoch, rendezvous)
-            if self.holds(epoch):
-                await self._discard(rendezvous)
-            else:
-                await self._install(epoch, rendezvous)
+            await self._install(epoch, rendezvous)
             logprobs = await self._probe(epoch, rendezvous)
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
@@ -250,18 +243,15 @@ class WeightReceiver:
         await self._pause()
         # Not before the pause: until then the engine computes with the old weights. Random, because versions repeat after a rewind.
         self._cache_salt = secrets.token_hex(8)
-        await self._receive("receive_weights", rendezvous)
+        await self._receive(rendezvous)
         version = self._engine.update_weight_version(str(epoch.version))
         await self._call("naming the version", version, rendezvous.timeout_s)
         await self._call("resuming", self._engine.resume_generation(), rendezvous.timeout_s)
 
-    async def _discard(self, rendezvous: Rendezvous) -> None:
-        await self._receive("discard_weights", rendezvous)
-
-    async def _receive(self, method: str, rendezvous: Rendezvous) -> None:
+    async def _receive(self, rendezvous: Rendezvous) -> None:
         group, self._group = self._group, None
         update = {"manifest": rendezvous.manifest.encode(), "timeout_s": rendezvous.timeout_s}
-        await self._workers("receiving weights", method, {"update_info": update}, rendezvous)
+        await self._workers("receiving weights", "receive_weights", {"update_info": update}, rendezvous)
         self._group = group  # a group that lost a transfer is never used again
 
     async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:

@@ -2,8 +2,8 @@
 
 The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer,
 another attempt is made without it. If living members can't be reached, another attempt is made by another backend (`backends`). Every live
-replica takes part, even if it already holds the version: the buffer has one membership at a time, and a replica outside it may not lease. A
-replica that holds the version discards the bytes, and is neither drained nor paused.
+replica that the buffer doesn't know to hold the version takes part; the others don't notice. So a replica that joins late costs one model
+for itself, whatever the size of the fleet.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RefitReport:
     """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts. `given_up` are the backends that
     this trainer no longer uses, because they failed.
 
-    `members` are those of the last attempt; empty if no live replica came. `refused` has the reason of each member that did not complete an
-    attempt. `failed` are those among them that were at fault.
+    `members` are those of the last attempt and those that an earlier one verified; empty if no live replica came. `refused` has the reason
+    of each member that did not complete an attempt. `failed` are those among them that were at fault.
     """
 
     version: int
@@ -98,7 +98,7 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last four fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. The last five fields grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
     members of the attempt need it, and `manifest` is of that.
@@ -114,6 +114,7 @@ class _Refit:
     probe_logprobs: Float32
     tolerance: Differences
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    verified: set[str] = dataclasses.field(default_factory=set)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
     silent: set[str] = dataclasses.field(default_factory=set)
@@ -169,9 +170,9 @@ class WeightSender:
         adapter: WeightSource | None = None,
         tolerance: Differences | None = None,
     ) -> RefitReport:
-        """Send `version` to every live replica: all of `source`, or only the `adapter`, which is its last part. The adapter is enough if
-        every member has the rest, which doesn't change, from an earlier refit. A replica is verified if its log-probabilities of
-        `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1), up to `tolerance` (None: the configuration's).
+        """Send `version` to every live replica without it: all of `source`, or only the `adapter`, which is its last part. The adapter is
+        enough if every receiver has the rest, which doesn't change, from an earlier refit. A replica is verified if its log-probabilities
+        of `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1), up to `tolerance` (None: the configuration's).
 
         Returns when each member has verified, refused or died, or a deadline has passed. The caller decides whether that is good enough. It
         also brings late replicas to the current version.
@@ -202,8 +203,8 @@ class WeightSender:
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
         return RefitReport(
             version=version,
-            members=epoch.members,
-            verified=epoch.verified,
+            members=tuple(sorted(refit.verified.union(epoch.members))),
+            verified=tuple(sorted(refit.verified)),
             refused=refit.refused,
             failed=frozenset(refit.excluded | refit.silent),
             seconds=refit.seconds,
@@ -240,6 +241,7 @@ class WeightSender:
         self._note_outcome(ended, rendezvous, outcome, failure)
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
+        refit.verified.update(ended.verified)
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
         if outcome is _AttemptOutcome.SETTLED:
@@ -328,10 +330,13 @@ class WeightSender:
         if outcome is not _AttemptOutcome.INTERRUPTED:
             if ended.verified:
                 self._backends.note_success(rendezvous.backend)
+        elif membership.at_fault(ended):
+            return  # the backend is not the cause
         elif channel is not None and channel.membership.group_id == group and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
             reasons = dict.fromkeys([*([failure] if failure else []), *said])
-            self._backends.note_failure(rendezvous.backend, ended.members, "; ".join(reasons), formed=channel.formed)
+            missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
+            self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> str | None:
         """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they

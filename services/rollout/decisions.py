@@ -82,14 +82,6 @@ class WorkerState:
     in_flight_updates: bool
     max_groups: int
 
-    @property
-    def drains(self) -> bool:
-        """Whether running work must end before the replica takes part in the newest epoch. It must, unless weights are updated in flight or
-        the engine already computes with the announced weights."""
-        epoch = self.reply.epoch
-        holds = epoch is not None and self.weights == (epoch.timeline, epoch.version)
-        return not self.in_flight_updates and not holds
-
 
 def decide(now: WorkerState) -> list[Action]:
     """Return the next actions, in the order in which to take them."""
@@ -133,7 +125,7 @@ def _join(now: WorkerState, epoch: Epoch, *, busy: bool) -> list[Action]:
     if epoch.state == "transfer":
         return [TakePart(epoch)] if now.replica in epoch.acknowledged else []
     waits_for_trainer = now.replica in epoch.acknowledged or epoch.id == now.answered
-    if waits_for_trainer or (busy and now.drains):
+    if waits_for_trainer or (busy and not now.in_flight_updates):
         return []
     return [Acknowledge(epoch)]
 
@@ -146,7 +138,7 @@ def fence(now: WorkerState, timeline: str, min_version: int) -> ReplicaFenced | 
         )
     if now.torn:
         return ReplicaFenced("unhealthy", "the replica's weights are not verified; call another replica")
-    if (now.refitting or _open_epoch(now) is not None) and (now.weights is None or now.drains):
+    if (now.refitting or _open_epoch(now) is not None) and (now.weights is None or not now.in_flight_updates):
         return ReplicaFenced(
             "refit", "the replica takes no calls until its refit is over; retry, or call another replica"
         )

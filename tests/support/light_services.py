@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from headrace.net.service import EXIT_STOPPED, admit, admitting, bind, serve_htt
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
-from tests.support.forks import command, fork
+from tests.support.forks import be_forked, command
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,10 +58,7 @@ def forked_rollout(config: Config) -> None:
 def _be_forked(kind: str) -> None:
     """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
     admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
-    service = fork(command, *sys.argv[1:], kind=kind)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, _: service.send_signal(number))
-    sys.exit(service.wait())
+    be_forked(command, *sys.argv[1:], kind=kind)
 
 
 def idle_reward(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from headrace.base.devices import (
     Inventory,
     TooFewDevices,
     engine_is_for_cuda,
+    idle_first,
     is_for_cuda,
     plan,
     select_devices,
@@ -151,10 +153,20 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
     assert [each["uuid"] for each in seen["devices"]] == ["GPU-b"]
 
 
-def test_a_gpu_without_memory_of_its_own_is_listed(find: Find) -> None:
-    found = find("GPU-unified GPU-b")
-    assert [each["memory"] for each in found["devices"]] == [None, 80 << 30]
-    assert "host's memory" in str(Device("GPU-unified", "0", "GB10", None, (12, 1)))
+def test_a_device_that_tells_no_memory_is_a_device_all_the_same(find: Find) -> None:
+    """A GPU that has the host's memory: NVML answers NotSupported."""
+    busy, silent, idle = find("GPU-busy GPU-silent GPU-c")["devices"]
+    assert (silent["memory"], silent["free"]) == (None, None)
+    assert [(each["memory"] >> 30, each["free"] >> 30) for each in (busy, idle)] == [(80, 20), (80, 80)]
+
+
+def test_devices_on_which_nothing_runs_come_first() -> None:
+    gib = 1024**3
+    used = {"0": 60, "1": 1, "2": 3, "3": 0}
+    own = [dataclasses.replace(each, free=each.memory and each.memory - used[each.index] * gib) for each in FOUR]
+    assert [each.index for each in idle_first(own)] == ["1", "3", "0", "2"]
+    assert list(idle_first(FOUR)) == FOUR  # unknown is not busy
+    assert str(dataclasses.replace(FOUR[0], memory=None)) == "GPU 0 (H100)"
 
 
 WHY = """

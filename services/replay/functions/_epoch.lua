@@ -4,7 +4,8 @@
 --          the tolerances; members never see them)
 -- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
--- From `transfer` on, every replica is STALE until it verifies: its weights are a mixture of versions, or not the newest.
+-- An epoch asks only replicas that need its weights: those that hold them, verified, go on with their leases. From `transfer` on, every
+-- other replica is STALE until it verifies: its weights are a mixture of versions, or not the newest.
 -- uses: _args, _fleet, _run
 
 -- The number of bytes of the length, or of the value, after each msgpack type from 0xc0 to 0xdf. Types without an entry occur in no
@@ -75,6 +76,12 @@ local function set_stale(run, id, reason)
     redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'reason', words(reason))
     event(run, 'replica', 'replica', id, 'state', 'STALE', 'reason', words(reason))
   end
+end
+
+-- Whether the replica holds the epoch's weights, verified. Another epoch of the same version, for replicas that joined late, is not its own.
+local function holds(run, id, epoch)
+  local state, version, timeline = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'version', 'timeline'))
+  return state == 'HEALTHY' and tonumber(version) == epoch.version and timeline == epoch.timeline
 end
 
 -- The epoch if it is the newest, of this timeline, and in one of `states`; otherwise the call is refused.

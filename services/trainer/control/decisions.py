@@ -278,7 +278,7 @@ def refit_due(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: f
 def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> dict[str, Backoff]:
     """Return the backoffs after a refit, by replica id.
 
-    They double from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that a replica that always refuses does not keep pausing the others. A
+    They double from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that a replica that always refuses does not keep the trainer sending. A
     replica that became verified, or is gone, is dropped.
     """
     renewed = {}

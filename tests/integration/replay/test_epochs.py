@@ -63,6 +63,33 @@ async def test_epoch_from_announcement_to_done(replay: ReplayClient) -> None:
     assert {replica.state for replica in await replay.replicas()} == {"STALE"}
 
 
+async def test_an_epoch_for_a_late_replica_leaves_the_others_alone(replay: ReplayClient) -> None:
+    await enqueue(replay, range(8))
+    holder, late = nonce(), nonce()
+    await replay.register(holder, {})
+    await refit(replay, 0, [holder])
+    await replay.register(late, {})
+    timeline = (await replay.state()).timeline
+    assert (await replay.open_epoch("late", 0, timeline, {})).members == (late,)
+    assert len(await replay.lease(holder, 1)) == 1
+    with pytest.raises(Fenced):
+        await replay.acknowledge(holder, "late")
+    await replay.acknowledge(late, "late")
+    await replay.begin_epoch("late", {}, [0.0], 1e-3)
+    assert len(await replay.lease(holder, 1)) == 1
+    with pytest.raises(Fenced):
+        await replay.refuse(holder, "late", "it is not asked")
+    with pytest.raises(NotVerified):
+        await replay.lease(late, 1)
+    await replay.verify(late, "late", [0.0])
+    assert (await replay.end_epoch("late", aborted=False)).verified == (late,)
+    states = {replica.id: (replica.state, replica.version) for replica in await replay.replicas()}
+    assert states == {holder: ("HEALTHY", 0), late: ("HEALTHY", 0)}
+    # the same version of another timeline is another model
+    await rewind(replay, 0)
+    assert set((await replay.open_epoch("rewound", 0, (await replay.state()).timeline, {})).members) == {holder, late}
+
+
 async def test_from_the_transfer_on_nobody_is_healthy_until_it_verifies(replay: ReplayClient) -> None:
     await enqueue(replay, range(8))
     member, absent = nonce(), nonce()
@@ -70,7 +97,7 @@ async def test_from_the_transfer_on_nobody_is_healthy_until_it_verifies(replay: 
         await replay.register(replica, {})
     await refit(replay, 0, [member, absent])
     timeline = (await replay.state()).timeline
-    await replay.open_epoch("next", 0, timeline, {})
+    await replay.open_epoch("next", 1, timeline, {})
     await replay.acknowledge(member, "next")
     assert len(await replay.lease(absent, 1)) == 1
     await replay.begin_epoch("next", {}, [0.0], 1e-3)

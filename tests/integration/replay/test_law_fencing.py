@@ -13,7 +13,6 @@ from tests.support.buffer import (
     begin,
     contents,
     enqueue,
-    eventually,
     generate,
     make_group,
     make_trajectory,
@@ -24,6 +23,7 @@ from tests.support.buffer import (
     rewind,
     tighten,
 )
+from tests.support.waiting import eventually
 
 # The trainer's log-probabilities.
 PROBE = [-1.0, -2.0]
@@ -179,9 +179,10 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
 async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(replay: ReplayClient) -> None:
     replica, timeline = nonce(), (await replay.state()).timeline
     await replay.register(replica, {})
-    for far, verified in (([-1.4, -2.0], True), ([-1.4, -2.4], False), ([-2.4, -2.0], False)):
+    cases = ([-1.4, -2.0], True), ([-1.4, -2.4], False), ([-2.4, -2.0], False)
+    for version, (far, verified) in enumerate(cases):
         epoch = nonce()
-        await replay.open_epoch(epoch, 0, timeline, {})
+        await replay.open_epoch(epoch, version, timeline, {})
         await replay.acknowledge(replica, epoch)
         await replay.begin_epoch(epoch, {}, PROBE, 1.0, 0.3)
         verdict = await replay.verify(replica, epoch, far)

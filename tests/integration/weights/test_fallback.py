@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,46 +18,20 @@ import torch.distributed as dist
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.services import WeightChannelConfig
-from headrace.replay import ReplayClient
+from headrace.replay import Limits, ReplayClient
+from headrace_services.refit.backends import MOST_LOST
 from headrace_services.refit.channel import Channel
 from headrace_services.refit.rendezvous import Rendezvous
 from headrace_services.refit.sender import RefitReport, WeightSender
-from tests.support.small_replica import SmallReplica, installed, running
+from tests.support.buffer import tighten
+from tests.support.nccl_stand_in import Group, OnGpu, keep_up
+from tests.support.small_replica import installed, running
 from tests.support.source_model import SourceModel
 
 TIMELINE = "timeline-1"
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class OnGpu(SmallReplica):
-    """A replica that registers a GPU, and computes on the CPU."""
-
-    async def run(self) -> None:
-        register = self._replay.register
-
-        async def with_gpu(id_: str, info: dict[str, Any], **how: Any) -> None:
-            await register(id_, {**info, "gpus": "GPU-b"}, **how)
-
-        self._replay.register = with_gpu  # type: ignore[method-assign, assignment]
-        await super().run()
-
-
-class Group:
-    """Of NCCL: `connect` is what connecting does; what it carries goes through `carrier`, a real group."""
-
-    def __init__(self, connect: Callable[[], None], carrier: Any) -> None:
-        self._connect, self._carrier = connect, carrier
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self._connect()
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        return self._carrier.broadcast(tensors, options)
-
-    def abort(self) -> None:
-        pass
 
 
 class Nccl:
@@ -100,6 +75,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
 
 class Run:
     def __init__(self, replay: ReplayClient, model: Path, backend: str) -> None:
+        self.model = model
         given = {"backend": backend}
         self.replay, self.source = replay, SourceModel(model)
         self.sender = WeightSender(
@@ -203,3 +179,24 @@ async def test_who_names_nccl_gets_an_error(run: Run, nccl: Nccl) -> None:
     with pytest.raises(ServiceError, match=r"weight_channel\.backend: nccl, .*NCCL_P2P_DISABLE"):
         await run.refit(0)
     assert nccl.tried == ["nccl", "nccl-blocking"]
+
+
+async def test_a_replica_that_nccl_kills_each_time_gets_the_weights_by_gloo(
+    replay: ReplayClient, redis_url: str, limits: Limits, tiny_model: Path, nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # one way of NCCL is enough
+    await tighten(replay, limits, replica_dead_s=2.0)
+    await replay.rewind(0, TIMELINE)
+    nccl.fails = {("nccl-blocking", True): nccl.hang}
+    run = Run(replay, tiny_model, "auto")
+    deaths: list[int] = []
+    async with running(keep_up(redis_url, replay.run_id, tiny_model, deaths)):
+        report = await run.refit(0)
+        while not report.verified:
+            assert len(nccl.tried) <= MOST_LOST
+            await replay.wait_epoch(0.2)
+            if any(replica.takes_part for replica in await replay.replicas()):
+                report = await run.refit(0)
+    await run.sender.aclose()
+    assert (report.given_up, nccl.tried) == (("nccl-blocking",), ["nccl-blocking"] * MOST_LOST + ["gloo"])
+    assert deaths[:MOST_LOST] == [-signal.SIGKILL] * MOST_LOST

@@ -20,7 +20,7 @@ from headrace import Sample
 from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig
 from headrace.env.wire import sample_from_wire, sample_to_wire
-from headrace_services.trainer.data import Problem, digest_of, load_problems, rows
+from headrace_services.trainer.data import Problem, digest_problems, load_problems, rows
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,7 @@ def test_a_bad_line_of_any_file_is_named(tmp_path: Path, rows: list[Any], torn: 
         refused = str(error)
     said = r"hostile\.jsonl(:\d+: .*; correct or remove the line|: can't be read)|no problem to train"
     assert bool(problems) != bool(re.search(said, refused)), refused
-    digest_of(problems, [])
+    digest_problems(problems, [])
     for problem in problems:
         sample = Sample("", problem.extra_env_info, messages=problem.messages, environment="e")
         assert sample_from_wire(sample_to_wire(sample)).extra_env_info == problem.extra_env_info

@@ -115,9 +115,12 @@ def test_with_in_flight_updates_nothing_is_drained() -> None:
     assert decide(worker_state(epoch=announced, held=HELD, in_flight_updates=True)) == [Acknowledge(announced)]
 
 
-def test_weights_that_are_held_already_need_no_drain() -> None:
-    announced = epoch()
-    assert decide(worker_state(epoch=announced, held=HELD, weights=("t", 3))) == [Acknowledge(announced)]
+@pytest.mark.parametrize("state", ["announced", "transfer"])
+def test_an_epoch_for_others_interrupts_nothing(state: str) -> None:
+    for_late = epoch(state=state, members=("rollout-late",), acknowledged=("rollout-late",))
+    now = worker_state(epoch=for_late, held=HELD, calls=frozenset({"t"}), weights=("t", 3))
+    assert decide(now) == [LeaseGroups(2)]
+    assert fence(now, "t", 3) is None
 
 
 @pytest.mark.parametrize("state", ["HEALTHY", "STALE"])
@@ -207,14 +210,14 @@ def test_in_every_situation(now: WorkerState) -> None:
         assert ME in opened.members
         assert not now.refitting
         assert (opened.state == "announced") == (Acknowledge in kinds)
-    if Acknowledge in kinds and now.drains:
+    if Acknowledge in kinds and not now.in_flight_updates:
         assert now.held <= set(now.reply.lost)
     ended = {timeline for action in actions if isinstance(action, EndCalls) for timeline in action.timelines}
     over = now.calls - {now.reply.timeline}
     assert over <= ended <= now.calls
     if Rejoin in kinds:
         assert ended == now.calls
-    if Acknowledge in kinds and now.drains:
+    if Acknowledge in kinds and not now.in_flight_updates:
         assert ended == now.calls
     for timeline in ("t", "u"):
         if fence(now, timeline, 3) is None:
@@ -223,7 +226,7 @@ def test_in_every_situation(now: WorkerState) -> None:
             assert not now.torn
             assert now.weights is not None
             assert now.weights >= (timeline, 3)
-            if now.drains:
+            if not now.in_flight_updates:
                 assert Acknowledge not in kinds
                 assert TakePart not in kinds
                 assert not now.refitting
@@ -281,7 +284,6 @@ def test_a_refit_drains_calls_as_leases_and_takes_no_new_ones() -> None:
     assert fenced(worker_state(epoch=acknowledged)) == "refit"
     transfer = msgspec.structs.replace(acknowledged, state="transfer")
     assert fenced(worker_state(epoch=transfer, attempted="e1", refitting=True)) == "refit"
-    assert fenced(worker_state(epoch=transfer, attempted="e1", weights=("t", 3))) is None
 
 
 def test_in_flight_updates_take_calls_until_the_engine_is_paused() -> None:
@@ -291,11 +293,6 @@ def test_in_flight_updates_take_calls_until_the_engine_is_paused() -> None:
     assert decide(dataclasses.replace(now, reply=worker_state(epoch=epoch()).reply)) == [Acknowledge(epoch())]
     paused = dataclasses.replace(now, attempted="e1", refitting=True, weights=None)
     assert fenced(paused) == "refit"
-
-
-def test_weights_that_are_held_already_interrupt_no_call() -> None:
-    assert fenced(worker_state(epoch=epoch(), weights=("t", 3))) is None
-    assert decide(worker_state(epoch=epoch(), calls=CALLS, weights=("t", 3))) == [Acknowledge(epoch())]
 
 
 def test_law_4_calls_of_an_abandoned_timeline_are_ended_first() -> None:

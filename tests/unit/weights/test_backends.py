@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from headrace.base.errors import ServiceError
-from headrace_services.refit.backends import Backend, Backends
+from headrace_services.refit.backends import MOST_LOST, Backend, Backends
 
 SHARED = "they share GPU-a"
 PAIR = ("a", "b")
@@ -56,6 +56,22 @@ def test_a_member_that_does_not_come_back_may_have_been_the_cause(returned: tupl
     assert fail(auto, "nccl", returned) == "nccl"
     assert auto.choose(PAIR, None) == "nccl"  # that failure is over
     assert fail(auto, "nccl", (*PAIR, "c")) == "nccl-blocking"
+
+
+def test_members_that_die_each_time_die_of_the_backend() -> None:
+    auto = backends()
+    for _ in range(MOST_LOST - 1):
+        assert fail(auto, "nccl", ("new",)) == "nccl"
+    auto.note_success("nccl")  # what dies after that may die for another reason
+    for _ in range(MOST_LOST - 1):
+        assert fail(auto, "nccl", ("new",)) == "nccl"
+    assert fail(auto, "nccl", ("new",), why="Error 7") == "nccl-blocking"
+    assert "Error 7" in auto.given_up["nccl"]
+    for _ in range(MOST_LOST - 1):
+        assert fail(auto, "nccl-blocking", ("new",)) == "nccl-blocking"
+    assert fail(auto, "nccl-blocking", ("new",)) == "gloo"
+    for _ in range(MOST_LOST):
+        assert fail(auto, "gloo", ("new",)) == "gloo"
 
 
 def test_a_formed_group_counts_only_if_its_backend_never_carried() -> None:
