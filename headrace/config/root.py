@@ -146,6 +146,12 @@ class Config(Section):
         return self.policy.train_global_batch_size or self.algorithm.batch_size
 
     @property
+    def trainer_precisions(self) -> dict[str, str]:
+        """The precisions in which the trainer computes its models, by the key that sets each."""
+        value = {} if self.value.precision is None else {"value.precision": self.value.precision}
+        return {"policy.precision": self.policy.precision, **value}
+
+    @property
     def value_batch(self) -> int:
         """Trajectories in an optimizer step of the value model."""
         return self.value.train_global_batch_size or self.policy_batch
@@ -169,10 +175,14 @@ class Config(Section):
             f"policy.generation.max_new_tokens {new} is never reached: prompt and completion together have at most "
             f"policy.max_total_sequence_length {context} tokens; raise the latter, or lower the former"
         ]
-        return (cut_off if new >= context else []) + [
-            f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
-            for key in self.algorithm.reward_shaping.ignored
-        ]
+        return (
+            (cut_off if new >= context else [])
+           
+            + [
+                f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
+                for key in self.algorithm.reward_shaping.ignored
+            ]
+        )
 
     @property
     def run_folder(self) -> Path:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from headrace.base.errors import Restartable
+from headrace.base import devices
+from headrace.base.devices import Device, Inventory
+from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
 from headrace_services.trainer.distributed.ranks import join_ranks
 
@@ -29,3 +32,22 @@ def test_what_nccl_reads_is_set_before_the_first_group(monkeypatch: pytest.Monke
         with pytest.raises(Restartable, match="no more is needed here"), join_ranks(CONFIG):
             pass
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "45"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("key", ["policy", "value"])
+def test_a_rank_without_a_supervisor_checks_its_gpus_precision(
+    monkeypatch: pytest.MonkeyPatch, key: str, place: int
+) -> None:
+    """bfloat16 on a GPU before Ampere."""
+    found = Device("GPU-a", "0", "T4", 2**34, (7, 5)), Device("GPU-b", "1", "A100", 2**36, (8, 0))
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": str(place)})
+    monkeypatch.setattr(devices, "read_inventory", lambda: Inventory(found, "580.65.06", (13, 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = Config.model_validate({"policy": {"precision": "float32"}, key: {"precision": "bfloat16"}})
+    if place == 1:
+        with join_ranks(config):
+            return
+    with pytest.raises(ServiceError, match=rf"T4.* 7\.5.*{key}\.precision bfloat16"), join_ranks(config):
+        pass
