@@ -72,9 +72,8 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
         ) from error
     of_replicas = [device for slice_ in found.replicas for device in slice_]
     devices.check_for_engine(of_replicas)
-    devices.check_precision(found.trainer, "policy.precision", config.policy.precision)
-    if config.value.precision is not None:
-        devices.check_precision(found.trainer, "value.precision", config.value.precision)
+    for key, precision in config.trainer_precisions.items():
+        devices.check_precision(found.trainer, key, precision)
     devices.check_precision(of_replicas, *config.policy.rollout_precision)
     return found
 

@@ -218,7 +218,8 @@ def _why_unseen() -> str | None:
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the ranks while the context is open.
 
-    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, or if the other ranks can't be reached.
+    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, if this rank's GPU can't compute in a configured
+    precision, or if the other ranks can't be reached.
     """
     if "WORLD_SIZE" not in os.environ and config.trainer.num_processes > 1:
         raise ServiceError(
@@ -229,7 +230,11 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     nccl.prepare_environment(config.weight_channel.connect_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        own = devices.visible(os.environ).devices[place : place + 1]
+        for key, precision in config.trainer_precisions.items():
+            devices.check_precision(own, key, precision)
+        torch.cuda.set_device(place)
         if config.trainer.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(config.trainer.gpu_memory_fraction)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

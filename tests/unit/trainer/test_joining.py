@@ -82,3 +82,22 @@ def test_only_auto_beside_a_cpu_engine_goes_on_without_its_gpu(
         if device == "auto":
             assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
             assert "the trainer uses the CPU" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("key", ["policy", "value"])
+def test_a_rank_without_a_supervisor_checks_its_gpus_precision(
+    monkeypatch: pytest.MonkeyPatch, key: str, place: int
+) -> None:
+    """bfloat16 on a GPU before Ampere."""
+    found = Device("GPU-a", "0", "T4", 2**34, (7, 5)), Device("GPU-b", "1", "A100", 2**36, (8, 0))
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": str(place)})
+    monkeypatch.setattr(devices, "read_inventory", lambda: Inventory(found, "580.65.06", (13, 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = Config.model_validate({"policy": {"precision": "float32"}, key: {"precision": "bfloat16"}})
+    if place == 1:
+        with join_ranks(config):
+            return
+    with pytest.raises(ServiceError, match=rf"T4.* 7\.5.*{key}\.precision bfloat16"), join_ranks(config):
+        pass
