@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from headrace_services.trainer.memory.models import ModelSize, ModelUse, Shape
 from headrace_services.trainer.network.backbone import reduces_once
@@ -175,11 +174,6 @@ def trainer_phases(
     if ranks > 1:
         held[NCCL_PART] = NCCL
     return {phase: held | parts for phase, parts in phases.items()}
-
-
-def trainer_memory(models: Mapping[str, ModelUse], tokens: int, **settings: Any) -> Parts:
-    """Return the parts of the largest of `trainer_phases`."""
-    return max(trainer_phases(models, tokens, **settings).values(), key=total)
 
 
 def total(parts: Parts) -> int:
