@@ -123,9 +123,10 @@ def _inference(model: ModelUse, tokens: int, ranks: int) -> dict[str, Parts]:
     """Return the phases of a pass without gradients, each with what it takes beside parameters and moments."""
     size, width = model.size, model.bytes
     root, layer = (width * size.root, width * size.layer) if _gathers(model, ranks) else (0, 0)
-    states = tokens * width * (4 * size.hidden + 2 * size.experts * size.hidden + 3 * size.mlp)
+    states = tokens * width * (4 * size.hidden + 2 * size.experts * size.hidden + 4 * size.mlp)
     return {
-        "inference, layers": {"layers gathered or cast": root + 2 * layer, "activations of a layer": states},
+        # as the next layer is gathered, the one before and the buffer in which the next one comes are there too
+        "inference, layers": {"layers gathered or cast": root + 3 * layer, "activations of a layer": states},
         "inference, logits": {
             "layers gathered or cast": root + layer,
             "states": tokens * width * size.hidden,
@@ -168,7 +169,7 @@ def trainer_phases(
         if inference:
             phases |= {f"{name}: {phase}": parts for phase, parts in _inference(model, inference, ranks).items()}
     policy = next(iter(models.values()))
-    phases["refit"] = _refit(policy.size, sent, bucket, gathers=ranks > 1)
+    phases["refit"] = _refit(policy.size, sent, bucket, shards=shards, gathers=ranks > 1)
     held[CUDA_PART] = CONTEXT
     if ranks > 1:
         held[NCCL_PART] = NCCL
@@ -186,12 +187,14 @@ def buckets(size: ModelSize, width: int, bucket: int) -> int:
     return sum(max(bucket, nbytes) for nbytes in largest)
 
 
-def _refit(size: ModelSize, sent: int, bucket: int, *, gathers: bool) -> Parts:
-    """Return what a refit takes of the trainer: the largest weight gathered, in the replicas' dtype. With an adapter it is
-    gathered in float32, and where the two are merged there is also their sum."""
-    weight = (4 if size.adapter else sent) * size.largest if gathers else 0
+def _refit(size: ModelSize, sent: int, bucket: int, *, shards: int, gathers: bool) -> Parts:
+    """Return what a refit takes of the trainer: the largest weight, cast to the replicas' dtype and gathered. With an adapter it is
+    gathered in float32, and where the two are merged there is also their sum. Experts that are one weight are copied to one for each."""
+    width = 4 if size.adapter else sent
+    weight = width * (size.largest + (0 if size.adapter else size.largest // shards)) if gathers else 0
     merged = 4 * size.largest_adapted * (2 if gathers else 1)
-    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": max(weight, merged)}
+    fused = width * max((math.prod(shape) for shape in set(size.shapes) if len(shape) == 3), default=0)
+    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": max(weight, merged) + fused}
 
 
 def replica_memory(

@@ -65,5 +65,5 @@ def test_the_plan_of_a_known_model_is_what_the_tracker_counts(case: dict[str, An
 
 
 @pytest.mark.nightly
-def test_the_plan_of_a_filter_leaves_room_for_the_workspace_of_its_sort() -> None:
+def test_the_plan_of_a_filter_has_room_for_its_sort() -> None:
     check({**SMALL, "top_p": 0.9}, within=0.2)  # on a CPU there is no such workspace
