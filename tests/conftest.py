@@ -30,7 +30,7 @@ UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
 
 # how long an example takes says how busy the machine is
-settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 settings.register_profile("night", settings.get_profile("day"), max_examples=400)
 
 

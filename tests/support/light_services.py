@@ -32,11 +32,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def instead_of(folder: Path, **services: str) -> dict[str, str]:
-    """The environment of a process whose `headrace NAME` runs the function here of the name given, through a distribution in `folder`."""
+    """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here by its name,
+    or MODULE:NAME."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
-    points = [f"{name} = {__name__}:{function}\n" for name, function in services.items()]
+    points = [
+        f"{name} = {function if ':' in function else f'{__name__}:{function}'}\n" for name, function in services.items()
+    ]
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
