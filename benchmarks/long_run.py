@@ -86,8 +86,8 @@ def measure(folder: Path, model: Path, steps: int) -> list[Quarter]:
             time.sleep(POLL_S)
             for name, process in processes.items():
                 if process.poll() is not None:
-                    said = (folder / f"{name}.log").read_text()[-3000:]
-                    raise SystemExit(f"{name} ended with {process.returncode} after {done} steps:\n{said}")
+                    log = (folder / f"{name}.log").read_text()[-3000:]
+                    raise SystemExit(f"{name} ended with {process.returncode} after {done} steps:\n{log}")
             news = read_bytes(run_folder / JOURNAL, offset)
             offset += len(news)
             if not done and _steps(news):

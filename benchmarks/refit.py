@@ -87,10 +87,10 @@ class Source:
             yield name, parameter.detach()
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        tokens = torch.as_tensor(ids, dtype=torch.long)[None]
+        tokens = torch.as_tensor(ids, dtype=torch.long, device=next(self.model.parameters()).device)[None]
         with torch.no_grad():
             logits = self.model(tokens).logits[0]
-        return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+        return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].cpu().numpy()
 
 
 def in_wire(port: int, rank: int, nbytes: int) -> Callable[[], float]:

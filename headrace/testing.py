@@ -68,10 +68,10 @@ class Played:
     def reward(self) -> float:
         """The reward. Raises `AssertionError`, with the program's message and traceback, if it returned none."""
         assert self.outcome.score is not None, "the program returned no reward, and leaves it to a grader"
-        return _reward_of(self.outcome.score)
+        return _require_reward(self.outcome.score)
 
 
-def _reward_of(score: Score) -> float:
+def _require_reward(score: Score) -> float:
     assert score.reward is not None, f"{score.status}: {score.message}\n{score.traceback}"
     return score.reward
 
@@ -90,7 +90,7 @@ class Served:
     def reward(self, sample: Sample, timeout_s: float = TIMEOUT_S) -> float:
         """Return the reward of a sample. Raises `AssertionError`, with the environment's message and traceback, if it has none."""
         (score,) = self.score(sample, timeout_s=timeout_s)
-        return _reward_of(score)
+        return _require_reward(score)
 
     def episode(
         self,

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from headrace.net.service import importing
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from tests.support import requirements
+from tests.support import forks, requirements
 from tests.support.buffer import LIMITS
 from tests.support.fork_server import TESTS, folder_of_sockets
 from tests.support.redis_servers import buffer_server
@@ -30,7 +30,7 @@ UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
 
 # how long an example takes says how busy the machine is
-settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 settings.register_profile("night", settings.get_profile("day"), max_examples=400)
 
 
@@ -85,6 +85,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """xdist starts a process that shares the tests: it draws the same random cases."""
     node.workerinput["hypothesis_seed"] = node.config.option.hypothesis_seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """What the files of the tests import takes longer than to collect the tests, so one process imports it for all that share them."""
+    for spec in specs:
+        spec.python = forks.interpreter()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,52 +1,83 @@
-"""How far log-probabilities in bfloat16 are from those in float32, beside what one step of training changes."""
+"""How far the engine's log-probabilities are from the trainer's, in bfloat16, beside what bfloat16 itself changes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from benchmarks.gpu.rows import line
+from benchmarks.gpu import engine
 from benchmarks.gpu.stage import Stage
-from benchmarks.gpu.step import CHECKPOINTED, CHUNKED, PACKED, SHARED
 from headrace.records.trajectory import Float32, Trajectory
-from headrace_services.trainer.learning.learner import Learner
-from headrace_services.trainer.learning.step import train_step
+from headrace_services.rollout.engine import describe, running_engine
+from headrace_services.trainer.distributed.sharding import full_tensor
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
-FRUGAL = CHUNKED | CHECKPOINTED
-LAYOUTS: dict[str, dict[str, Any]] = {"padded": {}, "packed": PACKED, "shared prompts, packed": SHARED | PACKED}
-A_STEP = "float32, before and after a step at 1e-6"
-BETWEEN = "bfloat16, padded against packed"
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+REQUESTS, PROMPT, TOKENS = 16, 32, 96
+BOUND = 1.05  # docs/metrics.md: from here on a run raises an alarm
+# By vLLM's own switch; the trainer's is `_use_float32_head`.
+FLOAT32_HEAD = "policy.hf_config_overrides={head_dtype: float32}"
 
 
-def drift(stage: Stage) -> None:
-    trajectories = stage.size.trajectories
-    keys = FRUGAL | {"optimizer": {"kwargs": {"lr": 1e-6}}}
-    learner = Learner(stage.size.config(stage.model, stage.device, "float32", **keys))
-    packing = Packing.of(learner.config.policy, training=False)
-    exact = logprobs_of(learner.policy, packing, trajectories)
-    train_step(learner, stage.size.batch())
-    stage.rows.add(A_STEP, _apart(logprobs_of(learner.policy, packing, trajectories), exact))
-    del learner
-    stage.forget()
-    rounded: dict[str, Float32] = {}
-    for name, layout in LAYOUTS.items():
-        try:
-            policy = PolicyModel(stage.size.config(stage.model, stage.device, "bfloat16", **FRUGAL, **layout))
-            packing = Packing.of(
-                stage.size.config(stage.model, stage.device, "bfloat16", **layout).policy, training=False
-            )
-            rounded[name] = logprobs_of(policy, packing, trajectories)
-        except Exception as error:  # noqa: BLE001 - the other layouts go on
-            stage.rows.add(f"bfloat16, {name}", f"failed: {line(error)}")
-        else:
-            stage.rows.add(f"bfloat16, {name}", _apart(rounded[name], exact))
-    if {"padded", "packed"} <= rounded.keys():
-        stage.rows.add(BETWEEN, _apart(rounded["packed"], rounded["padded"]))
+def usual(stage: Stage) -> None:
+    _drift(stage)
+
+
+def float32_head(stage: Stage) -> None:
+    _drift(stage, FLOAT32_HEAD)
+
+
+def _drift(stage: Stage, *head: str) -> None:
+    with running_engine(engine.config(stage, *head)) as running:
+        trajectories = asyncio.run(_sample(stage, running))
+    sampled = np.concatenate([one.logprobs for one in trajectories])
+    computed = {}
+    for precision in ("bfloat16", "float32"):
+        config = stage.config(f"policy.precision={precision}")
+        policy = PolicyModel(config)
+        if head:
+            _use_float32_head(policy)
+        computed[precision] = logprobs_of(policy, Packing.of(config.policy, training=False), trajectories)
+        del policy
+        stage.forget()
+    rounded, exact = computed["bfloat16"], computed["float32"]
+    for what, ours, theirs in (
+        ("engine and trainer", sampled, rounded),
+        ("the engine, and the trainer in float32", sampled, exact),
+        ("the trainer, and itself in float32", rounded, exact),
+    ):
+        apart = np.abs(ours - theirs)
+        stage.rows.add(f"{what}: mean", float(apart.mean()), "nats")
+        stage.rows.add(f"{what}: largest", float(apart.max()), "nats")
+    error = float(np.exp(np.abs(sampled - rounded)).mean())
+    stage.rows.add("token_mult_prob_error of engine and trainer", f"{error:.5f}", "", f"below {BOUND}", error < BOUND)
+
+
+async def _sample(stage: Stage, running: AsyncLLM) -> list[Trajectory]:
+    await running.update_weight_version("0")
+    stage.rows.add("the engine", await describe(running))
+    stage.rows.add("the engine's head", str(running.vllm_config.model_config.head_dtype))
+    return await engine.sample(running, engine.leases(REQUESTS, PROMPT, TOKENS))
+
+
+def _use_float32_head(policy: PolicyModel) -> None:
+    """Compute the vocabulary projection in float32, with the weights that are trained, whatever the layers are computed in."""
+    head = policy.model.get_output_embeddings()
+    weight = full_tensor(head.weight.detach()).clone()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(hidden.float(), weight)
+
+    head.forward = forward
 
 
 def logprobs_of(policy: PolicyModel, packing: Packing, trajectories: Sequence[Trajectory]) -> Float32:
@@ -59,8 +90,3 @@ def logprobs_of(policy: PolicyModel, packing: Packing, trajectories: Sequence[Tr
         ends = np.cumsum([trajectories[i].length for i in packed.indices])
         found |= dict(zip(packed.indices, np.split(values, ends[:-1]), strict=True))
     return np.concatenate([found[i] for i in range(len(trajectories))])
-
-
-def _apart(ours: Float32, theirs: Float32) -> str:
-    difference = np.abs(ours - theirs)
-    return f"{difference.mean():.2g} nats in the mean, {difference.max():.2g} at most"

@@ -1,4 +1,4 @@
-"""One part, in a process of its own: `python -m benchmarks.gpu.part NAME DEVICE SIZE FOLDER ROWS`."""
+"""One part, in a process of its own: `python -m benchmarks.gpu.part MODULE:FUNCTION DEVICE SIZE FOLDER MODEL`."""
 
 from __future__ import annotations
 
@@ -11,42 +11,26 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import shard_alone
 from benchmarks.gpu.rows import Rows, line
+from benchmarks.gpu.runner import ROWS
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
 from headrace.net.service import die_with_parent
 
-# Module and function: no part needs the packages of another.
-PARTS = {
-    "nccl": ("channel", "world_of_two"),
-    "nccl-multi-rank": ("channel", "world_of_two"),
-    "missing-peer": ("channel", "missing_peer"),
-    "stopped-peer": ("channel", "stopped_peer"),
-    "step": ("step", "step"),
-    "drift": ("drift", "drift"),
-    "refit": ("refit", "refit"),
-    "precision": ("precision", "precision"),
-    "engine": ("engine", "engine"),
-    "engine-v2": ("engine", "engine"),
-}
-
 
 def main() -> None:
     die_with_parent()
-    name, device, size, folder, rows = sys.argv[1:]
+    function, device, size, folder, model = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     if device == "cpu":
         torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(
-            0
-        )  # which initialises CUDA: figures of memory are asked for before anything is on the device
-        torch.cuda.init()
+        shard_alone.switch_on_if_asked()
     code = 0
     try:
-        module, function = PARTS[name]
-        part: Callable[[Stage], None] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
-        part(Stage(device, SIZES[size], Path(folder), Rows(Path(rows))))
+        module, name = function.split(":")
+        part: Callable[[Stage], None] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        part(Stage(device, SIZES[size], Path(folder), model, Rows(Path(folder, ROWS))))
     except Exception as error:
         logging.exception("the part failed")
         sys.stderr.write(f"{line(error)}\n")

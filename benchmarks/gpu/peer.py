@@ -1,4 +1,4 @@
-"""Rank 1 of a group of two, as a process: takes `broadcasts` of `nbytes`, then `transfers` of a manifest, which it throws away."""
+"""Rank 1 of a group of two, as a process: takes `broadcasts` of `nbytes`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 from headrace_services.refit import nccl
 from headrace_services.refit.channel import Channel, GroupRank
-from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transfer import receive
 
 
 def main() -> None:
@@ -25,9 +23,6 @@ def main() -> None:
     tensor = torch.empty(spec["nbytes"], dtype=torch.uint8, device=device)
     for _ in range(spec["broadcasts"]):
         channel.broadcast(tensor, deadline)
-    for _ in range(spec.get("transfers", 0)):
-        for _ in receive(channel, Manifest.decode(spec["manifest"]), deadline):
-            continue
     sys.stdin.read()  # the leader ends this process
 
 

@@ -6,25 +6,19 @@ import dataclasses
 import json
 from pathlib import Path
 
-NEEDS_CUDA = "not run: needs CUDA"
+NOT_RUN = "not run"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`measured` is a figure with its unit, or `not run: …` or `failed: …`; `limit` the figure of the same run that bounds it."""
+    """`measured` is a figure in `unit`, or text. `expected` is what it should be, or the limit that the same run has. `passed` is None for
+    what has no bound to pass."""
 
     what: str
-    measured: str
-    limit: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A figure that nobody has measured, and where it comes from."""
-
-    what: str
-    figure: str
-    source: str
+    measured: float | str
+    unit: str = ""
+    expected: str = ""
+    passed: bool | None = None
 
 
 class Rows:
@@ -33,12 +27,15 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def clear(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def add(self, what: str, measured: str, limit: str = "") -> None:
+    def add(
+        self, what: str, measured: float | str, unit: str = "", expected: str = "", passed: bool | None = None
+    ) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(Row(what, measured, limit))) + "\n")
+            file.write(json.dumps(dataclasses.asdict(Row(what, measured, unit, expected, passed))) + "\n")
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Add what could not be measured, where others can."""
+        self.add(what, f"failed: {line(error)}", passed=False)
 
     def read(self) -> list[Row]:
         """A line that a dying process left half written is not one."""

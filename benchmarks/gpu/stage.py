@@ -7,38 +7,45 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.sizes import Size
+from headrace.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """`device` is cpu or cuda; `folder` is the same for all parts, for models."""
+    """`device` is cpu or cuda; `folder` is the part's own; `model` a directory, or a name in the Hub's cache."""
 
     device: str
     size: Size
     folder: Path
+    model: str
     rows: Rows
 
     @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
 
     @property
-    def model(self) -> Path:
-        return self.size.model(self.folder, self.device)
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+    def config(self, *overrides: str) -> Config:
+        """The configuration of the example that runs at this size."""
+        return self.size.config(self.model, self.device, *overrides)
 
     def forget(self) -> None:
         """Give back what the models of before held."""
         gc.collect()
-        if self.device == "cuda":
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
 
-def seconds(device: torch.device, work: Callable[[], object]) -> float:
+def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     """How long `work` takes on the device: the best of five, after one that is not timed."""
     times = []
     for _ in range(6):

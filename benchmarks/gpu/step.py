@@ -1,4 +1,4 @@
-"""The trainer's step in each way of packing, in bfloat16, and how far its gradients are from those in float32."""
+"""A training step of the example, full and with an adapter, with and without checkpointing: how fast, and its memory beside the plan."""
 
 from __future__ import annotations
 
@@ -8,80 +8,128 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from benchmarks.gpu.rows import line
 from benchmarks.gpu.stage import Stage
 from benchmarks.train_step import Memory, distance
+from headrace.base.devices import DeviceMemory, Site
+from headrace.config import Config
+from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.distributed.sharding import full_tensor
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.memory.fit import phases
+from headrace_services.trainer.memory.parts import CUDA_PART, GIB, total
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
-GIB = 2**30
 STEPS = 3  # that are timed, after one that is not
-# All the logits of a micro-batch at once, and activations kept: what the other ways are compared with.
-PLAIN: dict[str, Any] = {"logprob_chunk_size": 2**20, "activation_checkpointing": False}
-CHUNKED = {"logprob_chunk_size": 2048}
-CHECKPOINTED = {"activation_checkpointing": True}
-PACKED = {"sequence_packing": {"enabled": True}}
-SHARED = {"share_prompts": True}
-MODES: dict[str, dict[str, Any]] = {
-    "padded": PLAIN,
-    "packed": PLAIN | PACKED,
-    "shared prompts": PLAIN | SHARED,
-    "shared prompts, packed": PLAIN | SHARED | PACKED,
-    "chunked": PLAIN | CHUNKED,
-    "checkpointed": PLAIN | CHECKPOINTED,
-    "packed, chunked, checkpointed": PACKED | CHUNKED | CHECKPOINTED,
+_LORA = "policy.lora_cfg={enabled: true, dim: 32}"
+_KEPT, _RECOMPUTED = (f"policy.activation_checkpointing={value}" for value in ("false", "true"))
+MODES = {
+    "full, checkpointed": (_RECOMPUTED,),
+    "full": (_KEPT,),
+    "LoRA, checkpointed": (_LORA, _RECOMPUTED),
+    "LoRA": (_LORA, _KEPT),
 }
-FLOAT32 = "float32: padded, chunked, checkpointed"
+# Whose gradient is compared with that in float32: the example's own.
+COMPARED = "full, checkpointed"
+EXACT = (
+    _RECOMPUTED,
+    "policy.precision=float32",
+    "policy.sequence_packing.enabled=false",
+    "policy.train_micro_batch_size=1",
+)
+APART = 0.05  # bfloat16 has 8 bits: about 0.01 is usual
+PLANNED = (0.8, 1.1)  # the share of the plan that a step takes
 
 
 def step(stage: Stage) -> None:
-    exact = _measure(stage, FLOAT32, "float32", CHUNKED | CHECKPOINTED, None)
-    for name, keys in MODES.items():
-        _measure(stage, name, "bfloat16", keys, exact)
+    if stage.on_gpu:  # memory is asked for before anything is on the device
+        torch.cuda.set_device(stage.torch_device)
+        torch.cuda.init()
+    for name, overrides in MODES.items():
+        try:
+            gradient = _measure(stage, name, training_config(stage, *overrides))
+            stage.forget()
+            if name == COMPARED:
+                exact, _ = Steps(stage, training_config(stage, *EXACT)).first()
+                apart = distance(gradient, exact)
+                what = "gradient of the packed batch against float32, padded"
+                stage.rows.add(what, apart, "of its length", f"about 0.01, below {APART}", apart < APART)
+        except Exception as error:  # noqa: BLE001 - out of memory, or a kernel that is not there: the other modes go on
+            stage.rows.fail(name, error)
+        stage.forget()
 
 
-def _measure(
-    stage: Stage, name: str, precision: str, keys: dict[str, Any], exact: dict[str, torch.Tensor] | None
-) -> dict[str, torch.Tensor] | None:
-    """A row; a way that fails is one too. Returns its gradients."""
-    gradients = None
-    try:
-        measured, limit, gradients = _steps(stage, precision, keys)
-        off = "" if exact is None else f", gradient off by {distance(gradients, exact):.1e}"
-        stage.rows.add(name, measured + off, limit)
-    except Exception as error:  # noqa: BLE001 - out of memory, or a kernel that is not there: the other ways go on
-        stage.rows.add(name, f"failed: {line(error)}")
-    stage.forget()
-    return gradients
+def training_config(stage: Stage, *overrides: str) -> Config:
+    """The example's configuration for the size's batch. Ratios of log-probabilities that nobody sampled say nothing, and gradients are
+    compared as they are."""
+    return stage.config(
+        f"grpo.num_prompts_per_step={stage.size.groups}",
+        f"grpo.num_generations_per_prompt={stage.size.generations}",
+        "loss_fn.prev_logprobs_source=recompute",
+        "loss_fn.force_on_policy_ratio=true",
+        "policy.max_grad_norm=1e9",
+        *overrides,
+    )
 
 
-def _steps(stage: Stage, precision: str, keys: dict[str, Any]) -> tuple[str, str, dict[str, torch.Tensor]]:
-    config = stage.size.config(stage.model, stage.device, precision, **keys)
-    memory, learner = Memory(stage.torch_device), Learner(config)
-    parameters = dict(learner.policy.model.named_parameters())
-    gradients: dict[str, torch.Tensor] = {}
+class Steps:
+    """Steps of a learner on the size's batch, of which each rank has its part."""
 
-    def keep(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if not gradients:  # those of the first step, of the weights that all ways begin with
-            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            gradients.update({name: full_tensor(gradient).cpu() for name, gradient in found.items()})
+    def __init__(self, stage: Stage, config: Config, ranks: Ranks | None = None) -> None:
+        self.learner = Learner(config, ranks=ranks)
+        self._size = stage.size
 
+    def one(self) -> dict[str, float]:
+        ranks, vocabulary = self.learner.ranks, self.learner.policy.vocab_size
+        return train_step(self.learner, self._size.batch(vocabulary, ranks.rank, ranks.size))
+
+    def first(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The gradient of a step, whole, and the step's metrics."""
+        gradient: dict[str, torch.Tensor] = {}
+
+        def keep(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+            found = {name: p.grad for name, p in self.learner.policy.model.named_parameters() if p.grad is not None}
+            gradient.update({name: full_tensor(part).float().cpu() for name, part in found.items()})
+
+        handle = register_optimizer_step_pre_hook(keep)
+        try:
+            metrics = self.one()
+        finally:
+            handle.remove()
+        return gradient, metrics
+
+
+def _measure(stage: Stage, name: str, config: Config) -> dict[str, torch.Tensor]:
+    """Rows of a mode. Returns the gradient of its first step."""
+    memory = Memory(stage.torch_device)
+    steps = Steps(stage, config)
+    gradient, _ = steps.first()
     taken = []
-    with register_optimizer_step_pre_hook(keep):
-        for _ in range(STEPS + 1):
-            train_step(learner, stage.size.batch())
-            taken.append(learner.seconds["policy_training"])
-    seconds, work = statistics.median(taken[1:]), learner.work
+    for _ in range(STEPS):
+        steps.one()
+        taken.append(steps.learner.seconds["policy_training"])
+    peak, planned = memory.peak() / GIB, _planned(config, stage) / GIB
+    seconds, work, meter = statistics.median(taken), steps.learner.work, ThroughputMeter.of(config)
     assert work is not None
-    meter = ThroughputMeter.of(config)
-    peak = meter.peak
     assert meter.architecture is not None
     flops = meter.architecture.training_flops(work, recompute=meter.recompute, chunked=meter.chunked)
-    tokens = sum(one.prompt_token_ids.size + one.completion_token_ids.size for one in stage.size.trajectories)
-    tflops = flops / seconds / 1e12
-    measured = (
-        f"{tokens / seconds:,.0f} tokens/s, {tflops / peak.tflops:.2g} of the peak, {memory.peak() / GIB:.2g} GiB"
-    )
-    return measured, f"{peak.tflops:,.3g} TFLOP/s ({peak.source})", gradients
+    lengths = [
+        len(one.prompt_token_ids) + one.length for one in stage.size.trajectories(steps.learner.policy.vocab_size)
+    ]
+    stage.rows.add(f"{name}: policy training", seconds, "s")
+    stage.rows.add(f"{name}: policy training", sum(lengths) / seconds, "tokens/s")
+    share = flops / seconds / 1e12 / meter.peak.tflops
+    limit = f"of {meter.peak.tflops:,.3g} TFLOP/s ({meter.peak.source}); 0.3 to 0.5 is usual on a GPU"
+    stage.rows.add(f"{name}: share of the peak (MFU)", share, "", limit)
+    fits = PLANNED[0] < peak / planned < PLANNED[1] if stage.on_gpu else None
+    plan = f"{planned:.3g} GiB planned for a GPU (headrace plan memory, without a refit)"
+    stage.rows.add(f"{name}: memory at its peak", peak, "GiB", plan, fits)
+    return gradient
+
+
+def _planned(config: Config, stage: Stage) -> int:
+    """The most bytes of torch's that a step takes, by `headrace plan memory`: without a refit, and without CUDA's own."""
+    total_memory = torch.cuda.get_device_properties(stage.torch_device).total_memory if stage.on_gpu else 80 * GIB
+    device = DeviceMemory(stage.device, total_memory, total_memory)
+    found = phases(config, Site(device, None, gpus=1, gpus_per_host=1))
+    return max(total(parts) - parts[CUDA_PART] for phase, parts in found.items() if phase != "refit")

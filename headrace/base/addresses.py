@@ -62,19 +62,19 @@ def through_proxy(target: str, variables: Sequence[str]) -> str:
     if name is None:
         return ""
     proxy = re.sub(r"//[^/@]*@", "//***@", os.environ[name])
-    return f"; through the proxy {proxy} ({name}; NO_PROXY={_host_of(target)} goes without)"
+    return f"; through the proxy {proxy} ({name}; NO_PROXY={_split_host(target)} goes without)"
 
 
 def url_through_proxy(url: str) -> str:
     """Return what `through_proxy` does, for a request to `url`; empty if its scheme is not HTTP's."""
-    target, variables = _target_of(url)
+    target, variables = _split_url(url)
     return through_proxy(target, variables) if variables else ""
 
 
 def find_proxy(url: str) -> str | None:
     """Return the URL of the proxy for a request to `url`, if the environment names one; nothing on this machine has one. Raises
     `ConfigError` for one that is no URL, or does not speak HTTP."""
-    name = _proxy_variable(*_target_of(url))
+    name = _proxy_variable(*_split_url(url))
     if name is None:
         return None
     proxy = os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}"
@@ -89,7 +89,7 @@ def find_proxy(url: str) -> str | None:
     return proxy
 
 
-def _target_of(url: str) -> tuple[str, Sequence[str]]:
+def _split_url(url: str) -> tuple[str, Sequence[str]]:
     """Return host:port of a URL, and the variables that may name its proxy: none if its scheme is not HTTP's."""
     parts = urlsplit(url)
     port = {"http": 80, "https": 443}.get(parts.scheme)
@@ -99,13 +99,13 @@ def _target_of(url: str) -> tuple[str, Sequence[str]]:
 
 
 def _proxy_variable(target: str, variables: Sequence[str]) -> str | None:
-    if target_is_local(target) or proxy_bypass(_host_of(target)):
+    if target_is_local(target) or proxy_bypass(_split_host(target)):
         return None
     environ = {name.lower(): name for name in os.environ if os.environ[name]}
     return next((environ[variable] for variable in variables if variable in environ), None)
 
 
-def _host_of(target: str) -> str:
+def _split_host(target: str) -> str:
     return target.rpartition(":")[0].strip("[]")
 
 

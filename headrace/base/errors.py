@@ -28,6 +28,10 @@ class ServiceError(HeadraceError):
     """Raised when a service can't start or continue (busy port, wrong model path, too little memory, …)."""
 
 
+class StoppedByAlarm(ServiceError):
+    """Raised when an alarm that `run.stop_on` names has ended the run."""
+
+
 class PortTaken(ServiceError):
     """Raised when another process has the port of a server that can't be given a socket, only a port's number."""
 

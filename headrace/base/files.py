@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from headrace.base.errors import ServiceError
+
+# What reading raises for a file that is damaged, of another kind, or out of reach; `FileNotFoundError` is one of them.
+UNREADABLE = (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError)
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:

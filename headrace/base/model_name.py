@@ -130,8 +130,8 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         hf_hub_download(name, kind.files[-1])
     except (OSError, ValueError) as error:
         # the message is about connections and caches; the cause names the problem
-        said = str(error.__cause__ or error).strip().splitlines()
-        reason = said[0] if said else type(error).__name__
+        lines = str(error.__cause__ or error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise ServiceError(
             f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub "
             f"({reason}{url_through_proxy(constants.ENDPOINT)}); {kind.remedy}"

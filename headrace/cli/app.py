@@ -16,11 +16,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, StoppedByAlarm
 from headrace.cli.commands import COMMANDS
 from headrace.cli.common import print_error
 from headrace.launch.shell import open_standard_streams
-from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
 
 class _Imported(Mapping[str, Any]):
@@ -70,13 +70,14 @@ def headrace() -> None:
 
 
 def main() -> None:
-    """Run the command line. Exits with 1 for an error that the user must fix, and with 70 and a traceback for an unexpected one."""
+    """Run the command line. Exits with 1 for an error that the user must fix, with 3 if an alarm ended the run, and with 70 and a traceback
+    for an unexpected error."""
     open_standard_streams()
     try:
         app()
     except HeadraceError as error:
         print_error(error)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(EXIT_ALARM if isinstance(error, StoppedByAlarm) else EXIT_USER_ERROR)
     except Exception:  # noqa: BLE001 - the traceback is printed, and the exit code lets a supervisor restart the service
         traceback.print_exc()
         sys.exit(EXIT_INTERNAL_ERROR)

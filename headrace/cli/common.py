@@ -23,6 +23,10 @@ Overrides = Annotated[
         metavar="[key=value]…", help="Overrides, for example grpo.num_prompts_per_step=8.", show_default=False
     ),
 ]
+OverridesOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
+]
 RunOption = Annotated[
     str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
 ]

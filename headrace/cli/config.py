@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from headrace.base.errors import ConfigError, MissingPackage
+from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.base.model_name import tokenizer_is_here
 from headrace.base.printable import printable
 from headrace.cli.common import ConfigArgument, Overrides
@@ -12,7 +14,7 @@ from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.yaml_text import dump
-from headrace.launch import environment_processes, preflight, runs
+from headrace.launch import device_plan, environment_processes, preflight, runs
 from headrace.launch.entry_points import load_entry_point
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
@@ -35,23 +37,55 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    size: Annotated[
+        float | None, typer.Option("--gpu-memory", min=1, help="Memory in GiB of a GPU of the machines for this run.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="Number of GPUs for this run; without it, as many as it takes.")
+    ] = None,
+    per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
+) -> None:
     """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
-    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone."""
+    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone.
+
+    With --gpu-memory, also check that the run fits on such GPUs; without it, on those of this machine if it has any."""
     examined = examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
         warnings, lines = _check_data_and_models(examined)
+        of_memory = _check_memory(examined.config, size, gpus, per_host)
     except ConfigError:
         for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
-    for warning in [*warnings, *runs.busy_ports(examined.config)]:
+    for warning in [*warnings, *of_memory, *runs.busy_ports(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
     for line in (*lines, *environment_processes.describe(examined.config), *translated):
         typer.echo(line)
+
+
+def _check_memory(config: Config, size: float | None, gpus: int | None, per_host: int) -> list[str]:
+    """Return warnings about the memory of the GPUs that the run takes. Raises `ServiceError` if it needs more than they have."""
+    try:
+        if size is not None:
+            verdict = device_plan.compare(config, device_plan.assume(config, gpus, per_host, int(size * 2**30)))
+            if verdict.problem is not None:
+                raise ServiceError(verdict.problem)
+            return list(verdict.warnings)
+        if gpus is not None:
+            raise ConfigError("--gpus says how many GPUs there are, but not their memory; give --gpu-memory too")
+        try:
+            plan = device_plan.of(config)
+        except ServiceError as error:
+            return [f"on this machine: {error}. --gpu-memory checks the run for others"]
+        return [] if plan is None else device_plan.fit(config, plan)[1]
+    except MissingPackage:
+        return []  # reported with the data and the model
 
 
 def _check_data_and_models(examined: Loaded) -> tuple[list[str], list[str]]:

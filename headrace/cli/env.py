@@ -181,8 +181,8 @@ async def _read(
             except grpc.aio.AioRpcError as error:
                 away[address] = f"{error.code().name}: {error.details()}"
     if not hubs:
-        said = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
-        raise ServiceError(f"no hub of run {config.run.id} answers: {said}; is the run up?")
+        tried = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
+        raise ServiceError(f"no hub of run {config.run.id} answers: {tried}; is the run up?")
     async with runs.open_buffer(config) as replay:
         return hubs, away, await replay.environments()
 
@@ -222,8 +222,8 @@ def token(
 ) -> None:
     """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Its holder may attach as NAME."""
     config = _find_started(run)
-    if name not in config.env or not config.env[name].is_served:
-        known = ", ".join(other for other, env in config.env.items() if env.is_served) or "none"
+    if name not in config.custom:
+        known = ", ".join(config.custom) or "none"
         raise ConfigError(
             f"{name}: run {config.run.id} has no environment of this name in its own process; it has {known}"
         )

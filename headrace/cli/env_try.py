@@ -13,7 +13,7 @@ from rich.console import Console
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.scratch import scratch_folder
 from headrace.cli import evaluate, weights
-from headrace.cli.common import say
+from headrace.cli.common import OverridesOption, say
 from headrace.cli.data import read_prompts
 from headrace.cli.env_check import TargetArgument
 from headrace.cli.samples import draw_group
@@ -56,10 +56,7 @@ def try_(
             show_default=False,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
-    ] = None,
+    overrides: OverridesOption = None,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write them as an HTML page.", show_default=False)
     ] = None,

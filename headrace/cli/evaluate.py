@@ -21,7 +21,7 @@ from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.cli import weights
-from headrace.cli.common import WIDTH, cell, plain_table, say
+from headrace.cli.common import WIDTH, OverridesOption, cell, plain_table, say
 from headrace.cli.display import RunConsole, open_display
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
@@ -77,10 +77,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
-    ] = None,
+    overrides: OverridesOption = None,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)
     ] = None,
@@ -286,6 +283,8 @@ def ask(config: Config, found: NamedModel) -> None:
     with runs.locked(config), settled(config) as (config, saved, reserved):
         device_plan.record(plan, device_plan.plan_threads(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
+        if why := device_plan.why_on_cpu(config):
+            say(console, f"warning: the trainer uses the CPU: {why}")
         try:
             with open_display(console) as display:
                 asyncio.run(Pipeline(config, saved, plan, reserved, display).run())

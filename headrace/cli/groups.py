@@ -23,7 +23,7 @@ from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.run import export as jsonl
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
+from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
 
 app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
@@ -179,11 +179,11 @@ def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> Sampl
     of a failed group those that were kept. Raises `HeadraceError` if the samples of its step are no longer kept."""
     files = SampleFiles(config.log_folder, config.logger.keep_step_data)
     if held is not None:
-        samples = [sample_of(held.group, *pair) for pair in held.trajectories]
+        samples = [make_sample(held.group, *pair) for pair in held.trajectories]
         if held.state == "failed":
             kept = [group for group in failed_groups(files.read_failed()) if group.id == found.group]
             samples = [sample for group in kept if group.reason == held.reason for sample in group.samples]
-        return group_of(held.group, samples)
+        return make_group(held.group, samples)
     assert found.step is not None  # it was trained
     trained = [sample for sample in files.samples("train", found.step) if sample.group == found.group]
     if not trained:

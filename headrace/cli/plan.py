@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ConfigError
 from headrace.cli.common import WIDTH, ConfigArgument, Overrides, plain_table, say
 from headrace.config import load
@@ -31,21 +32,24 @@ def memory(
     per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
     size: Annotated[float, typer.Option("--gpu-memory", min=1, help="Memory of a GPU in GiB.")] = 80,
 ) -> None:
-    """Print the memory that the trainer needs on each of its GPUs, and a replica on each of its own, part by part in GiB.
+    """Print the memory that the trainer needs on each of its GPUs at its peak, and a replica on each of its own, part by part in GiB.
 
     Nothing is started and no weights are read. The model's config.json is enough, or the name of a model that Headrace knows.
     """
     loaded, plan = load(config, overrides or ()), load_entry_point("headrace.tools", "plan-memory", extra="trainer")
+    device = DeviceMemory(f"a GPU of {size:g} GiB", int(size * GIB), int(size * GIB))
     counts = _counts(gpus, per_host, loaded.trainer.shard_within_host)
-    found = [plan(loaded, count, -(-count // per_host), int(size * GIB)) for count in counts]
+    found = [plan(loaded, Site(device, device, count, per_host), count) for count in counts]
     console = Console(width=WIDTH)
     table = plain_table("trainer, GiB on each GPU", *(f"{count} GPU{'s' * (count > 1)}" for count in counts))
-    for part in found[0][0]:
-        table.add_row(part, *(f"{trainer[part] / GIB:.1f}" for trainer, _, _ in found))
+    peaks = [each.peak for each in found]
+    for part in dict.fromkeys(part for _, parts in peaks for part in parts):
+        table.add_row(part, *(f"{parts[part] / GIB:.1f}" if part in parts else "-" for _, parts in peaks))
     mine = size * (loaded.trainer.gpu_memory_fraction or 1)
-    table.add_row(f"together, of {mine:g}", *(_total(trainer, mine) for trainer, _, _ in found))
+    table.add_row(f"together, of {mine:g}", *(_total(parts, mine) for _, parts in peaks))
+    table.add_row("most in the phase", *(phase for phase, _ in peaks))
     console.print(table)
-    replica, remarks = found[0][1], found[0][2]
+    replica, remarks = found[0].replica, found[0].remarks
     parts = ", ".join(f"{part} {of / GIB:.1f}" for part, of in replica.items())
     say(console, f"a replica, on each of its GPUs: {parts}; together {_total(replica, size)}")
     for remark in remarks:

@@ -100,7 +100,7 @@ def show_runs(out: TextIO, found: Sequence[tuple[str, RunHistory | HeadraceError
             continue
         state = Text(each.state, _COLOURS.get(each.state, ""))
         table.add_row(cell(name), state, when(each.started), steps(each), str(each.best() or "-"))
-        reasons[name] = each.reason
+        reasons[name] = each.reason or str(each.collapse or "")
     console = Console(file=out, width=WIDTH)
     console.print(table)
     for name, reason in reasons.items():

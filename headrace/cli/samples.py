@@ -29,7 +29,7 @@ from headrace.run.samples import (
     by_group,
     choose_groups,
     failed_groups,
-    group_of,
+    make_group,
 )
 
 # The columns that a completion, and a conversation, needs to stand beside others.
@@ -105,7 +105,7 @@ async def _read_failed(config: Config, files: SampleFiles, text: str, most: int)
                 if letter is not None:
                     known = kept.pop(letter.group.id, None)
                     mine = known.samples if known is not None and known.reason == letter.reason else ()
-                    found += choose_groups([group_of(letter.group, mine, letter.reason)], None, text, 1)
+                    found += choose_groups([make_group(letter.group, mine, letter.reason)], None, text, 1)
     except (ReplayUnavailable, ServiceError) as error:
         if not kept:
             raise

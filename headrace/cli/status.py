@@ -64,8 +64,7 @@ def status(
         if run is None:
             raise
         past = history.read(loaded)
-        # with a buffer on another machine the run may be up there too, and its locks can't be seen from here
-        if past.state == "running" or (loaded.replay.redis_url is not None and past.state in ("killed", "unknown")):
+        if not past.is_down:
             raise
         show_past(sys.stdout, past)
         return
@@ -94,6 +93,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("started", when(past.started)),
         ("steps", steps(past)),
         *progress(newest, config.log_folder),
+        *([("", str(past.collapse))] if past.collapse else []),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),

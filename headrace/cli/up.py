@@ -18,8 +18,8 @@ from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints
-from headrace.run.history import recorded
+from headrace.run import checkpoints, history
+from headrace.run.history import CURVES, recorded
 
 
 def up(
@@ -40,6 +40,9 @@ def up(
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     plan = device_plan.of(loaded)
+    if plan is not None:
+        plan, of_memory = device_plan.fit(loaded, plan)
+        warnings += of_memory
     threads = device_plan.plan_threads(loaded, plan)
     console = RunConsole()
 
@@ -57,6 +60,8 @@ def up(
             say(line)
         for change in changes:
             say(f"changed: {change}")
+        if why := device_plan.why_on_cpu(loaded):
+            say(f"warning: the trainer uses the CPU: {why}")
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
         say(f"CPU threads: {threads}")
@@ -73,12 +78,14 @@ def up(
         console.print(closing_table(run, time.monotonic() - started))
         if why := why_it_ended(loaded, run):
             say(why)
+        if collapse := history.read(loaded).collapse:
+            say(f"{collapse} ({', '.join(collapse.evidence)})")
         if run.failed:
             say(failures(run))
         if advice := describe_wait(run):
             say(advice)
         # not in the table: a path that is cut off at the column's width can't be copied
-        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
+        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / CURVES
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
         if curves.exists():
             say(f"all curves:     {curves}")

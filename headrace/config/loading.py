@@ -114,7 +114,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         file = None if _given(origins, keys) else inherited.source(keys)
         return file and file.parent
 
-    start = _start_of(Path(path), values)
+    start = _take_start(Path(path), values)
     if "env" in values and (start is not None or _is_saved(Path(path), values)):
         values["env"] = drop_former(values["env"])
     if start is not None:
@@ -215,7 +215,7 @@ def _is_plain(keys: Keys) -> bool:
     )
 
 
-def _start_of(path: Path, values: dict[str, Any]) -> Path | None:
+def _take_start(path: Path, values: dict[str, Any]) -> Path | None:
     """Remove `run.started_in` from `values`, and return that folder; None if the configuration was not saved by a run."""
     run = values.get("run")
     start = run.pop("started_in", None) if isinstance(run, dict) else None
@@ -295,9 +295,9 @@ def _checked(
     try:
         config = Config.model_validate(values).referring(references)
     except ValidationError as error:
-        said = {problem.partition(": ")[0] for problem in problems}
+        reported = {problem.partition(": ")[0] for problem in problems}
         found = explain(error, origin, named, references).splitlines()
-        lines += (line for line in found if line.partition(": ")[0] not in said)
+        lines += (line for line in found if line.partition(": ")[0] not in reported)
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:

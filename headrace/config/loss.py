@@ -5,12 +5,65 @@ The formulae are in `services/trainer/learning/losses/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from headrace.config.in_yaml import in_yaml
 from headrace.config.section import Section
+
+
+class Clip(NamedTuple):
+    """The bounds that a ratio is clipped to."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedRatio:
+    """PPO and GRPO; GSPO with ratios `of_sequences`. `dual_clip` bounds the ratio where the advantage is negative."""
+
+    clip: Clip
+    dual_clip: float | None
+    of_sequences: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedWeight:
+    """CISPO: the clipped ratio weights the log-probability, without a gradient."""
+
+    clip: Clip
+
+
+@dataclasses.dataclass(frozen=True)
+class OnPolicyRatio:
+    """The ratio is 1, with its gradient."""
+
+    clip: None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRatio:
+    """REINFORCE and RLOO: the log-probability itself."""
+
+    clip: None = None
+
+
+PolicyTerm = ClippedRatio | ClippedWeight | OnPolicyRatio | NoRatio
+
+CLIP_KEYS = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+# The keys that choose a form of the policy term other than the clipped ratio: what the form is, and the keys that it does not read.
+_FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "force_on_policy_ratio": ("its ratio is 1", (*CLIP_KEYS, "proximal", "prev_logprobs_source")),
+    "disable_ppo_ratio": ("it has no ratio", (*CLIP_KEYS, "proximal")),
+    "use_cispo": (
+        "CISPO weights log-probabilities by each token's clipped ratio",
+        ("ratio_clip_c", "sequence_level_importance_ratios"),
+    ),
+}
 
 
 class LossConfig(Section):
@@ -40,9 +93,11 @@ class LossConfig(Section):
         False, description="ratios and importance weights of whole sequences (GSPO); needs token_level_loss false"
     )
     force_on_policy_ratio: bool = Field(
-        False, description="ratio 1, with its gradient; needs one optimizer step per batch"
+        False, description="ratio 1, with its gradient and without a clip; needs one optimizer step per batch"
     )
-    disable_ppo_ratio: bool = Field(False, description="log-probabilities instead of ratios (REINFORCE, RLOO)")
+    disable_ppo_ratio: bool = Field(
+        False, description="log-probabilities instead of ratios, and no clip (REINFORCE, RLOO)"
+    )
     use_cispo: bool = Field(
         False, description="the clipped ratio weights the log-probability, without a gradient (CISPO)"
     )
@@ -111,30 +166,30 @@ class LossConfig(Section):
             )
         if self.sequence_level_importance_ratios and self.token_level_loss:
             yield "sequence_level_importance_ratios true with token_level_loss true; set token_level_loss false"
-        if self.use_cispo:
-            for key in (
-                "disable_ppo_ratio",
-                "force_on_policy_ratio",
-                "sequence_level_importance_ratios",
-                "ratio_clip_c",
-            ):
-                if getattr(self, key):
+        chosen = [key for key in _FORMS if getattr(self, key)]
+        for key in chosen[1:]:
+            yield f"{key} true with {chosen[0]} true: each is another form of the policy term; leave one of them out"
+        for form in chosen:
+            why, unread = _FORMS[form]
+            for key in unread:
+                default = type(self).model_fields[key].default
+                if (value := getattr(self, key)) != default:
                     yield (
-                        f"use_cispo true with {key} {_show(getattr(self, key))}: CISPO weighs log-probabilities by each "
-                        "token's clipped ratio; leave one of them out"
+                        f"{key} {in_yaml(value)} with {form} true: {why}; leave one of them out, or set {key} to its default, "
+                        f"{in_yaml(default)}"
                     )
-            if not self.token_level_loss:
-                yield "use_cispo true with token_level_loss false; set token_level_loss true"
-        for key in ("disable_ppo_ratio", "force_on_policy_ratio"):
-            if self.proximal and getattr(self, key):
-                yield f"proximal {self.proximal} with {key} true, which has no ratio to clip; leave one of them out"
-        if self.prev_logprobs_source == "generation":
-            for key in ("proximal", "force_on_policy_ratio"):
-                if value := getattr(self, key):
-                    yield (
-                        f"prev_logprobs_source generation with {key} {_show(value)}: each names another denominator of the "
-                        "ratio; leave one of them out"
-                    )
+            if self.sequence_level_importance_ratios and form != "use_cispo" and not self.weighs_by_importance:
+                yield (
+                    f"sequence_level_importance_ratios true with {form} true: {why}, and no importance weights are enabled; leave one of "
+                    "them out, or set use_importance_sampling_correction true"
+                )
+        if self.use_cispo and not self.token_level_loss:
+            yield "use_cispo true with token_level_loss false; set token_level_loss true"
+        if self.prev_logprobs_source == "generation" and self.proximal:
+            yield (
+                f"prev_logprobs_source generation with proximal {self.proximal}: each names another denominator of the ratio; leave one of "
+                "them out"
+            )
 
     def _importance_problems(self) -> Iterator[str]:
         if self.use_importance_sampling_correction and self.prev_logprobs_source == "generation":
@@ -170,6 +225,18 @@ class LossConfig(Section):
             )
 
     @property
+    def policy_term(self) -> PolicyTerm:
+        """The form of the policy term, with the values of the keys that it reads."""
+        if self.force_on_policy_ratio:
+            return OnPolicyRatio()
+        if self.disable_ppo_ratio:
+            return NoRatio()
+        clip = Clip(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+        if self.use_cispo:
+            return ClippedWeight(clip)
+        return ClippedRatio(clip, self.ratio_clip_c, self.sequence_level_importance_ratios)
+
+    @property
     def weighs_by_importance(self) -> bool:
         """Whether importance weights multiply the policy term, because they are enabled or a part of decoupled PPO."""
         return self.use_importance_sampling_correction or self.proximal is not None
@@ -194,7 +261,3 @@ class ValueLossConfig(Section):
         gt=0,
         description="values are clipped to this distance from those at the start of the step; null: no clip",
     )
-
-
-def _show(value: object) -> object:
-    return "true" if value is True else value

@@ -120,7 +120,7 @@ class VLLMConfig(Section):
         gt=0,
         le=1,
         description="share of the device's memory for weights and KV cache; null: 0.9 on a GPU, or 0.45 where `headrace up` shares it "
-        "with the trainer",
+        "with the trainer, or what the trainer leaves",
     )
     kv_cache_memory_bytes: int | None = Field(
         None,

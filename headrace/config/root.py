@@ -15,6 +15,7 @@ from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import (
     AnyEnvConfig,
     CommandConfig,
+    CustomConfig,
     EnvConfig,
     EpisodicConfig,
     TargetConfig,
@@ -24,7 +25,7 @@ from headrace.config.environments import (
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
 from headrace.config.logger import LoggerConfig
-from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.config.loss import LossConfig, OnPolicyRatio, ValueLossConfig
 from headrace.config.marks import MayChange
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
@@ -45,6 +46,8 @@ TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 # The buffer treats a gap of this length, or of half of `rollout.dead_after_s` if that is longer, as a pause and not as an outage
 # (LONGEST_GAP_MS in _run.lua).
 LONGEST_GAP_S = 5.0
+# Tokens a second of one sequence that a busy replica may not reach.
+_FAST_ANSWER = 30.0
 # The name is part of the buffer's keys.
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -123,6 +126,17 @@ class Config(Section):
             yield from self.list_scorers(scorer)
 
     @property
+    def custom(self) -> dict[str, CustomConfig]:
+        """The environments in their own processes, which the hub dials or which dial the hub."""
+        return {name: env for name, env in self.env.items() if isinstance(env, CustomConfig)}
+
+    @property
+    def longest_episode_s(self) -> float:
+        """Seconds after which a program must have ended by any clock. Its own stand still while no replica can sample, and may do so for as
+        long as a group may be silent."""
+        return self.agents.episode_s + self.agents.finish_s + self.replay.group_deadline_s
+
+    @property
     def started(self) -> dict[str, TargetConfig | CommandConfig]:
         """The environments that `headrace up` starts."""
         startable = {name: env for name, env in self.env.items() if isinstance(env, TargetConfig | CommandConfig)}
@@ -175,14 +189,21 @@ class Config(Section):
             f"policy.generation.max_new_tokens {new} is never reached: prompt and completion together have at most "
             f"policy.max_total_sequence_length {context} tokens; raise the latter, or lower the former"
         ]
-        return (
-            (cut_off if new >= context else [])
-            + self._fp8_warnings
-            + [
-                f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
-                for key in self.algorithm.reward_shaping.ignored
-            ]
-        )
+        answer = min(new, context)
+        slow = [
+            f"{key} {limit:g}: an answer of {answer} tokens (policy.generation.max_new_tokens) would need {answer / limit:.0f} tokens a "
+            f"second; raise it{also}"
+            for key, limit, also, applies in (
+                ("agents.call_s", self.agents.call_s, ", and agents.episode_s with it", self.has_episodes),
+                ("trainer.validation_deadline_s", self.trainer.validation_deadline_s, "", bool(self.data.validation)),
+            )
+            if applies and answer / limit > _FAST_ANSWER
+        ]
+        ignored = [
+            f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
+            for key in self.algorithm.reward_shaping.ignored
+        ]
+        return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored]
 
     @property
     def _fp8_warnings(self) -> list[str]:
@@ -360,11 +381,6 @@ def _check_episodes(config: Config) -> None:
             f"is played, and each of the step's {done} others as much once it is done. That is more than replay.max_bytes "
             f"{replay.max_bytes}, so the last group of a step might never be leased; lower it, or raise max_bytes to {needed}"
         )
-    if replay.group_deadline_s < replay.max_attempts * agents.episode_s:
-        raise ValueError(
-            f"replay.group_deadline_s {replay.group_deadline_s:g} is less than replay.max_attempts {replay.max_attempts} times "
-            f"agents.episode_s {agents.episode_s:g}: an episode could not be restarted that often; raise it, or lower agents.episode_s"
-        )
     if config.trainer.validation_deadline_s < agents.episode_s and any(
         source.env_name in episodes for source in config.data.validation
     ):
@@ -403,13 +419,14 @@ def _check_batches(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     algorithm, loss = config.algorithm, config.loss_fn
-    if loss.force_on_policy_ratio and config.policy_batch != algorithm.batch_size:
+    on_policy = isinstance(loss.policy_term, OnPolicyRatio)
+    if on_policy and config.policy_batch != algorithm.batch_size:
         raise ValueError(
             f"loss_fn.force_on_policy_ratio true with policy.train_global_batch_size {config.policy_batch} of the "
             f"{algorithm.batch_size} trajectories of a batch: from the second optimizer step on the ratio is not 1; set one of "
             "them to false or null"
         )
-    if loss.force_on_policy_ratio and config.ppo is not None and config.ppo.ppo_epochs > 1:
+    if on_policy and config.ppo is not None and config.ppo.ppo_epochs > 1:
         raise ValueError(
             f"loss_fn.force_on_policy_ratio true with ppo.ppo_epochs {config.ppo.ppo_epochs}: from the second epoch on the ratio "
             "is not 1; set force_on_policy_ratio false or ppo_epochs 1"

@@ -37,6 +37,10 @@ class RunConfig(Section):
         le=1,
         description="once 100 prompts have ended, the run ends with an error if a larger share of its prompts has failed",
     )
+    stop_on: MayChange[tuple[Literal["collapse", "equal_rewards", "train_inference"], ...]] = Field(
+        (),
+        description="alarms that stop the run, with a checkpoint and exit code 3: collapse, equal_rewards, train_inference",
+    )
     hang_timeout_s: MayChange[float] = Field(
         120.0,
         gt=0,
@@ -83,7 +87,10 @@ class ReplayConfig(Section):
     )
     lease_s: MayChange[float] = Field(15.0, gt=0, description="seconds without renewal after which a lease expires")
     group_deadline_s: MayChange[float] = Field(
-        600.0, gt=0, description="absolute deadline in seconds of one attempt at a group, regardless of heartbeats"
+        600.0,
+        gt=0,
+        description="seconds without progress after which a group is taken from its replica or runner, regardless of heartbeats; it keeps "
+        "what was generated. What counts as progress: docs/replay.md",
     )
     scoring_deadline_s: MayChange[float] = Field(
         120.0,
@@ -187,7 +194,8 @@ class TrainerConfig(Section):
         None,
         gt=0,
         le=1,
-        description="share of its GPU's memory that a rank may use; null: all, or half where `headrace up` shares the GPU with a replica",
+        description="share of its GPU's memory that a rank may use; null: all, or half where `headrace up` shares the GPU with a replica, "
+        "or what it needs if that is more",
     )
     num_threads: PositiveInt | Literal["auto"] | None = Field(
         "auto",

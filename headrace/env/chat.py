@@ -82,10 +82,10 @@ def _message(answer: bytes) -> Message:
 def _refusal(status: int, answer: bytes) -> ChatError:
     try:
         error = json.loads(answer)["error"]
-        said, code = str(error["message"]), error.get("code")
+        reason, code = str(error["message"]), error.get("code")
     except (ValueError, LookupError, TypeError, AttributeError):
-        said, code = _excerpt(answer), None
-    return ChatError(f"the policy refused the call ({status}): {said[:_LONGEST_REASON]}", status, code)
+        reason, code = _excerpt(answer), None
+    return ChatError(f"the policy refused the call ({status}): {reason[:_LONGEST_REASON]}", status, code)
 
 
 def _excerpt(answer: bytes) -> str:

@@ -163,8 +163,8 @@ def check_range(score: Score, least: float | None, most: float | None) -> Score:
         math.inf if most is None else most
     ):
         return score
-    said = f"reward {score.reward:g} is not between the environment's reward_min {_format(least)} and reward_max {_format(most)}"
-    return Score("FAILED", message=said, environment=score.environment, build=score.build, timings=score.timings)
+    message = f"reward {score.reward:g} is not between the environment's reward_min {_format(least)} and reward_max {_format(most)}"
+    return Score("FAILED", message=message, environment=score.environment, build=score.build, timings=score.timings)
 
 
 def _format(value: float | None) -> str:
@@ -177,7 +177,7 @@ def make_failed(environment: Environment, reason: object) -> Score:
     trace = ""
     if isinstance(reason, BaseException):
         message = describe_error(reason)[: _LONGEST_MESSAGE // 2] + find_place(environment, reason)
-        trace = encodable("".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:])
+        trace = encodable("".join(_format_traceback(reason))[-_LONGEST_TRACEBACK:])
     else:
         message = str(reason)
     message = encodable(message[:_LONGEST_MESSAGE])
@@ -207,7 +207,7 @@ def find_place(environment: Environment, error: BaseException) -> str:
     return f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})" if frame else ""
 
 
-def _traceback_of(error: BaseException) -> list[str]:
+def _format_traceback(error: BaseException) -> list[str]:
     """Format the traceback without the frames of the environment's caller."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") in _CALLERS:

@@ -36,8 +36,8 @@ class FailureLog:
         """Log those of `given` whose `scores` are not rewards."""
         for each, score in zip(given, scores, strict=True):
             if score.status not in ("SCORED", "NOT_STARTED"):
-                said = f"{score.status}: {score.message}"
-                self._log(alike(said), f"answered {said}", each, 1, "")
+                answer = f"{score.status}: {score.message}"
+                self._log(alike(answer), f"answered {answer}", each, 1, "")
 
     def _log(self, kind: str, what: str, given: Sample | Episode, times: int, traceback: str) -> None:
         count = self._repeats.due(kind, times)

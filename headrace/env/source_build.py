@@ -30,10 +30,10 @@ def source_build(environment: object, base: type) -> str:
             f"{made.__qualname__}: its source can't be found, so two versions of it could not be distinguished; define it in a file or a "
             f'notebook cell, or name the version: class {made.__name__}: build = "1"'
         )
-    return digest_of((*sources, *sorted(_attributes(vars(environment)))))
+    return digest_texts((*sources, *sorted(_attributes(vars(environment)))))
 
 
-def digest_of(parts: Iterable[str]) -> str:
+def digest_texts(parts: Iterable[str]) -> str:
     """Return twelve hexadecimal digits: the digest of these texts, in order."""
     digest = hashlib.sha256()
     for part in parts:

@@ -212,8 +212,8 @@ def fit_outcome(outcome: episode_pb2.EpisodeOutcome, most: int) -> episode_pb2.E
     """Return `outcome`, or one that is FAILED if it does not fit in a message of `most` bytes."""
     if (size := outcome.ByteSize()) <= _SHARE_OF_MESSAGE * most:
         return outcome
-    said = f"its outcome has {size} bytes; a message may have {most}; leave less in artifacts"
-    return episode_pb2.EpisodeOutcome(result=_failure(outcome.result, said))
+    message = f"its outcome has {size} bytes; a message may have {most}; leave less in artifacts"
+    return episode_pb2.EpisodeOutcome(result=_failure(outcome.result, message))
 
 
 def _failure(result: pb.Result, message: str) -> pb.Result:

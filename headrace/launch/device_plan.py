@@ -3,32 +3,49 @@ process through its environment variables, and users through `headrace status`."
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.base import devices
-from headrace.base.devices import Device, DevicePlan, Inventory, TooFewDevices
-from headrace.base.errors import ServiceError
+from headrace.base.devices import Device, DeviceMemory, DevicePlan, Inventory, Site, TooFewDevices
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import atomic_write
 from headrace.config import Config, threads
 from headrace.config.loading import variable_name
 from headrace.config.threads import Threads
+from headrace.launch.entry_points import load_entry_point
 
 FILE = "devices.json"
-# Memory shares on a device that the trainer and a replica share. The rest is for both CUDA contexts.
-TRAINER_SHARE = 0.5
-ROLLOUT_SHARE = 0.45
 _REPLICA = "rollout-"
 _REST = "left over"
 _THREADS = "threads"
 
 
 def of(config: Config) -> DevicePlan | None:
-    """Return the plan for this machine; None if the run uses no GPU. Raises `ServiceError` if there are too few devices, or one that can't
-    compute what is configured."""
-    return plan_devices(config, devices.visible(os.environ), devices.installed_versions())
+    """Return the plan for this machine; None if the run uses no GPU. Devices on which nothing runs come first, unless CUDA_VISIBLE_DEVICES
+    gives an order. Raises `ServiceError` if there are too few devices, or one that can't compute what is configured."""
+    versions = devices.installed_versions()
+    for_cuda = devices.is_for_cuda(versions, "torch"), devices.engine_is_for_cuda(versions)
+    if not any(map(_may_use, (config.trainer.device, config.rollout.device), for_cuda)):
+        return None  # whatever the driver reports
+    if why_on_cpu(config) is not None:
+        return DevicePlan()  # no process is left to try the devices
+    inventory = devices.visible(os.environ)
+    if devices.VISIBLE not in os.environ:
+        inventory = dataclasses.replace(inventory, devices=devices.idle_first(inventory.devices))
+    return plan_devices(config, inventory, versions)
+
+
+def why_on_cpu(config: Config) -> str | None:
+    """Return why the run goes on without this machine's GPUs, as `devices.why_on_cpu`; None if it asks for a GPU by name."""
+    if config.trainer.device != "auto" or config.rollout.device == "cuda":
+        return None
+    return devices.why_on_cpu(os.environ, devices.installed_versions())
 
 
 def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
@@ -61,8 +78,73 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
     return found
 
 
+# -- memory
+
+
+def fit(config: Config, plan: DevicePlan) -> tuple[DevicePlan, list[str]]:
+    """Return the plan with the shares of a shared device that the run needs, and warnings. Raises `ServiceError` with the numbers, and the
+    smallest change that helps, for a run that needs more memory than its devices have free."""
+    if not plan.trainer and not plan.replicas:
+        return plan, []
+    verdict = compare(config, site_of(plan))
+    if verdict.problem is not None:
+        raise ServiceError(verdict.problem)
+    silent = [device for device in (*plan.trainer, *itertools.chain(*plan.replicas)) if device.memory is None]
+    warnings = [
+        f"{device} does not tell its memory: only the trainer compares it with what the run needs, when it starts"
+        for device in dict.fromkeys(silent)
+    ]
+    shares = verdict.shares or plan.shares
+    return dataclasses.replace(plan, shares=shares), [*verdict.warnings, *warnings]
+
+
+def compare(config: Config, site: Site) -> Any:
+    """Return the verdict on the run's memory on the devices of `site` (`headrace_services.trainer.memory.fit.Verdict`). Loads no weights,
+    and asks no hub. Raises `MissingPackage` without the trainer's packages."""
+    plan_memory = load_entry_point("headrace.tools", "plan-memory", extra="trainer")
+    return plan_memory(config, site).judge()
+
+
+def site_of(plan: DevicePlan) -> Site:
+    """Return the memory of the plan's devices, which are those of one machine."""
+    own = {*plan.trainer, *itertools.chain(*plan.replicas), *plan.rest}
+    return Site(_tightest(plan.trainer), _tightest(itertools.chain(*plan.replicas)), len(own), len(own), plan.is_shared)
+
+
+def _tightest(own: Iterable[Device]) -> DeviceMemory | None:
+    known = [
+        DeviceMemory(str(device), device.memory, device.memory if device.free is None else device.free)
+        for device in own
+        if device.memory is not None
+    ]
+    return min(known, key=lambda memory: memory.free, default=None)
+
+
+def assume(config: Config, gpus: int | None, per_host: int, memory: int) -> Site:
+    """Return a site of `gpus` devices of `memory` bytes each; None: as many as the run takes. Raises `ConfigError` if it takes more."""
+    ranks, replicas = config.trainer.num_processes, config.rollout.replicas
+    if config.trainer.device == "cpu":
+        ranks = 0
+    if config.rollout.device == "cpu":
+        replicas = 0
+    slice_size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    needed = ranks + replicas * slice_size
+    shared = gpus == ranks == replicas == slice_size == 1
+    if gpus is not None and gpus < needed and not shared:
+        raise ConfigError(
+            f"the run needs {needed} GPUs (trainer.num_processes {ranks}, rollout.replicas {replicas} x "
+            f"policy.generation.vllm_cfg.tensor_parallel_size {slice_size}), and --gpus is {gpus}; lower these or raise it"
+        )
+    device = DeviceMemory(f"a GPU of {memory / 2**30:g} GiB", memory, memory)
+    return Site(device if ranks else None, device if replicas else None, gpus or needed, per_host, shared)
+
+
+def _may_use(device: str, is_for_cuda: bool) -> bool:
+    return device == "cuda" or (device == "auto" and is_for_cuda)
+
+
 def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
-    return device == "cuda" or (device == "auto" and is_for_cuda and bool(inventory.devices))
+    return _may_use(device, is_for_cuda) and (device == "cuda" or bool(inventory.devices))
 
 
 def plan_threads(config: Config, plan: DevicePlan | None) -> Threads:
@@ -89,11 +171,11 @@ def thread_variables(planned: Threads, config: Config, child: str) -> dict[str, 
 def device_variables(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
     """Return the environment variables that set a child's devices, and its share of a shared device unless that is configured."""
     if child == "trainer":
-        own, share, key = plan.trainer, TRAINER_SHARE, "trainer.gpu_memory_fraction"
+        own, share, key = plan.trainer, plan.shares[0], "trainer.gpu_memory_fraction"
         configured = config.trainer.gpu_memory_fraction
     elif child.startswith(_REPLICA):
         own = plan.replicas[int(child.removeprefix(_REPLICA)) - 1] if plan.replicas else ()
-        share, key = ROLLOUT_SHARE, "policy.generation.vllm_cfg.gpu_memory_utilization"
+        share, key = plan.shares[1], "policy.generation.vllm_cfg.gpu_memory_utilization"
         configured = config.policy.generation.vllm_cfg.gpu_memory_utilization
     else:
         return {devices.VISIBLE: _uuids(plan.rest)}
@@ -120,7 +202,15 @@ def _names(own: Sequence[Device]) -> list[str]:
 
 def lines(plan: DevicePlan) -> list[str]:
     """Return a line about each process."""
-    shared = [_line("shared", ["each uses a part of its memory, and the weights go through host memory"])]
+    trainer, replica = plan.shares
+    shared = [
+        _line(
+            "shared",
+            [
+                f"the trainer may use {trainer:g} of its memory and the replica {replica:g}; weights go through host memory"
+            ],
+        )
+    ]
     return [_line(*row) for row in rows(plan).items()] + (shared if plan.is_shared else [])
 
 

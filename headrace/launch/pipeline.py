@@ -502,7 +502,7 @@ def patience(config: Config, environment: str | None = None, *, is_broken: bool 
         return limit
     env = config.env[environment]
     longest_s, key = (
-        (config.replay.group_deadline_s, "replay.group_deadline_s")
+        (config.longest_episode_s, "agents.episode_s and replay.group_deadline_s")
         if env.runs_episodes
         else (env.timeout_s, f"env.{environment}.timeout_s")
     )
@@ -527,8 +527,8 @@ def _json(text: str) -> Any:
 
 def parse_reason(answer: str) -> str:
     """Return why a service is not ready, from the answer of its `/readyz`."""
-    said = _json(answer)
-    return str(said.get("reason") or "") if isinstance(said, dict) else ""
+    body = _json(answer)
+    return str(body.get("reason") or "") if isinstance(body, dict) else ""
 
 
 def _unready_state(child: Child, replica: Replica) -> str:

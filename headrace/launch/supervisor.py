@@ -20,11 +20,12 @@ import msgspec
 
 from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ServiceError
+from headrace.base.errors import ServiceError, StoppedByAlarm
 from headrace.launch import guard
 from headrace.launch.summary import NOT_STARTED
 from headrace.net.service import (
     ENDING,
+    EXIT_ALARM,
     EXIT_BUFFER_UNAVAILABLE,
     EXIT_INTERNAL_ERROR,
     EXIT_USER_ERROR,
@@ -87,8 +88,8 @@ class RestartPolicy:
         """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
         `ending` is the exception that the process ended with, if it told one, and `before` that of the process before.
 
-        There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer that
-        never existed won't come back), and none after a clean exit of a service that ends the run.
+        There is no restart after `EXIT_USER_ERROR` or `EXIT_ALARM`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a
+        buffer that never existed won't come back), and none after a clean exit of a service that ends the run.
 
         A user's environment has its own exit codes. One that ends before it was ready is for the user to fix. One that worked is restarted
         without limit, because the run waits for it.
@@ -96,7 +97,7 @@ class RestartPolicy:
         if exit_code == 0 and ends_run:
             return Finished()
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        if exit_code not in (EXIT_USER_ERROR, EXIT_INTERNAL_ERROR, EXIT_BUFFER_UNAVAILABLE):
+        if exit_code not in (EXIT_USER_ERROR, EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_BUFFER_UNAVAILABLE):
             ending = None  # a signal ended one of its ranks, and what the others then met is not the reason
         how = how if ending is None else str(ending)
         delay_s = pause_after(fruitless + 1, self.first_delay_s, self.longest_delay_s)
@@ -104,7 +105,7 @@ class RestartPolicy:
             return Restart(delay_s, how)
         if is_user_code and exit_code >= 0:
             return GiveUp(f"{how} before it answered")
-        if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
+        if exit_code in (EXIT_USER_ERROR, EXIT_ALARM) or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
             return GiveUp(how)
         if fruitless and ending is not None and ending.repeats(before):
             return GiveUp(f"it ended twice in a row, without progress between, with {how}")
@@ -140,7 +141,7 @@ class Child:
 
     def source_changed(self) -> bool:
         """Whether the current process runs an older `source` than the present one. Returns True once for each change."""
-        now = _time_of(self.source)
+        now = _changed_at(self.source)
         changed = self.pid is not None and now not in (0, self.source_time)
         if changed:
             self.source_time = now
@@ -261,6 +262,8 @@ class Supervisor:
                     return
                 case GiveUp(reason):
                     child.state = "failed"
+                    if child.ending is not None and child.ending.error == StoppedByAlarm.__name__:
+                        raise StoppedByAlarm(reason)
                     raise ServiceFailed(
                         f"{child.name} can't continue: {reason}; the end of {child.log}:\n{child.log_tail()}"
                     )
@@ -275,7 +278,7 @@ class Supervisor:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
         if self._guarding is None:
             self._guarding = asyncio.create_task(self._keep_guard())
-        source_time = _time_of(child.source)  # before the process reads it
+        source_time = _changed_at(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
             log = None
@@ -378,7 +381,7 @@ class Supervisor:
             return  # it was killed: `_keep_guard` tells the next one every group
 
 
-def _time_of(path: Path | None) -> int:
+def _changed_at(path: Path | None) -> int:
     """Return when the file was last changed, in ns; 0 if it doesn't exist."""
     try:
         return 0 if path is None else path.stat().st_mtime_ns

@@ -94,9 +94,9 @@ def load_credentials(config: Config) -> Credentials | None:
 
 def list_roles(config: Config, *, redis: bool) -> list[str]:
     """Return the roles of a run; with `redis` those of the buffer's users too."""
-    served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
+    custom = [f"environment {name}" for name in config.custom]
     runners = ["agents"] if config.has_episodes else []
-    return ["operator", "reader", "scorer", *runners, *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
+    return ["operator", "reader", "scorer", *runners, *custom, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:

@@ -30,14 +30,14 @@ def saved_config(process: psutil.Process) -> Path | None:
     """Return the configuration of the run if `process`, or one of its parents, is a service of it; None for any other process."""
     try:
         for each in (process, *process.parents()):
-            if given := _config_of(each):
+            if given := _find_config(each):
                 return given
     except psutil.Error:  # it has ended meanwhile, or belongs to another user
         pass
     return None
 
 
-def _config_of(process: psutil.Process) -> Path | None:
+def _find_config(process: psutil.Process) -> Path | None:
     """The file that follows `--config` on its command line. Raises `psutil.Error`."""
     words = process.cmdline()
     if "--config" not in words[:-1]:
@@ -64,7 +64,7 @@ def _hidden_listener(port: int) -> psutil.Process | None:
                 continue
             option = words.index("--config")
             service = next((each for each in _HIDDEN if each in words[:option]), None)
-            given = None if service is None else _config_of(process)
+            given = None if service is None else _find_config(process)
             if service is not None and given is not None and port in _ports(given, words[option + 2 :], service):
                 return process
     return None

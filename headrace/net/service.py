@@ -34,6 +34,8 @@ WaitsFor = Callable[[], Awaitable[list[str]]]
 
 # Exit codes of a service. The user must fix something: restarting the service won't help.
 EXIT_USER_ERROR = 1
+# `StoppedByAlarm`.
+EXIT_ALARM = 3
 # An unexpected exception, or `Restartable`: a new process may continue where this one ended.
 EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 # The buffer can't be reached; it may come back.

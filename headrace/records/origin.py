@@ -55,7 +55,7 @@ class GroupLineage:
     reason: str = ""
 
 
-def origin_of(trajectory: AnyTrajectory, score: Score | None, advantage: float | None = None) -> Origin:
+def trace_origin(trajectory: AnyTrajectory, score: Score | None, advantage: float | None = None) -> Origin:
     """Return the origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
     flat = trajectory.flat()
     return Origin(

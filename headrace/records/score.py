@@ -106,11 +106,11 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     def with_early_traceback(self) -> Score:
         """Return the score with the traceback that earlier builds and their environments put into the metadata of a failure."""
-        said = self.metadata.get("traceback")
-        if self.status == "SCORED" or self.traceback or not isinstance(said, str):
+        text = self.metadata.get("traceback")
+        if self.status == "SCORED" or self.traceback or not isinstance(text, str):
             return self
         others = {name: value for name, value in self.metadata.items() if name != "traceback"}
-        return msgspec.structs.replace(self, metadata=others, traceback=said)
+        return msgspec.structs.replace(self, metadata=others, traceback=text)
 
 
 _SCORE = Codec(Score)

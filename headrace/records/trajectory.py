@@ -251,7 +251,7 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     @property
     def text(self) -> str:
         """The text of the answer."""
-        return text_of(self.answer)
+        return write_message(self.answer)
 
     @property
     def nbytes(self) -> int:
@@ -293,7 +293,7 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return _problem_of_spans(self.spans, length)
 
 
-def text_of(message: Message) -> str:
+def write_message(message: Message) -> str:
     """Return a message as text: its content, then its tool calls."""
     content, tools = message.get("content"), message.get("tool_calls")
     parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]

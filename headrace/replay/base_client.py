@@ -92,16 +92,6 @@ class BufferClient:
                 raise InvalidCall(f"{key!r} is no longer held; it was committed, dropped or rewound")
         return [value for value in values if value is not None]
 
-    async def _read_batches(self, read: Callable[[Sequence[T]], Awaitable[list[R]]], keys: Sequence[T]) -> list[R]:
-        """Call `read` for all payloads, a few round trips at a time, so that one is decoded while the server works on the next."""
-        return await _each(read, chunks(keys, PAYLOADS), self._reads)
-
-    async def _write_batches(
-        self, write: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T], size: Callable[[T], int]
-    ) -> list[R]:
-        """Call `write` for all payloads, so that one batch is encoded while the server works on another. `size` returns an item's bytes."""
-        return await _each(write, of_bounded_size(items, size), self._writes)
-
     async def make_room(self, refused: int = 0, sheds: bool = True) -> int:
         """Maintain the buffer; called once a second. Its run time advances, what is due ends, and room is made if its server is at its
         memory limit. `refused` is the number of bytes that it did not accept from the caller; `sheds`: groups may be sent back. Returns the
@@ -144,9 +134,11 @@ def chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-async def _each(
+async def transfer_all(
     transfer: Callable[[Sequence[T]], Awaitable[list[R]]], batches: Iterable[Sequence[T]], at_a_time: asyncio.Semaphore
 ) -> list[R]:
+    """Read or write payloads, a few round trips at a time, so that one batch is encoded or decoded while the server works on another."""
+
     async def one(batch: Sequence[T]) -> list[R]:
         async with at_a_time:
             return await transfer(batch)

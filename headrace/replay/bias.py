@@ -95,7 +95,7 @@ def beyond(found: Sequence[Skew], limit: float | None) -> list[Skew]:
     return [] if limit is None else [skew for skew in found if abs(skew.deviations) > limit]
 
 
-def meters_of(fields: Mapping[str, Mapping[str, float]]) -> dict[Moment, TrajectoryMeter]:
+def read_meters(fields: Mapping[str, Mapping[str, float]]) -> dict[Moment, TrajectoryMeter]:
     """Return every moment's meter, from the fields that `hr_bias` returns for each moment with any trajectory."""
     return {moment: _meter(fields.get(moment, {})) for moment in MOMENTS}
 

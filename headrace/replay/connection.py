@@ -351,7 +351,7 @@ class BufferConnection:
             await self._report(error, [command])
             raise self.make_refusal(error, command) from error
         except (RedisError, OSError) as error:
-            raise self._error_of(error) from error
+            raise self._make_error(error) from error
         self._answered = True
         return reply
 
@@ -364,13 +364,13 @@ class BufferConnection:
             with keeping_cancellation():
                 replies = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            raise self._error_of(error) from error
+            raise self._make_error(error) from error
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 await self._report(reply, commands)
                 raise self.make_refusal(reply, command) from reply
             if isinstance(reply, Exception):
-                raise self._error_of(reply) from reply
+                raise self._make_error(reply) from reply
         self._answered = True
         return replies
 
@@ -383,7 +383,7 @@ class BufferConnection:
             with contextlib.suppress(RedisError, OSError), keeping_cancellation():
                 await self.redis.execute_command(*report)
 
-    def _error_of(self, error: Exception) -> ReplayError:
+    def _make_error(self, error: Exception) -> ReplayError:
         """Return the error for a call that got no reply."""
         return self._waited_for(unavailable(error, self._user))
 

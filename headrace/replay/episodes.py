@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import Unstaged
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
 from headrace.replay.records import Lease, RunnerReply, select_fields, unpack
 
 
@@ -27,10 +27,11 @@ class EpisodesClient(LeaseClient):
         runner, and any group that it holds may be the cause, so these are leased apart from others, as after a lost heartbeat."""
         await self._until_done("deregister_runner", runner=runner, died=died)
 
-    async def runner_heartbeat(self, runner: str, tokens: Sequence[str]) -> RunnerReply:
-        """Renew the runner and these leases (never past a group's absolute deadline, law 6)."""
-        number = next(self._numbers)
-        reply = await self._connection.call("runner_heartbeat", runner=runner, number=number, tokens=tokens)
+    async def runner_heartbeat(self, runner: str, tokens: Sequence[str], progress: Sequence[int] = ()) -> RunnerReply:
+        """Renew the runner and these leases (never past a group's deadline, law 6). `progress` as for a replica's heartbeat."""
+        reply = await self._connection.call(
+            "runner_heartbeat", runner=runner, number=next(self._numbers), **renewed(tokens, progress)
+        )
         return msgspec.convert(unpack(reply), RunnerReply)
 
     async def lease_episodes(self, runner: str, slots: int, validation_slots: int = 0) -> list[Lease]:
@@ -103,18 +104,18 @@ class EpisodesClient(LeaseClient):
         written = (0, 0, 0)
         if trajectory is not None:
             written = trajectory.length, trajectory.oldest_version, trajectory.newest_version
-        said = [] if score is None else [score]
+        scores = [] if score is None else [score]
         return bool(
             await self._connection.call(
                 "finish",
                 payload if len(payload) <= carried_bytes else b"",
-                *(each.encode() for each in said),
+                *(each.encode() for each in scores),
                 **_episode(lease, index),
                 order=lease.group.order if lease.group.lane == "train" else -1,
                 nonce=nonce,
                 bytes=len(payload),
                 **dict(zip(("length", "oldest", "newest"), written, strict=True)),
-                scores=[select_fields(each) for each in said],
+                scores=[select_fields(each) for each in scores],
             )
         )
 

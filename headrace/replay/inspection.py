@@ -9,11 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.repeats import alike
-from headrace.records.origin import GroupLineage, origin_of, with_timelines
+from headrace.records.origin import GroupLineage, trace_origin, with_timelines
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
 from headrace.replay.base_client import BATCH, BufferClient, chunks
-from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
+from headrace.replay.bias import Moment, TrajectoryMeter, read_meters
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
 
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
@@ -127,7 +127,7 @@ class InspectionClient(BufferClient):
 
     async def bias(self) -> dict[Moment, TrajectoryMeter]:
         """Return the meters of the train lane's trajectories at each moment, since the run began."""
-        return meters_of(dict(unpack(await self._connection.call("bias"))))
+        return read_meters(dict(unpack(await self._connection.call("bias"))))
 
     async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
         """Yield id and state of every group in the buffer that is in one of `states`, in both lanes. A group that changes state meanwhile
@@ -183,7 +183,7 @@ class InspectionClient(BufferClient):
             step=step,
             timeline=None if step is None else run.find_timeline(step + 1),
             trajectories=tuple(
-                with_timelines(origin_of(t, score), run.find_timeline) for t, score in found.trajectories
+                with_timelines(trace_origin(t, score), run.find_timeline) for t, score in found.trajectories
             ),
             reason=found.reason if found.state == "failed" else "",
         )

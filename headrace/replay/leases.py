@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.base.errors import CodecError, InvalidCall, WrongTimeline
+from headrace.base.errors import CodecError, InvalidCall, ReplayUnavailable, WrongTimeline
+from headrace.base.tasks import cancel
 from headrace.records.trajectory import AnyTrajectory, Group, Trajectory
-from headrace.replay.base_client import BufferClient
+from headrace.replay.base_client import PAYLOADS, BufferClient, chunks, transfer_all
 from headrace.replay.records import Lease, unpack
 
 log = logging.getLogger(__name__)
@@ -19,6 +21,26 @@ STAGED = b"60"
 # A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
 # would cost more in the call, and block the server for longer.
 CARRIED_BYTES = 32 << 10
+
+
+async def wait_for_work(
+    client: LeaseClient, period_s: float, others: Sequence[asyncio.Event], spread_s: float = 0.0
+) -> None:
+    """Return when there may be a lease, an epoch has changed, or one of `others` is set, after at most `period_s`. The buffer's news is
+    answered `spread_s` later, and a server that can't be reached is asked again after `period_s`."""
+    news, *rest = (
+        asyncio.create_task(wait) for wait in (client.wait_work(period_s), *(each.wait() for each in others))
+    )
+    try:
+        await asyncio.wait((news, *rest), return_when=asyncio.FIRST_COMPLETED)
+        if news.done() and isinstance(news.exception(), ReplayUnavailable):
+            await asyncio.wait(rest, timeout=period_s, return_when=asyncio.FIRST_COMPLETED)
+        elif news.done():
+            news.result()
+            if spread_s:
+                await asyncio.wait(rest, timeout=spread_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel((news, *rest))
 
 
 class LeaseClient(BufferClient):
@@ -75,7 +97,7 @@ class LeaseClient(BufferClient):
         trajectory starts over."""
         begun: dict[str, dict[int, Trajectory]] = {}
         saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
-        payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
+        payloads = await transfer_all(self._fetch, chunks([key for _, _, key in saved], PAYLOADS), self._reads)
         for (lease, index, key), payload in zip(saved, payloads, strict=True):
             if payload is None:
                 continue
@@ -96,6 +118,11 @@ class LeaseClient(BufferClient):
         """Return the command that writes a payload before the call that makes it visible."""
         key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
         return (b"SET", key, payload, b"NX", b"EX", STAGED)
+
+
+def renewed(tokens: Sequence[str], progress: Sequence[int]) -> dict[str, Any]:
+    """Return the leases that a heartbeat renews as it names them. Without `progress` there was none."""
+    return {"tokens": tokens, "progress": progress or [0] * len(tokens)}
 
 
 def encode_payload(lease: Lease, trajectory: AnyTrajectory) -> bytes:

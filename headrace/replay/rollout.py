@@ -12,8 +12,9 @@ import msgspec
 
 from headrace.base.errors import CodecError, InvalidCall, ReplayError, Unstaged
 from headrace.records.trajectory import Trajectory
+from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
 from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
@@ -31,12 +32,14 @@ class RolloutClient(LeaseClient):
         replica, and any group that it holds may be the cause, so these are leased apart from others, as after a lost heartbeat."""
         await self._until_done("deregister", replica=replica, died=died)
 
-    async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
-        """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica whether it is DEAD
-        or unknown."""
+    async def heartbeat(self, replica: str, tokens: Sequence[str], progress: Sequence[int] = ()) -> HeartbeatReply:
+        """Renew the replica and these leases (never past a group's deadline, law 6). `progress`: for each lease a count that has risen if
+        the replica has progressed since the last heartbeat; none are given if it has not. The reply tells a replica whether it is DEAD or
+        unknown."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
-        number = next(self._numbers)
-        reply = await self._connection.call("heartbeat", replica=replica, number=number, epoch=known, tokens=tokens)
+        reply = await self._connection.call(
+            "heartbeat", replica=replica, number=next(self._numbers), epoch=known, **renewed(tokens, progress)
+        )
         fields = unpack(reply)
         if fields.pop("epoch_changed"):
             self._epoch = await self.epoch()
@@ -64,7 +67,7 @@ class RolloutClient(LeaseClient):
 
     async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """Push many at once. Returns, for each, None or the error that `push` would raise."""
-        return await self._write_batches(partial(self._hand_in, "push"), items, _size)
+        return await transfer_all(partial(self._hand_in, "push"), of_bounded_size(items, _size), self._writes)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
         """Save an unfinished trajectory, so that another replica can continue it if the lease is lost. Each save must be longer than the
@@ -75,7 +78,7 @@ class RolloutClient(LeaseClient):
 
     async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """Save many at once. Returns, for each, None or the error that `save` would raise."""
-        return await self._write_batches(partial(self._hand_in, "save"), items, _size)
+        return await transfer_all(partial(self._hand_in, "save"), of_bounded_size(items, _size), self._writes)
 
     async def _hand_in(
         self, function: str, items: Sequence[tuple[Lease, Trajectory]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headrace.base.errors import CodecError, LeaseLost, ReplayError
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
-from headrace.replay.base_client import BATCH, BufferClient, chunks
+from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, transfer_all
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, select_fields, unpack
 
@@ -54,13 +54,13 @@ class ScoringClient(BufferClient):
                 taken["indices"], taken["nonces"], taken["scoring_attempts"], taken["waited_ms"], strict=True
             )
         ]
-        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, *_ in entries])
+        payloads = await transfer_all(self._fetch, chunks([key for _, _, _, key, *_ in entries], PAYLOADS), self._reads)
         jobs = []
         for (group, group_id, index, _, attempt, waited_s), payload in zip(entries, payloads, strict=True):
             if payload is None or group is None:  # discarded meanwhile, so the token is void
                 continue
             try:
-                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt, waited_s))
+                jobs.append(ScoringJob(group, _decode_trajectory(group_id, index, payload), token, attempt, waited_s))
             except CodecError as error:
                 await self._score_unreadable(group_id, index, token, str(error))
         return jobs
@@ -107,7 +107,7 @@ class ScoringClient(BufferClient):
         return [refusal(text.decode()) if text else None for text in replies]
 
 
-def _trajectory_of(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
+def _decode_trajectory(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
     trajectory = decode_trajectory(payload)
     if (trajectory.group_id, trajectory.index) != (group_id, index):
         raise CodecError(

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import CodecError, InvalidCall
 from headrace.records.score import SCORE_BYTES, Score
 from headrace.records.trajectory import AnyTrajectory, Group, decode_trajectory
-from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
+from headrace.replay.base_client import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size, transfer_all
 from headrace.replay.records import (
     BatchReply,
     End,
@@ -100,7 +100,7 @@ class TrainerClient(BufferClient):
                 incarnation=self._incarnation,
                 refill=refill,
                 validation=validation,
-                groups=[_fields_of(group) for group, _ in batch],
+                groups=[_select_fields(group) for group, _ in batch],
             )
         return new
 
@@ -140,7 +140,7 @@ class TrainerClient(BufferClient):
             values = await self._held([*batch, *map(score_key, batch)])
             return list(map(_decode, values[: len(batch)], values[len(batch) :]))
 
-        return await self._read_batches(read_batch, keys)
+        return await transfer_all(read_batch, chunks(keys, PAYLOADS), self._reads)
 
     async def read_groups(self, ids: Sequence[str]) -> list[Group]:
         records = []
@@ -171,7 +171,7 @@ class TrainerClient(BufferClient):
         lost writes.
         """
         await self._until_done(
-            "commit", version=version, timeline=timeline, trained=_digest_of(trained) if trained else ""
+            "commit", version=version, timeline=timeline, trained=_digest_ledger(trained) if trained else ""
         )
 
     async def record_masked(self, step: int, timeline: str, tokens: int) -> None:
@@ -265,7 +265,7 @@ def _decode(payload: bytes, score: bytes) -> tuple[AnyTrajectory, Score] | Codec
         return error
 
 
-def _fields_of(group: Group) -> dict[str, Any]:
+def _select_fields(group: Group) -> dict[str, Any]:
     """Return the fields of a group that the buffer reads, besides its opaque record (enqueue.lua)."""
     return {
         "id": group.id,
@@ -283,7 +283,7 @@ def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
     return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)
 
 
-def _digest_of(trained: Mapping[int, Sequence[str]]) -> str:
+def _digest_ledger(trained: Mapping[int, Sequence[str]]) -> str:
     """Return the digest that commit.lua computes from the steps that it holds."""
     steps = [f"{step}\n" + "\n".join(sorted(groups)) for step, groups in sorted(trained.items())]
     return hashlib.sha1("\n".join(steps).encode(), usedforsecurity=False).hexdigest()

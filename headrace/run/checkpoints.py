@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.errors import ServiceError
-from headrace.base.files import fsync
+from headrace.base.files import UNREADABLE, fsync
 from headrace.base.model_files import find_problem, problem_of_model
 
 CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
@@ -161,7 +161,7 @@ def read_chain(folder: Path) -> list[Start]:
         return first_chain(
             {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
         )
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ServiceError(
             f"{path} can't be read ({error}); move it away, and a new one is made from the existing checkpoints"
         ) from error
@@ -206,7 +206,7 @@ def read_metrics(folder: Path, version: int) -> dict[str, float]:
         for name in later_metrics(folder, version):
             path = path_of(folder, version) / name
             metrics = metrics | msgspec.json.decode(path.read_bytes(), type=dict[str, float])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ServiceError(f"{path} can't be read ({error}); name another checkpoint") from error
     return metrics
 
@@ -332,7 +332,7 @@ def _states(folder: Path) -> dict[int, _State | None]:
         if match and (path / STATE).is_file():
             try:
                 found[int(match[1])] = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
-            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            except UNREADABLE:
                 found[int(match[1])] = None
     return found
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import CodecError
-from headrace.records.origin import Origin, origin_of, with_timelines
+from headrace.records.origin import Origin, trace_origin, with_timelines
 from headrace.records.score import FREE_OF_SCORE, Score
 from headrace.records.trajectory import ARRAYS, FREE, RECORDS, AnyTrajectory, Group, decode_trajectory
 from headrace.replay import ReplayClient
@@ -84,7 +84,7 @@ async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[
         if held is None:  # the group has ended since
             continue
         for trajectory, score in held.trajectories:
-            origin = with_timelines(origin_of(trajectory, score), run.find_timeline)
+            origin = with_timelines(trace_origin(trajectory, score), run.find_timeline)
             yield to_line(Exported(held.state, held.group, trajectory, score), origin)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.base.devices import NCCL_REMEDY
 
 # The share of a step's time from which waiting is reported.
 LONG_WAIT = 0.3
+# A training step has the metric `NAME_alarm` for each.
+ALARMS = ("train_inference", "equal_rewards", "collapse", "weight_channel")
 
 
 def accuracy_name(metrics: Mapping[str, float]) -> str:
@@ -16,22 +18,24 @@ def accuracy_name(metrics: Mapping[str, float]) -> str:
     return "mean reward" if metrics.get("partial_credit") else "accuracy"
 
 
-def alarms(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """Return the alarms of a training step, one sentence each."""
-    found = []
+def alarms(step: int, metrics: Mapping[str, float], only: Collection[str] = ALARMS) -> list[str]:
+    """Return the alarms of a training step, one sentence each; `only` those of these names."""
+    found = {}
     if metrics.get("train_inference_alarm"):
         error = metrics.get("on_policy_token_mult_prob_error", metrics.get("token_mult_prob_error", float("nan")))
-        found.append(
-            f"step {step}: trainer and inference disagree (token_mult_prob_error {error:.3f}); see the trainer's log"
+        found["train_inference"] = (
+            f"trainer and inference disagree (token_mult_prob_error {error:.3f}); see the trainer's log"
         )
     if metrics.get("equal_rewards_alarm"):
-        found.append(
-            f"step {step}: nothing to learn from, all groups have had equal rewards for several steps; see the trainer's log"
+        found["equal_rewards"] = (
+            "nothing to learn from, all groups have had equal rewards for several steps; see the trainer's log"
         )
+    if metrics.get("collapse_alarm"):
+        found["collapse"] = "the policy has collapsed; see the trainer's log"
     if given_up := metrics.get("weight_channel_alarm"):
         how = "weights travel by gloo, because NCCL can't" if given_up > 1 else "only with blocking calls does NCCL"
-        found.append(f"step {step}: {how} connect the trainer and its replicas; {NCCL_REMEDY}")
-    return found
+        found["weight_channel"] = f"{how} connect the trainer and its replicas; {NCCL_REMEDY}"
+    return [f"step {step}: {said}" for name, said in found.items() if name in only]
 
 
 def build_changes(steps: Iterable[tuple[int, Mapping[str, Sequence[str]]]]) -> list[tuple[int, str]]:

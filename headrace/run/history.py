@@ -16,12 +16,14 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.base.files import atomic_write, cannot_write, is_locked
+from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
 from headrace.config import Config
 from headrace.run.checkpoints import LOCK
+from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
+CURVES = "curves.html"
 RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
@@ -63,6 +65,12 @@ class RunHistory:
     reason: str = ""
 
     @property
+    def is_down(self) -> bool:
+        """Whether no process is at work on it. One whose buffer is on another machine may be up there, and its locks can't be seen here."""
+        elsewhere = self.config.replay.redis_url is not None and self.state in ("killed", "unknown")
+        return self.state != "running" and not elsewhere
+
+    @property
     def last_step(self) -> int | None:
         return max((line.step for line in self.lines if line.kind == "train"), default=None)
 
@@ -70,6 +78,11 @@ class RunHistory:
     def seconds(self) -> float:
         """The total time of its steps."""
         return sum(values(self.lines, STEP_TIME).values())
+
+    @property
+    def collapse(self) -> Collapse | None:
+        """The collapse that lasts at its newest step."""
+        return CollapseDetector(self.lines).found
 
     def best(self) -> Best | None:
         """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
@@ -173,5 +186,5 @@ def _read_record(folder: Path) -> RunRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CodecError(f"{path} can't be read ({error}); remove it") from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
+from headrace.base.files import UNREADABLE
 from headrace.records.origin import GroupLineage
 from headrace.run.checkpoints import find_timeline as made_on
 from headrace.run.checkpoints import read_chain
@@ -111,5 +111,5 @@ def _read(path: Path, wanted: Callable[[Header], bool] = lambda header: True) ->
                     yield msgspec.json.decode(line, type=GroupLineage)
     except FileNotFoundError:
         return  # a rewind has moved it meanwhile
-    except (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CodecError(f"{path}: not a lineage file of schema {SCHEMA} ({error}); move it away") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.errors import ConfigError, ServiceError
-from headrace.base.files import atomic_write, cannot_write
+from headrace.base.files import UNREADABLE, atomic_write, cannot_write
 from headrace.config import Config
 from headrace.config.compare import select_fixed
 
@@ -96,7 +96,7 @@ def read(run_folder: Path) -> PromptRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=PromptRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ServiceError(f"{path} can't be read ({error}); remove it, and the next start writes it again") from error
 
 

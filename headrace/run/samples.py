@@ -15,7 +15,6 @@ import gzip
 import json
 import re
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,7 +23,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import CodecError, ServiceError
-from headrace.base.files import atomic_write, cut_torn_line, keep_newest
+from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line, keep_newest
 from headrace.base.printable import printable
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
@@ -95,11 +94,11 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> str | None:
-        return expected_of(self.extra_env_info)
+        return find_expected(self.extra_env_info)
 
     @property
     def prompt(self) -> str:
-        return prompt_of(self.messages)
+        return write_prompt(self.messages)
 
     @property
     def conversation(self) -> list[tuple[str, list[str]]]:
@@ -113,7 +112,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The completion as text for people: its content, or its conversation, then its artifacts. Messages are indented, and their
         further lines more, so that nothing in them looks like another message, the head of a call, or artifacts."""
         calls = (
@@ -137,11 +136,11 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         continues = "" if call.parent < 0 else f" continues call {call.parent}"
         # the prompt of the group is shown above all of its samples
         asked = () if call.messages == self.messages else call.messages
-        said = [part for message in (*asked, call.answer) for part in _write_message(message)]
-        return f"call {number}{continues} ({', '.join(notes)})", said
+        parts = [part for message in (*asked, call.answer) for part in _write_message(message)]
+        return f"call {number}{continues} ({', '.join(notes)})", parts
 
 
-def prompt_of(messages: Iterable[Message]) -> str:
+def write_prompt(messages: Iterable[Message]) -> str:
     """Return the messages as text, each after its role."""
     return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
 
@@ -166,7 +165,7 @@ def _tool_call(call: Any) -> Any:
     return call
 
 
-def expected_of(extra_env_info: Mapping[str, Any]) -> str | None:
+def find_expected(extra_env_info: Mapping[str, Any]) -> str | None:
     """Return the data set's `answer`, or else all that the environment gets; None if that is empty."""
     answer = extra_env_info.get("answer", extra_env_info)
     return None if answer in ({}, None) else _text(answer)
@@ -311,26 +310,26 @@ def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason:
     """Return a line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is not a reward."""
     return {
         **record(group, trajectory, score),
-        **_failure_of(score),
+        **_failure_fields(score),
         "reason": reason,
         "time": time.time(),
     }
 
 
-def _failure_of(score: Score) -> dict[str, Any]:
+def _failure_fields(score: Score) -> dict[str, Any]:
     return {"status": score.status, "message": score.message, "traceback": score.traceback}
 
 
-def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
+def make_group(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
     """Return a group for display, even if none of its samples were kept."""
-    expected = expected_of(group.extra_env_info)
-    return SampleGroup(group.id, group.task_name, prompt_of(group.messages), expected, tuple(samples), reason)
+    expected = find_expected(group.extra_env_info)
+    return SampleGroup(group.id, group.task_name, write_prompt(group.messages), expected, tuple(samples), reason)
 
 
-def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
+def make_sample(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
     """Return the sample that a line about this trajectory would contain. Without a score it has no reward."""
     scored = score or Score("NOT_STARTED")
-    fields = {**record(group, trajectory, scored), **_failure_of(scored)}
+    fields = {**record(group, trajectory, scored), **_failure_fields(scored)}
     return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
 
 
@@ -426,5 +425,5 @@ def _decode(path: Path, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error

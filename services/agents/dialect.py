@@ -351,7 +351,7 @@ class Answer:
         }
 
 
-def answer_of(call: SessionCall, request: ChatRequest, created: int) -> Answer:
+def make_answer(call: SessionCall, request: ChatRequest, created: int) -> Answer:
     completion, message = call.completion, call.answer
     assert completion is not None
     finish = str(completion.finish_reason)
@@ -508,7 +508,7 @@ def too_many(message: str) -> ApiProblem:
     return ApiProblem(429, "rate_limit_error", message, "rate_limit_exceeded", headers={"retry-after": "1"})
 
 
-def problem_of(error: BadRequest | Refused) -> ApiProblem:
+def make_problem(error: BadRequest | Refused) -> ApiProblem:
     if isinstance(error, BadRequest):
         return ApiProblem(400, "invalid_request_error", str(error), "unsupported_or_invalid", error.param)
     match error.kind:

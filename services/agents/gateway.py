@@ -255,14 +255,14 @@ def build_app(gateway: Gateway, forward: aiohttp.ClientSession) -> FastAPI:
         return _refuse(dialect.broken())
 
     async def chat(request: Request) -> Response:
-        key = _key_of(request)
-        if (peer := _peer_of(gateway, request)) is None:
+        key = _read_key(request)
+        if (peer := _find_peer(gateway, request)) is None:
             return _ChatAnswer(gateway, key)
         return _Forwarded(gateway, key, peer, forward, lookups)
 
     async def models(request: Request) -> Response:
-        key = _key_of(request)
-        if (peer := _peer_of(gateway, request)) is not None:
+        key = _read_key(request)
+        if (peer := _find_peer(gateway, request)) is not None:
             await lookups.check(peer, key)
         else:
             gateway.episode(key)
@@ -279,12 +279,12 @@ def build_app(gateway: Gateway, forward: aiohttp.ClientSession) -> FastAPI:
     return app
 
 
-def _peer_of(gateway: Gateway, request: Request) -> str | None:
+def _find_peer(gateway: Gateway, request: Request) -> str | None:
     """Return the address to forward the request to, or None. A forwarded request is not forwarded again."""
-    return None if _FORWARDED in request.headers else gateway.peer(_key_of(request))
+    return None if _FORWARDED in request.headers else gateway.peer(_read_key(request))
 
 
-def _key_of(request: Request) -> str:
+def _read_key(request: Request) -> str:
     """Return the key in the path, else the API key."""
     if "key" in request.path_params:
         return str(request.path_params["key"])
@@ -380,7 +380,7 @@ class _ChatAnswer(Response):
         except RequestRejected as error:
             problem = error.problem
         except (BadRequest, Refused, CallFailed) as error:
-            problem = _problem_of(episode, error)
+            problem = _find_problem(episode, error)
         except ClientDisconnect:  # while it sent its request
             return
         if problem is not None:
@@ -473,7 +473,7 @@ async def _answer(
                 await _part(send, dialect.KEEP_ALIVE)
         if not waiting.done():
             return None
-        problem = _problem_of(episode, waiting.exception())
+        problem = _find_problem(episode, waiting.exception())
         if problem is not None and not started:
             return problem
         if not started:
@@ -482,7 +482,7 @@ async def _answer(
             await _part(send, dialect.event(problem.body))
             await _end(send)
             return None
-        most, last = _parts_of(call, request, episode.created)
+        most, last = _split_answer(call, request, episode.created)
         await _part(send, most)
         await _part(send, b"")  # waits until the connection accepts more
         for _ in range(_TURNS):
@@ -498,9 +498,9 @@ async def _answer(
             episode.note_departure(call)
 
 
-def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:
+def _split_answer(call: SessionCall, request: ChatRequest, created: int) -> tuple[bytes, bytes]:
     """Return the answer in two parts. A client without the second part has no answer; one that has it may disconnect at once."""
-    answer = dialect.answer_of(call, request, created)
+    answer = dialect.make_answer(call, request, created)
     if not request.stream:
         whole = json.dumps(dialect.response(answer, request), ensure_ascii=False, separators=(",", ":")).encode()
         return whole[:-1], whole[-1:]
@@ -509,12 +509,12 @@ def _parts_of(call: SessionCall, request: ChatRequest, created: int) -> tuple[by
     return b"".join(map(dialect.event, chunks[:last])), b"".join([*map(dialect.event, chunks[last:]), dialect.DONE])
 
 
-def _problem_of(episode: OpenEpisode, error: BaseException | None) -> ApiProblem | None:
+def _find_problem(episode: OpenEpisode, error: BaseException | None) -> ApiProblem | None:
     match error:
         case None:
             return None
         case BadRequest() | Refused():
-            return dialect.problem_of(error)
+            return dialect.make_problem(error)
         case CallFailed():
             return dialect.failed(str(error), late=error.late, again=error.again)
     log.error("%s: a call failed", episode.name, exc_info=error)

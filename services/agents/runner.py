@@ -30,11 +30,13 @@ from headrace.base.errors import (
     ServiceError,
     Surplus,
 )
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
+from headrace.replay.leases import wait_for_work
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.fleet import Fleet
@@ -62,12 +64,13 @@ class RunnerStatus:
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OpenLease:
-    """A lease and its running episodes, by index."""
+    """A lease and its running episodes, by index. `progress`: what heartbeats report of it."""
 
     lease: Lease
     tasks: dict[int, asyncio.Task[None]]
+    progress: int = 0
 
 
 class EpisodeRunner:
@@ -94,7 +97,7 @@ class EpisodeRunner:
         self._info = info
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
-        self._limits, self._clocks = limits_of(config), clocks_of(config)
+        self._limits, self._clocks = make_limits(config), make_clocks(config)
         self._held: dict[str, OpenLease] = {}  # by the lease's token
         self._open: set[OpenEpisode] = set()
         self._beats_at = 0.0  # when the next heartbeat is due at the latest
@@ -132,7 +135,7 @@ class EpisodeRunner:
             died = True
             raise
         finally:
-            await _cancel([looking])
+            await cancel([looking])
             await self._end(list(self._held))
             try:
                 await self._replay.deregister_runner(self.runner, died=died)
@@ -164,7 +167,9 @@ class EpisodeRunner:
     async def _beat(self) -> None:
         """Send a heartbeat, and get the state of the replicas, this runner's leases and the other gateways."""
         self._fleet.note(await self._replay.replicas())
-        reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
+        self._note_progress()
+        progress = [held.progress for held in self._held.values()]
+        reply = await self._replay.runner_heartbeat(self.runner, [*self._held], progress)
         self.status.unreachable = None
         self._beats_at = time.monotonic() + self._config.rollout.heartbeat_s
         if not reply.alive:
@@ -176,6 +181,13 @@ class EpisodeRunner:
             others = [runner.info for runner in await self._replay.runners() if runner.alive]
             self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
 
+    def _note_progress(self) -> None:
+        """A lease progresses while one of its programs runs and no clock of the run has ended it. Those clocks bound how long a tool may
+        take."""
+        running = {episode.lease.token for episode in self._open if not episode.over.done()}
+        for token, held in self._held.items():
+            held.progress += token in running
+
     async def _enter_again(self) -> None:
         """Register again under a new id. The buffer declared this runner dead and passed its leases on."""
         await self._end(list(self._held), "lost")
@@ -186,19 +198,8 @@ class EpisodeRunner:
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait until there may be work, at most one heartbeat period."""
-        period = self._config.rollout.heartbeat_s
-        waits = [
-            asyncio.create_task(each) for each in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if waits[0].done() and isinstance(waits[0].exception(), ReplayUnavailable):
-                await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
-            elif waits[0].done():
-                waits[0].result()
-                await asyncio.wait(waits[1:], timeout=random.uniform(0, _SPREAD_S), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(waits)
+        period_s = self._config.rollout.heartbeat_s
+        await wait_for_work(self._replay, period_s, (self._changed, stop), random.uniform(0, _SPREAD_S))
 
     async def _look(self) -> None:
         """Check the clocks of all open episodes from time to time."""
@@ -237,7 +238,7 @@ class EpisodeRunner:
                 if not task.done():
                     self._count(held.lease, outcome)
                 tasks.append(task)
-        await _cancel(tasks)
+        await cancel(tasks)
 
     # -- an episode ----------------------------------------------------------------------------------------------------------
 
@@ -370,7 +371,7 @@ class EpisodeRunner:
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None, outcome.artifacts
         finally:
-            await _cancel([running])
+            await cancel([running])
 
     def _make_episode(self, episode: OpenEpisode, key: str) -> Episode:
         group, index, lease = episode.lease.group, episode.index, episode.lease
@@ -383,7 +384,7 @@ class EpisodeRunner:
             public={name: group.extra_env_info[name] for name in env.public if name in group.extra_env_info},
             limits=EpisodeLimits(self._limits.calls, self._limits.tokens),
             # not episode_s: that clock stands still while no replica can sample, and this time does not
-            deadline=time.monotonic() + self._config.replay.group_deadline_s,
+            deadline=time.monotonic() + self._config.longest_episode_s,
             attempt=lease.attempt - 1 + began_before,
             environment=group.env_name,
             task_name=group.task_name,
@@ -425,7 +426,7 @@ class EpisodeRunner:
         metrics.EPISODES.labels(lease.group.env_name, outcome).inc()
 
 
-def limits_of(config: Config) -> SessionLimits:
+def make_limits(config: Config) -> SessionLimits:
     """Return the limits of an episode."""
     agents, context = config.agents, config.policy.max_total_sequence_length
     return SessionLimits(
@@ -437,7 +438,7 @@ def limits_of(config: Config) -> SessionLimits:
     )
 
 
-def clocks_of(config: Config) -> Clocks:
+def make_clocks(config: Config) -> Clocks:
     agents = config.agents
     return Clocks(agents.call_s, agents.think_s, agents.episode_s, agents.finish_s, agents.retry_grace_s)
 
@@ -455,13 +456,6 @@ def _observe(env_name: str, episode: OpenEpisode, ending: SessionSummary) -> Non
 
 def _name(lease: Lease, index: int) -> str:
     return f"episode {lease.group.id}[{index}]"
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_id() -> str:

@@ -384,7 +384,7 @@ class Session:
             self.rendered_again += prompt.size
         times = self._placed_before[digest := _digest(prompt)]
         self._placed_before[digest] += 1
-        call.reserved = SamplingTask(prompt, min(room, wanted), self._seed_of(digest, times))
+        call.reserved = SamplingTask(prompt, min(room, wanted), self._derive_seed(digest, times))
         call.cut_short = call.reserved.max_new_tokens < (call.asked.max_tokens or math.inf)
         self._limit, self._cut_short = None, False
         return call.reserved
@@ -420,7 +420,7 @@ class Session:
         self._limit = message, first
         return Refused("limit", message)
 
-    def _seed_of(self, prompt: bytes, times: int) -> int:
+    def _derive_seed(self, prompt: bytes, times: int) -> int:
         """Return the seed, which depends on the prompt and on how often it was asked before."""
         return int.from_bytes(hashlib.sha256(f"{self._seed} {prompt.hex()} {times}".encode()).digest()[:4], "big")
 

@@ -118,7 +118,7 @@ class _File:
         return self.text.count("\n", 0, at) + 1
 
 
-def _code_of(text: str) -> str:
+def _strip_comments(text: str) -> str:
     """Return Lua source without comments, blank lines and white space at the ends of lines."""
     code = _COMMENT_OR_STRING.sub(lambda match: "" if match[0].startswith("--") else match[0], text)
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
@@ -146,7 +146,7 @@ class Library:
         for name in self._shared:
             self._add(name, [])
         self._joined = self._join()
-        self.build = hashlib.sha256(_code_of(self._joined).encode()).hexdigest()[:8]
+        self.build = hashlib.sha256(_strip_comments(self._joined).encode()).hexdigest()[:8]
         self.name = f"headrace_{self.build}"
 
     @property

@@ -39,11 +39,11 @@ _PING_S = 5.0
 
 def main(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises `HeadraceError` for a busy port, an unreachable server, or one that can't hold the buffer."""
-    limits = limits_of(config)
+    limits = make_limits(config)
     asyncio.run(_serve(config, limits))
 
 
-def limits_of(config: Config) -> Limits:
+def make_limits(config: Config) -> Limits:
     """Return the limits that the configuration sets for the state machine. Raises `ConfigError` if two batches don't fit into
     `replay.max_bytes`."""
     algorithm, replay, generation = config.algorithm, config.replay, config.policy.generation

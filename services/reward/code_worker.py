@@ -190,8 +190,8 @@ class _CodeWorker:
             return ProgramResult(unfinished=True)
         elif code:
             failure = f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
-        said = bytes(written[error][-_ERROR_BYTES:]).decode(errors="replace")
-        return ProgramResult(bytes(written[out][:MAX_OUTPUT_BYTES]), failure, late, said)
+        errors = bytes(written[error][-_ERROR_BYTES:]).decode(errors="replace")
+        return ProgramResult(bytes(written[out][:MAX_OUTPUT_BYTES]), failure, late, errors)
 
     def _read_until(self, ended: int, written: dict[int, bytearray], out: int, deadline: float) -> bool:
         """Read until the program ends or has written too much. Return False if the deadline came first. Ends the process if nobody waits

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from headrace.config.environments import BuiltInConfig
-from headrace.env.source_build import digest_of
+from headrace.env.source_build import digest_texts
 from headrace.records.score import BUILD_BYTES
 
 
@@ -16,9 +16,9 @@ def compute_build(env: BuiltInConfig, *software: str) -> str:
     """Return the build of a built-in environment: the `software` that it judges with, and a digest of the reward service's source and of
     the options that decide its rewards. It is the same in every process and on every machine, whatever the environment's name."""
     options = json.dumps(env.decisive_options(), sort_keys=True)
-    digest = digest_of((importlib.metadata.version("headrace"), *_source(), env.type, options))
-    said = ", ".join((*software, digest))
-    return said if len(said.encode()) <= BUILD_BYTES else digest_of([said])
+    digest = digest_texts((importlib.metadata.version("headrace"), *_source(), env.type, options))
+    named = ", ".join((*software, digest))
+    return named if len(named.encode()) <= BUILD_BYTES else digest_texts([named])
 
 
 def read_version(distribution: str) -> str:

@@ -41,8 +41,11 @@ class EpisodeBackend:
         """Score trajectories, like `EnvironmentBackend.score`."""
         grader = self._env.grader
         if grader is None:
-            said = f"env.{self._name} runs episodes, and their program returns the reward; to have them graded, set env.{self._name}.grader"
-            return [make_result(trajectory_pb2.STATUS_INVALID, said, self._name)] * len(trajectories)
+            key = f"env.{self._name}"
+            message = (
+                f"{key} runs episodes, and their program returns the reward; to have them graded, set {key}.grader"
+            )
+            return [make_result(trajectory_pb2.STATUS_INVALID, message, self._name)] * len(trajectories)
         asked = []
         for trajectory in trajectories:
             mine = trajectory_pb2.Trajectory()
@@ -55,19 +58,19 @@ class EpisodeBackend:
         """Run the episode, like `RunsEpisodes.run_episode`. If a grader gives the reward, the outcome has a result only for a failure."""
         outcome = await self._programs.run_episode(episode, timeout_s)
         if self._env.grader is None and not outcome.HasField("result"):
-            said = f"the program returned no reward; return one, or name the environment that gives it (env.{self._name}.grader)"
-            return make_outcome(trajectory_pb2.STATUS_FAILED, said, self._name)
+            message = f"the program returned no reward; return one, or name the environment that gives it (env.{self._name}.grader)"
+            return make_outcome(trajectory_pb2.STATUS_FAILED, message, self._name)
         if self._env.grader is not None and outcome.result.status == trajectory_pb2.STATUS_SCORED:
             outcome.ClearField("result")
         return outcome
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """Return the program's description, like `EnvironmentBackend.describe`, with the grader's capacity for trajectories."""
-        said, problem = await self._programs.describe()
-        if said is None:
+        described, problem = await self._programs.describe()
+        if described is None:
             return None, problem
         description = environment_pb2.DescribeResponse()
-        description.CopyFrom(said)
+        description.CopyFrom(described)
         if problem is None and not description.episodes:
             problem = f"{description.name or 'the process'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
         description.capacity = description.calls = 0

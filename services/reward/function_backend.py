@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.base.tls import trusting
-from headrace.config.environments import EpisodicConfig, TargetConfig
+from headrace.config.environments import CustomConfig, EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
 from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
@@ -44,7 +44,9 @@ class FunctionBackend:
     def __init__(self, name: str, env: EpisodicConfig, folder: Path, authorities: str | None) -> None:
         """`folder`, which only this user may enter, is for the socket. `authorities` is `security.tls_ca`, which the environment's programs
         trust. Raises `ConfigError` if it can't be used."""
-        self.kind = pb.EnvironmentStatus.KIND_SERVED if env.is_served else pb.EnvironmentStatus.KIND_BUILT_IN
+        self.kind = (
+            pb.EnvironmentStatus.KIND_SERVED if isinstance(env, CustomConfig) else pb.EnvironmentStatus.KIND_BUILT_IN
+        )
         address = f"unix:{folder / 'program'}"
         told = trusting(authorities, folder / "authorities.pem")
         self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address), told)

@@ -46,7 +46,7 @@ async def _serve(specification: FunctionSpecification, hub: HubPipes) -> None:
             return
         await stack.enter_async_context(serving(environment, specification.address))
         hub.say(Started(builds={name: environment.build}))
-        stopped, ended = asyncio.ensure_future(_end_of(hub.requests)), asyncio.ensure_future(died())
+        stopped, ended = asyncio.ensure_future(_read_to_end(hub.requests)), asyncio.ensure_future(died())
         await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         ended.cancel()
@@ -71,7 +71,7 @@ async def _environment(
             raise TypeError(f"env.{name} is not run in a process of its own: {type(env).__name__}")
 
 
-async def _end_of(stream: IO[bytes]) -> None:
+async def _read_to_end(stream: IO[bytes]) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stream)
     await reader.read()

@@ -85,8 +85,8 @@ class Hub(pb_grpc.RewardServiceServicer):
         if name not in self._environments:
             outcome = episode_pb2.EpisodeOutcome(result=self._unknown(name))
         elif programs is None:
-            said = f"environment {name!r} runs no episodes; set env.{name}.episodes if it has a program that calls the policy"
-            outcome = make_outcome(trajectory_pb2.STATUS_INVALID, said, name)
+            message = f"environment {name!r} runs no episodes; set env.{name}.episodes if it has a program that calls the policy"
+            outcome = make_outcome(trajectory_pb2.STATUS_INVALID, message, name)
         else:
             started = time.monotonic()
             self._in_hand[name] += 1

@@ -297,10 +297,10 @@ def verdict_in(body: bytes, scale: Sequence[int]) -> Verdict:
     """Return the verdict in the body of a response. Raises `_NoVerdict`."""
     try:
         choices = msgspec.json.decode(body, type=_ChatCompletion).choices
-        said = choices[0].message.content if choices else None
-        if said is None:
+        content = choices[0].message.content if choices else None
+        if content is None:
             raise _NoVerdict("answered without text; it may have refused")
-        verdict = msgspec.json.decode(said, type=Verdict)
+        verdict = msgspec.json.decode(content, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _NoVerdict(f"gave an invalid verdict ({error}): {_excerpt(body)}") from error
     lowest, highest = scale

@@ -121,9 +121,9 @@ class WorkerPool:
         self._failed = asyncio.get_running_loop().create_future()
         if self._workers:
             worker = self._workers[0]
-            said = _log.warning if worker.level is Level.NONE else _log.info
+            tell = _log.warning if worker.level is Level.NONE else _log.info
             denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
-            said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
+            tell("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
         self._tasks.append(asyncio.create_task(self._keep_memory()))
 

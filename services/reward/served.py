@@ -97,8 +97,11 @@ class ServedBackend:
             started = self._env.is_started
             away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
             hint = f"see environment-{self._name}.log" if started else "is it running?"
-            said = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
-            return None, f"{away} ({error.code().name}: {said}{through_proxy(self._target, GRPC_PROXIES)}); {hint}"
+            last_error = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
+            return (
+                None,
+                f"{away} ({error.code().name}: {last_error}{through_proxy(self._target, GRPC_PROXIES)}); {hint}",
+            )
         return self._complete_description(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
@@ -205,23 +208,23 @@ class ServedBackend:
 
     def _failure(self, error: grpc.aio.AioRpcError, limit: float) -> trajectory_pb2.Result:
         code, details = error.code(), error.details()
-        said = f"{self._target}: {code.name}: {details}"
+        failure = f"{self._target}: {code.name}: {details}"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return self._result(trajectory_pb2.STATUS_TIMED_OUT, f"no answer from {self._target} within {limit:.1f} s")
         if _too_large(error) and any(words in (details or "") for words in _OF_AN_ANSWER):
             return self._result(
-                trajectory_pb2.STATUS_FAILED, f"the answer of {said}; return less metadata, leave less in artifacts"
+                trajectory_pb2.STATUS_FAILED, f"the answer of {failure}; return less metadata, leave less in artifacts"
             )
         if code == grpc.StatusCode.INVALID_ARGUMENT or _too_large(error):
-            return self._result(trajectory_pb2.STATUS_INVALID, f"refused by {said}")
+            return self._result(trajectory_pb2.STATUS_INVALID, f"refused by {failure}")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return self._result(trajectory_pb2.STATUS_NOT_STARTED, f"no room at {said}")
+            return self._result(trajectory_pb2.STATUS_NOT_STARTED, f"no room at {failure}")
         if code in _CONNECTION_LOST:
             return self._result(
                 trajectory_pb2.STATUS_INTERRUPTED,
-                f"the environment ended, or the connection broke, during the call: {said}",
+                f"the environment ended, or the connection broke, during the call: {failure}",
             )
-        return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {said}")
+        return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {failure}")
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
         return make_result(status, message, self._name)

@@ -11,11 +11,11 @@ from headrace.net.replica_client import RenderRefused, SampleRequest, StopReason
 from headrace.records.trajectory import FinishReason, Span
 from headrace_services.rollout.generate import (
     GenerationError,
-    labels_of,
+    make_spans,
     merge_spans,
+    read_labels,
     sampled_logprobs,
     sampling_params,
-    spans_of,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _completion(output: CompletionOutput, cached_tokens: int, name: str) -> Comp
     logprobs = sampled_logprobs(output, name)
     if not all(map(math.isfinite, logprobs)):
         raise GenerationError(f"{name}: a log-probability is not finite")
-    spans = merge_spans(spans_of(labels_of(output), 0, len(ids), name), len(ids))
+    spans = merge_spans(make_spans(read_labels(output), 0, len(ids), name), len(ids))
     # vLLM gives no reason if the model's own end token ended the completion
     reason = None if finish == "length" else ids[-1] if output.stop_reason is None else output.stop_reason
     return Completion(ids, logprobs, spans, finish, reason, cached_tokens)

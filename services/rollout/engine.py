@@ -208,7 +208,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     )
     devices.check_for_engine(own)
     devices.check_precision(own, *config.policy.rollout_precision)
-    memory = min((device.memory for device in own), default=0)
+    memory = min((device.memory or 0 for device in own), default=0)
     vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
     if on_cpu and vllm_cfg.enforce_eager:
@@ -289,7 +289,7 @@ def explain(config: Config, reason: str, given: Sequence[str] = (), *, on_cpu: b
     """Explain vLLM's `reason` to the user in one line: the configuration key behind it, and the remedy. `given` are the variables of vLLM
     that the user's shell sets."""
     reason = " ".join(reason.split())
-    said = f"vLLM reported: {reason[:400]}"
+    report = f"vLLM reported: {reason[:400]}"
     low = reason.lower()
     vllm_cfg, key = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu), "policy.generation.vllm_cfg"
     name = "gpu_memory_utilization" if vllm_cfg.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
@@ -297,25 +297,21 @@ def explain(config: Config, reason: str, given: Sequence[str] = (), *, on_cpu: b
     if "kv cache" in low and ("needed" in low or "larger than" in low or "no available memory" in low):
         return (
             f"{key}.{name}: {size} is too little for one sequence of policy.max_total_sequence_length "
-            f"{config.policy.max_total_sequence_length}; raise the first or lower the second. {said}"
+            f"{config.policy.max_total_sequence_length}; raise the first or lower the second. {report}"
         )
     if "out of memory" in low or "allocate memory" in low or "free memory" in low or "available memory" in low:
-        return (
-            f"not enough memory for the weights and a KV cache of {key}.{name} {size}; lower it, or free memory. {said}"
-        )
+        return f"not enough memory for the weights and a KV cache of {key}.{name} {size}; lower it, or free memory. {report}"
     if "init_cpu_memory_env" in low:
-        return (
-            f"vLLM's CPU kernels can't be loaded, usually because libnuma is missing: apt-get install libnuma1. {said}"
-        )
+        return f"vLLM's CPU kernels can't be loaded, usually because libnuma is missing: apt-get install libnuma1. {report}"
     if "max_model_len" in low and "derived" in low:
         return (
             f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} exceeds the model's context; "
-            f"lower it. {said}"
+            f"lower it. {report}"
         )
     if "lscpu" in low:
-        return f"vLLM's CPU build calls the program lscpu; install util-linux, or add its folder to PATH. {said}"
+        return f"vLLM's CPU build calls the program lscpu; install util-linux, or add its folder to PATH. {report}"
     shell = f", unset what you don't need of {', '.join(given)}" if given else ""
     return (
         f"the engine can't start with policy.model_name {config.policy.model_name}; give a causal language model that vLLM "
-        f"supports{shell}, and see the log above. {said}"
+        f"supports{shell}, and see the log above. {report}"
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 _CONTEXT_TOKENS = 5  # as many as vLLM's own detokenizer looks back
 # (version, first token) of each run of this request's tokens that were sampled from the same weights
@@ -78,7 +79,6 @@ async def generate(
     """
     from vllm.inputs.engine import tokens_input
 
-    began = time.monotonic()
     sampled = SampledTokens(lease, index, replica)
     prompt = [*lease.group.prompt_token_ids.tolist(), *sampled.ids]
     every = saver.every if saver else None
@@ -88,9 +88,6 @@ async def generate(
     request = request_id(lease, index)
     saved = 0
 
-    def record(labels: Labels, finish: FinishReason, text: str, length: int) -> Trajectory:
-        return sampled.record(labels, finish, text, time.monotonic() - began, length)
-
     # closed at once if saving fails, so that the request does not keep running
     async with contextlib.aclosing(
         engine.generate(tokens_input(prompt, cache_salt=cache_salt), params, request)
@@ -99,51 +96,52 @@ async def generate(
             completion = output.outputs[0]
             sampled.add(completion)
             if output.finished:
-                labels = labels_of(completion)
+                labels = read_labels(completion)
                 if completion.finish_reason == "abort" and saver is not None:
                     if sampled.new:
-                        await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
+                        await saver.save(sampled.record(labels, "length", "", sampled.begun + sampled.new))
                     raise RequestAborted(f"trajectory {index}: aborted after {sampled.new} tokens")
-                return _finish(engine, lease, index, sampled, completion, labels, record)
+                return _finish(engine, sampled, completion, labels)
             if saver is not None and every is not None and sampled.new - saved >= every:
                 labels = _labels(engine, request)
                 if labels:  # empty if the request has ended in the meantime
                     saved = sampled.new
-                    await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
+                    await saver.save(sampled.record(labels, "length", "", sampled.begun + sampled.new))
     raise GenerationError(f"trajectory {index}: the engine returned no output")
 
 
 def _labels(engine: AsyncLLM, request: str) -> Labels:
     """Return the weight versions of a running request's tokens, as the engine will report them at the end."""
+    return [label for state in _states(engine, request) for label in state.weight_version_starts]
+
+
+def sampled_tokens(engine: AsyncLLM, request: str) -> int:
+    """Return how many tokens the engine has sampled for a running request, whether or not it has returned them. 0 if it doesn't run."""
+    return sum(state.detokenizer.num_output_tokens() for state in _states(engine, request) if state.detokenizer)
+
+
+def _states(engine: AsyncLLM, request: str) -> list[RequestState]:
     processor = engine.output_processor
-    return [
-        label
-        for internal in processor.external_req_ids.get(request, ())
-        if internal in processor.request_states
-        for label in processor.request_states[internal].weight_version_starts
-    ]
+    internals = processor.external_req_ids.get(request, ())
+    return [processor.request_states[internal] for internal in internals if internal in processor.request_states]
 
 
-def _finish(
-    engine: AsyncLLM,
-    lease: Lease,
-    index: int,
-    sampled: SampledTokens,
-    output: CompletionOutput,
-    labels: Labels,
-    record: Callable[[Labels, FinishReason, str, int], Trajectory],
-) -> Trajectory:
+def _finish(engine: AsyncLLM, sampled: SampledTokens, output: CompletionOutput, labels: Labels) -> Trajectory:
     """Return the finished trajectory. The end token belongs to the completion's ids, but not to its text."""
     finish = output.finish_reason
     if finish != "stop" and finish != "length":
-        raise GenerationError(f"trajectory {index}: the engine ended it with {finish!r}")
-    ids, stops = sampled.ids, lease.group.sampling.stop_strings
-    tokenizer, prompt = engine.renderer.get_tokenizer(), lease.group.prompt_token_ids.tolist()
+        raise GenerationError(f"trajectory {sampled.index}: the engine ended it with {finish!r}")
+    ids, group = sampled.ids, sampled.lease.group
+    stops, tokenizer, prompt = (
+        group.sampling.stop_strings,
+        engine.renderer.get_tokenizer(),
+        group.prompt_token_ids.tolist(),
+    )
     if stops and sampled.begun:
         length, text = end_at_stop(lambda part: detokenize(tokenizer, prompt, part), ids, sampled.begun, stops)
-        return record(labels, "stop" if length < len(ids) else finish, text, length)
+        return sampled.record(labels, "stop" if length < len(ids) else finish, text, length)
     text = sampled.text if stops else detokenize(tokenizer, prompt, ids)
-    return record(labels, finish, text, len(ids))
+    return sampled.record(labels, finish, text, len(ids))
 
 
 def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: int | None = None) -> SamplingParams:
@@ -205,10 +203,12 @@ def detokenize(
 class SampledTokens:
     """The tokens of a trajectory, collected from the engine's outputs. Every record starts with the `begun` tokens of the prefix."""
 
-    def __init__(self, lease: Lease, index: int, replica: str) -> None:
-        self._lease = lease
-        self._index = index
+    def __init__(self, lease: Lease, index: int, replica: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lease = lease
+        self.index = index
         self._replica = replica
+        self._clock = clock
+        self._began_at = clock()
         self._prefix = lease.prefixes.get(index)
         self._begun: list[int] = self._prefix.completion_token_ids.tolist() if self._prefix else []
         self._ids: list[int] = []
@@ -233,24 +233,24 @@ class SampledTokens:
         """Add the tokens since the last output. Raises `GenerationError` if their log-probabilities are missing."""
         if not output.token_ids:
             return
-        self._logprobs += sampled_logprobs(output, f"trajectory {self._index}")
+        self._logprobs += sampled_logprobs(output, f"trajectory {self.index}")
         self._ids += output.token_ids
         self.text += output.text
 
-    def record(self, labels: Labels, finish: FinishReason, text: str, seconds: float, length: int) -> Trajectory:
+    def record(self, labels: Labels, finish: FinishReason, text: str, length: int) -> Trajectory:
         """Return the first `length` tokens as a trajectory."""
         ids = np.asarray(self.ids[:length], dtype=np.int32)
         prefix = self._prefix
         before = prefix.logprobs if prefix else np.empty(0, dtype=np.float32)
-        fresh = spans_of(labels, self.begun, len(self.ids), f"trajectory {self._index}")
+        fresh = make_spans(labels, self.begun, len(self.ids), f"trajectory {self.index}")
         spans = [*(prefix.spans if prefix else ()), *fresh]
         writers = (*(prefix.written if prefix else ()), (self._replica, self.begun, length))
-        timings = {"generate_s": seconds + (prefix.timings.get("generate_s", 0.0) if prefix else 0.0)}
+        seconds = self._clock() - self._began_at + (prefix.timings.get("generate_s", 0.0) if prefix else 0.0)
         record = Trajectory(
-            group_id=self._lease.group.id,
-            attempt=self._lease.attempt,
-            index=self._index,
-            prompt_token_ids=self._lease.group.prompt_token_ids,
+            group_id=self.lease.group.id,
+            attempt=self.lease.attempt,
+            index=self.index,
+            prompt_token_ids=self.lease.group.prompt_token_ids,
             completion_token_ids=ids,
             logprobs=np.concatenate([before, np.asarray(self._logprobs, dtype=np.float32)])[:length],
             loss_mask=np.ones(ids.size, dtype=np.uint8),
@@ -259,7 +259,7 @@ class SampledTokens:
             text=text,
             replica=self._replica,
             turns=((0, ids.size),),
-            timings=timings,
+            timings={"generate_s": seconds},
             writers=writers,
         )
         record.check()
@@ -278,11 +278,11 @@ def sampled_logprobs(output: CompletionOutput, what: str) -> list[float]:
     return logprobs
 
 
-def labels_of(output: CompletionOutput) -> Labels:
+def read_labels(output: CompletionOutput) -> Labels:
     return [(span.version, span.start) for span in output.weight_versions or ()]
 
 
-def spans_of(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
+def make_spans(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
     """Return the weight-version spans of tokens `[begun, end)`.
 
     Law 2 computes age from the spans, so a token whose weights have no version never leaves the replica: it raises `GenerationError`, whose

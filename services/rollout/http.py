@@ -105,8 +105,8 @@ def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat, mos
     async def failed(_: Request, error: GenerationError) -> Response:
         return _json(500, ErrorBody(ErrorDetail(str(error))))
 
-    said = "Complete token ids: the completion, its log-probabilities, and the message that it forms"
-    _add_call(app, SAMPLE, said, SampleRequest, Sampled, sample, most)
+    description = "Complete token ids: the completion, its log-probabilities, and the message that it forms"
+    _add_call(app, SAMPLE, description, SampleRequest, Sampled, sample, most)
     _add_call(app, RENDER, "Convert messages to token ids", RenderRequest, Rendered, render, most)
 
 

@@ -17,10 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
 from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
+from headrace.replay.leases import wait_for_work
 from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.rollout import decisions
 from headrace_services.rollout.calls import check_request, complete
@@ -41,7 +43,9 @@ from headrace_services.rollout.generate import (
     generate,
     prompt_problem,
     request_id,
+    sampled_tokens,
 )
+from headrace_services.rollout.progress import Progress
 from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.sequence_slots import SequenceSlots
 
@@ -111,6 +115,7 @@ class RolloutWorker:
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._pushes = Pushes(replay, self._retry)
+        self._progress = Progress()
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._calls: dict[asyncio.Task[Sampled], str] = {}  # the timeline of each call
@@ -147,7 +152,7 @@ class RolloutWorker:
             died = True
             raise
         finally:
-            await _cancel([watchdog])
+            await cancel([watchdog])
             await self._leave(died)
 
     async def _watch_engine(self) -> None:
@@ -175,7 +180,8 @@ class RolloutWorker:
         self._changed.clear()
         self._reap()
         try:
-            reply = await self._replay.heartbeat(self.replica, sorted(self.held))
+            progress = self._progress.count((lease for lease, _ in self._groups.values()), self._sampled)
+            reply = await self._replay.heartbeat(self.replica, [*progress], [*progress.values()])
             self._note(reply)
             self._reply = reply
             for action in decisions.decide(self._state(reply)):
@@ -188,20 +194,12 @@ class RolloutWorker:
             # the state changed between the heartbeat and the action: the next turn sees the new one
             log.info("refused: %s", refusal)
 
+    def _sampled(self, lease: Lease, index: int) -> int:
+        return sampled_tokens(self._engine, request_id(lease, index))
+
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for at most one heartbeat period, or until there may be something to do."""
-        period = self._config.rollout.heartbeat_s
-        waits = [
-            asyncio.create_task(event) for event in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if waits[0].done() and isinstance(waits[0].exception(), ReplayUnavailable):
-                await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
-            elif waits[0].done():
-                waits[0].result()
-        finally:
-            await _cancel(waits)
+        await wait_for_work(self._replay, self._config.rollout.heartbeat_s, (self._changed, stop))
 
     def _state(self, reply: HeartbeatReply) -> WorkerState:
         return WorkerState(
@@ -403,7 +401,7 @@ class RolloutWorker:
             self.status.saves += 1
 
     async def _stop_generating(self, tokens: Iterable[str]) -> None:
-        await _cancel([self._groups.pop(token)[1] for token in tokens])
+        await cancel([self._groups.pop(token)[1] for token in tokens])
 
     # -- calls of episodes -----------------------------------------------------------------------------------------------
 
@@ -442,7 +440,7 @@ class RolloutWorker:
         try:
             await asyncio.wait([call])
         finally:
-            await _cancel([call])
+            await cancel([call])
             del self._calls[call]
             # a refit waits for the last call only; a heartbeat after each call would cost as much as the call itself
             if not self._calls:
@@ -474,7 +472,7 @@ class RolloutWorker:
         return decisions.fence(self._state(self._reply), request.timeline, request.min_version)
 
     async def _end_calls(self, timelines: Iterable[str]) -> None:
-        await _cancel([call for call, timeline in self._calls.items() if timeline in timelines])
+        await cancel([call for call, timeline in self._calls.items() if timeline in timelines])
 
     # -- leaving ---------------------------------------------------------------------------------------------------------
 
@@ -482,7 +480,7 @@ class RolloutWorker:
         self._leaving = True
         await self._end_calls(set(self._calls.values()))
         if self._refit is not None:
-            await _cancel([self._refit])
+            await cancel([self._refit])
         if self._groups and self._verified.is_set() and not self._engine.errored:
             await self._save_all()
         await self._stop_generating(self.held)
@@ -499,13 +497,6 @@ class RolloutWorker:
             async with asyncio.timeout(_PARTING_S):
                 await self._engine.abort(requests)
                 await asyncio.wait([task for _, task in self._groups.values()])
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_id() -> str:

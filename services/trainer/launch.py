@@ -1,4 +1,5 @@
-"""`python -m headrace_services.trainer.launch N -m MODULE …` runs N ranks on this machine, under torchrun.
+"""`python -m headrace_services.trainer.launch N [OPTIONS] -m MODULE …` runs N ranks on this machine, under torchrun. With torchrun's option
+`--nnodes` they are some of the ranks of several machines.
 
 torchrun exits with 1 whatever happened to its ranks, and 1 means "an error that you must fix". This program exits as the first rank that
 failed did, so that its parent knows whether to start it again.
@@ -19,9 +20,10 @@ from headrace.net.service import admit
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks and return the exit code: 128 plus the signal's number if a signal ended a rank or this process."""
     ranks, *program = arguments
+    alone = [] if "--nnodes" in program else ["--standalone"]
     admit(True)  # torchrun doesn't hand the reserved port on to rank 0, which listens on it
     try:
-        torchrun(["--standalone", "--nproc-per-node", ranks, *program])
+        torchrun([*alone, "--nproc-per-node", ranks, *program])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode

@@ -31,7 +31,8 @@ from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.data import Prompts
-from headrace_services.trainer.distributed.ranks import Ranks, join_ranks
+from headrace_services.trainer.distributed.ranks import Ranks, join_ranks, place_on_host
+from headrace_services.trainer.memory.fit import check_device
 from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
 from headrace_services.trainer.telemetry.telemetry import Telemetry
@@ -54,6 +55,7 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
+        check_device(config, ranks.size, place_on_host()[1])
         if ranks.rank > 0:
             _follow(config, ranks, dependencies)
         elif not asyncio.run(_lead(config, ranks, dependencies)):

@@ -11,7 +11,7 @@ from headrace.config import Config
 from headrace.config.keys import Keys
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
-from headrace_services.trainer.data import Prompts, digest_of, load_problems
+from headrace_services.trainer.data import Prompts, digest_problems, load_problems
 from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
 from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
@@ -32,7 +32,7 @@ def look(config: Config) -> Iterator[tuple[Keys, str]]:
     # without the tokenizer the overlong prompts aren't known, and without the Hub its data isn't
     known = config.data.overlong_prompts == "refuse" and not any(map(on_the_hub, config.data.sources))
     if known and not problems:
-        _check_unchanged(config, lambda: digest_of(*load_problems(config.data, Counter(), config.env)))
+        _check_unchanged(config, lambda: digest_problems(*load_problems(config.data, Counter(), config.env)))
 
 
 def _check_unchanged(config: Config, digest: Callable[[], str]) -> None:

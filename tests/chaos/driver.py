@@ -42,10 +42,11 @@ from tests.chaos.configuration import (
 from tests.chaos.environment import Conduct
 from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
 from tests.chaos.plan import LONG, Fault, Shape, Target, Topology, make_plan, make_shape
-from tests.chaos.processes import Process, Supervised, Victim, child_named, until
+from tests.chaos.processes import Process, Supervised, Victim, child_named
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
 from tests.support.network import Network
+from tests.support.waiting import eventually
 
 log = logging.getLogger("chaos")
 
@@ -235,7 +236,7 @@ class Driver:
         leaves replicas alone has none: its engine would be most of what such a run takes."""
         if len(self.plan) < LONG and all(fault.target != "rollout" for fault in self.plan):
             return
-        await until(lambda: self._glance is not None and self._glance.next_step >= 1, every_s=0.2)
+        await eventually(lambda: self._glance is not None and self._glance.next_step >= 1, pause_s=0.2)
         await replica.keep()
 
     async def _first_of(
@@ -384,7 +385,7 @@ class Driver:
             finally:
                 self._thaw(set())
             for victim, pid, groups in killed:
-                await until(lambda: victim.pid != pid, every_s=0.01)  # noqa: B023
+                await eventually(lambda: victim.pid != pid, pause_s=0.01)  # noqa: B023
                 self._murdered.append(Murder(victim.name, groups))
                 log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
 

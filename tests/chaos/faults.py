@@ -18,11 +18,12 @@ import yaml
 from tests.chaos.clocks import Clocks
 from tests.chaos.environment import Conduct
 from tests.chaos.plan import Fault
-from tests.chaos.processes import Process, Supervised, Victim, until
+from tests.chaos.processes import Process, Supervised, Victim
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
 from tests.chaos.watch import Glance, Member
 from tests.support.network import SUBNET, Network
 from tests.support.processes import descendants, gone
+from tests.support.waiting import eventually
 
 ENGINE = "EngineCore"  # in its command line
 _BALLAST = "ballast"
@@ -134,15 +135,15 @@ class Rival:
         before = self._view.now()
         self._process.may_start.set()
         async with asyncio.timeout(_RIVAL_DEADLINE_S):
-            await until(lambda: self._view.now().timeline != before.timeline)
+            await eventually(lambda: self._view.now().timeline != before.timeline)
             start = self._view.now()
-            await until(lambda: self._view.now().committed > start.committed)
+            await eventually(lambda: self._view.now().committed > start.committed)
 
     async def leave(self) -> None:
         self._process.may_start.clear()
         self._process.kill()
         async with asyncio.timeout(_RIVAL_DEADLINE_S):
-            await until(lambda: self._process.pid is None)
+            await eventually(lambda: self._process.pid is None)
 
 
 class Faults:
@@ -196,7 +197,7 @@ class Faults:
             await self._view.steps(1)
         elif fault.kind == "damaged":  # there is one before it
             async with asyncio.timeout(_STEPS_DEADLINE_S):
-                await until(lambda: len(published(self._checkpoints)) >= 2, every_s=0.2)
+                await eventually(lambda: len(published(self._checkpoints)) >= 2, pause_s=0.2)
         elif fault.kind == "noise":  # the last healthy one is never quarantined
             async with asyncio.timeout(_FLEET_DEADLINE_S):
                 while len(await self._view.healthy()) < 2:
@@ -284,11 +285,11 @@ class Faults:
         match fault.kind:
             case "kill" | "terminate" | "proxy" if victim == "up":
                 async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
-                    await until(lambda: all(gone(pid, within_s=0) for pid in self._left))
+                    await eventually(lambda: all(gone(pid, within_s=0) for pid in self._left))
                 self._restart(victim)
             case "kill" | "damaged" | "thief" if isinstance(service := self._processes.get(victim), Supervised):
                 async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
-                    await until(lambda: service.pid not in (None, self._killed))
+                    await eventually(lambda: service.pid not in (None, self._killed))
             case (
                 "kill"
                 | "damaged"
@@ -305,7 +306,7 @@ class Faults:
             case "torn_step":
                 self._restart(victim)
                 async with asyncio.timeout(_RESTORE_DEADLINE_S):
-                    await until(lambda: self._view.now().incarnation != self._incarnation)
+                    await eventually(lambda: self._view.now().incarnation != self._incarnation)
             case "slow" | "overloaded" | "bad_answers" | "raises":
                 self._conduct.tell(mood="well")
             case "no_memory":
@@ -432,7 +433,7 @@ class Faults:
 
     async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):
-            await until(lambda: process.pid is None)
+            await eventually(lambda: process.pid is None)
 
 
 def published(checkpoints: Path) -> list[Path]:

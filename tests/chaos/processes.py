@@ -8,7 +8,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RESTART_S = 0.3
@@ -154,14 +154,6 @@ def _signal(pid: int, signum: int, whole: bool = True) -> None:
     """`whole`: to its process group."""
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if whole else os.kill)(pid, signum)
-
-
-async def until(condition: Callable[[], object], every_s: float = 0.05) -> None:
-    """Return once `condition` holds."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(every_s)
 
 
 def child_named(parent: int, word: str) -> int | None:

@@ -41,4 +41,4 @@ def test_the_policy_learns_to_call_its_tool(tmp_path: Path) -> None:
         assert metrics["episode_roots/calculator"] == 1
         assert unknown(metrics) == []
     samples = SampleFiles(run / "logs", None).samples("train", 29)
-    assert any('assistant calls: calculator({"expression": "' in sample.said for sample in samples)
+    assert any('assistant calls: calculator({"expression": "' in sample.text for sample in samples)

@@ -19,16 +19,20 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client import generate_latest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headrace_services.agents.metrics  # noqa: F401  # registers those of episodes
 from headrace.config import load
 from headrace.run.journal import Journal, surviving
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support.command import headrace, headrace_process
 from tests.support.light_services import forked
+from tests.support.metrics import expressions, families, names_in, pages, reader_token, scrape
 from tests.support.ports import free_ports
-from tests.support.processes import descendants, eventually, gone
+from tests.support.processes import descendants, gone
 from tests.support.up import DEMO, ROOT, Up, demo_arguments
+from tests.support.waiting import wait_until
 
 SUM = [{"role": "user", "content": "47+21"}]
 
@@ -87,12 +91,13 @@ STEPS = 10
 @dataclasses.dataclass(frozen=True)
 class Demo:
     """A finished run: its folder, what it was started with, what its second start said, and what its first start, which was killed,
-    left behind."""
+    left behind. `metrics` is what the services of the first one showed to Prometheus."""
 
     folder: Path
     arguments: list[str]
     said: str
     left: list[str]
+    metrics: str
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     first = Up(DEMO, *arguments, output=place / "first.out", cwd=place)
     try:
         first.wait_for("step 2:")
+        token = reader_token(place / "demo")
+        shown = "".join(scrape(address, token) for address in pages(first.said()).values())
     finally:
         left = first.stop(signal.SIGKILL)
     left += leftovers(place)
@@ -115,7 +122,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     arguments.append(f"grpo.max_num_steps={STEPS}")
     second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=forked(place / "services"))
     assert second.process.wait(timeout=500) == 0, second.said()
-    return Demo(place / "demo", arguments, second.said(), left + leftovers(place))
+    return Demo(place / "demo", arguments, second.said(), left + leftovers(place), shown)
+
+
+def test_dashboard_and_alerts_read_what_services_show(demo: Demo) -> None:
+    """The demo has no runner of episodes; a slow weight channel is shown only where there is one."""
+    of_episodes = families(generate_latest().decode())
+    assert "headrace_agents_episodes_open" in of_episodes
+    known = families(demo.metrics) | of_episodes | {"headrace_trainer_weight_channel_alarm"}
+    missing = {asker: names_in(asked) - known for asker, asked in expressions().items() if names_in(asked) - known}
+    assert missing == {}
 
 
 def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> None:
@@ -254,7 +270,7 @@ def served(run: Path, log: Path) -> Iterator[tuple[str, str]]:
         return False
 
     try:
-        eventually(answers, within_s=400)
+        wait_until(answers, within_s=400)
         (model,) = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=30))["data"]
         yield address, model["id"]
     finally:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headrace.base.errors import CodecError
-from headrace.records.origin import origin_of
+from headrace.records.origin import trace_origin
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Group, Trajectory, decode_trajectory
 from headrace.replay.records import unpack
@@ -59,7 +59,7 @@ def test_damaged_records(kind: str, messages: int, session_seed: int) -> None:
             assert sum(path.length for path in record.paths()) == record.length == record.places.size
             for row in (*record.paths(), record.flat()):
                 row.check()
-            origin_of(record.flat(), SCORE)
+            trace_origin(record.flat(), SCORE)
     assert refused
     decode(good)
 
@@ -68,7 +68,7 @@ def test_damaged_records(kind: str, messages: int, session_seed: int) -> None:
 @pytest.mark.parametrize("trajectory", [TRAJECTORY, PLAYED], ids=["trajectory", "episode"])
 def test_damaged_lines(trajectory: AnyTrajectory, messages: int, session_seed: int) -> None:
     mutator = Mutator(Random(session_seed))
-    line = export.to_line(export.Exported("ready", GROUP, trajectory, SCORE), origin_of(trajectory, SCORE))
+    line = export.to_line(export.Exported("ready", GROUP, trajectory, SCORE), trace_origin(trajectory, SCORE))
     for _ in range(10 * messages):
         text = mutator.bytes(line.encode()).decode(errors="surrogateescape")
         try:

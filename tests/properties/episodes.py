@@ -8,7 +8,8 @@ from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call
 from headrace.replay import Lease, RunnerReply
-from tests.properties.fleet import Fleet, Taker, milliseconds
+from tests.properties.fleet import Fleet, Taker
+from tests.properties.model import milliseconds
 from tests.properties.records import Held, Member, Piece
 from tests.properties.scoring import MOST_RESCORED
 
@@ -51,12 +52,14 @@ class Episodes(Fleet):
             del self.runners[name]
             self.used.add(name)
 
-    def runner_heartbeat(self, runner: str, tokens: Sequence[str], seen: RunnerReply) -> RunnerReply:
+    def runner_heartbeat(
+        self, runner: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: RunnerReply
+    ) -> RunnerReply:
         self.expire()
         name = holder(runner)
         surplus: list[tuple[str, int]] = []
         assert set(seen.complete) <= set(seen.lost) <= set(tokens)
-        for token in tokens:
+        for token, reported in zip(tokens, progress or [0] * len(tokens), strict=True):
             held = next((held for held in self.groups.values() if held.token == token), None)
             if not self.is_alive(name) or held is None or held.overdue(self.now):
                 assert token in seen.lost, f"{token} is void, and the heartbeat of {runner} is not told"
@@ -64,7 +67,7 @@ class Episodes(Fleet):
                 assert token not in seen.lost, (
                     f"{token} is valid, and the heartbeat of {runner} is told that it is lost"
                 )
-                held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+                self.heard(held, reported)
             elif held.surplus:
                 assert token in seen.complete, f"{held.id} is complete, and what is generated under {token} is surplus"
             if held is not None and token in seen.complete:
@@ -74,7 +77,9 @@ class Episodes(Fleet):
             self.runners[name].together = len(self.held_by(name))
         return RunnerReply(self.is_alive(name), self.timeline, seen.lost, seen.complete, tuple(surplus))
 
-    def runner_heartbeat_again(self, number: int, runner: str, tokens: Sequence[str], seen: object) -> object:
+    def runner_heartbeat_again(
+        self, number: int, runner: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: object
+    ) -> object:
         """It renews nothing."""
         self.expire()
         return seen
@@ -146,6 +151,7 @@ class Episodes(Fleet):
         if size > self.limits.max_episode_bytes:
             self.refuse(EpisodeTooLarge)
         held.calls[index] = [*calls, (nonce, call)]
+        self.progress(held)
 
     def finish(
         self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None, seen: object
@@ -188,6 +194,8 @@ class Episodes(Fleet):
         else:
             held.calls.pop(index, None)
             held.tries[index] = (tries + 1, failures, interrupted)
+            if score.status != "NOT_STARTED":  # nothing happened
+                self.progress(held)
             return True
         return False
 
@@ -208,6 +216,7 @@ class Episodes(Fleet):
         piece = Piece(trajectory, len(trajectory.encode()), self.now, self.now - held.leased)
         held.pieces[index] = piece
         held.calls.pop(index, None)
+        self.progress(held)
         if score is not None:
             piece.attempts, piece.token, piece.reward = 1, held.token, score.reward
             held.build = before, score.build or (held.build[1] if held.scored else "")

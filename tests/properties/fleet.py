@@ -9,14 +9,11 @@ from collections.abc import Callable, Sequence
 from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
 from headrace.records.trajectory import AnyTrajectory, Trajectory
 from headrace.replay import HeartbeatReply, Lease, RefitVerdict
+from tests.properties.model import milliseconds
 from tests.properties.records import Announced, Held, Member, Piece
 from tests.properties.scoring import Scoring
 
 Take = Callable[[Lease, Trajectory], ReplayError | None]
-
-
-def milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)
 
 
 @dataclasses.dataclass
@@ -105,12 +102,14 @@ class Fleet(Scoring):
         self.require_timeline(timeline)
         return self.state_of(replica) == "QUARANTINED"
 
-    def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
+    def heartbeat(
+        self, replica: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: HeartbeatReply
+    ) -> HeartbeatReply:
         self.expire()
         state = self.state_of(replica)
         lost = set(seen.lost)
         assert set(seen.complete) <= lost <= set(tokens)
-        for token in tokens:
+        for token, reported in zip(tokens, progress or [0] * len(tokens), strict=True):
             held = next((held for held in self.groups.values() if held.token == token), None)
             if not self.takes_part(replica) or held is None:
                 assert token in lost, f"{token} is void, and the heartbeat of {replica} is not told"
@@ -118,7 +117,7 @@ class Fleet(Scoring):
                 assert token in lost, f"{token} is over, and the heartbeat of {replica} is not told"
             elif held.state == "open" and held.replica == replica:
                 assert token not in lost, f"{token} is valid, and the heartbeat of {replica} is told that it is lost"
-                held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+                self.heard(held, reported)
             elif held.surplus:
                 assert token in seen.complete, f"{held.id} is complete, and what is generated under {token} is surplus"
         if state != "DEAD":
@@ -130,7 +129,9 @@ class Fleet(Scoring):
         assert bool(seen.reason) == (state == "QUARANTINED")
         return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason)  # type: ignore[arg-type]
 
-    def heartbeat_again(self, number: int, replica: str, tokens: Sequence[str], seen: object) -> object:
+    def heartbeat_again(
+        self, number: int, replica: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: object
+    ) -> object:
         """It renews nothing."""
         self.expire()
         return seen
@@ -309,7 +310,7 @@ class Fleet(Scoring):
             return True
         if not taker.episodes:
             taker.most = self._share(taker)
-        for held in sorted((held for held in mine if held.orphaned and not held.overdue(self.now)), key=_ticket):
+        for held in sorted((held for held in mine if held.orphaned), key=_ticket):
             if taker.fits(held, len(self.missing(held))):
                 self._hand_on(held, taker)
         for held in self.queue("validation"):
@@ -391,7 +392,7 @@ class Fleet(Scoring):
             most = min(most, held.cohort or 1)
             if chosen >= most or not taker.fits(held, len(self.missing(held))):
                 break
-            held.deadline, held.cohort = self.now + milliseconds(self.limits.group_deadline_s), None
+            held.cohort = None
             self._hand_on(held, taker)
             chosen += 1
         assert not taker.left, "another cohort of suspects"
@@ -402,7 +403,6 @@ class Fleet(Scoring):
         lease = taker.next(held)
         held.attempt += 1
         held.leased = self.now
-        held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
         self._check_lease(held, taker, lease)
         assert (lease.count, lease.missing) == (self.started(held), tuple(range(lease.count)))
         assert (lease.prefixes, lease.tries) == ({}, {})
@@ -457,7 +457,8 @@ class Fleet(Scoring):
         assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"
         self.tokens.add(lease.token)
-        held.token, held.lease_end = lease.token, min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+        held.token = lease.token
+        self.begin_lease(held)
         assert lease.expires_in_s == (held.lease_end - self.now) / 1000
 
     def release(self, lease: Lease, reason: str, failed: bool, seen: object) -> None:
@@ -518,6 +519,7 @@ class Fleet(Scoring):
         if error is None and held is not None:
             held.pieces[index] = Piece(trajectory, len(trajectory.encode()), self.now, self.now - held.leased)
             held.saved.pop(index, None)
+            self.progress(held)
             if held.generated:
                 held.state = "scoring"
         return error
@@ -529,6 +531,7 @@ class Fleet(Scoring):
             before = held.saved.get(index)
             if before is None or before.completion_token_ids.size < trajectory.completion_token_ids.size:
                 held.saved[index] = trajectory
+                self.progress(held)
         return error
 
     def abandon(self, lease: Lease, index: int, reason: str, seen: object) -> bool:
@@ -545,6 +548,7 @@ class Fleet(Scoring):
 
     def do_without(self, held: Held, index: int) -> None:
         held.dropped.add(index)
+        self.progress(held)
         self.meters.trajectories["failed"] += 1
         held.saved.pop(index, None)
         held.calls.pop(index, None)

@@ -32,6 +32,10 @@ SWEEP = 4
 COHORTS = 2
 
 
+def milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
 class Core:
     """The state, and the moves that several operations share."""
 
@@ -176,18 +180,40 @@ class Core:
         held.state = "queued"
 
     def pass_on(self, held: Held, cause: str) -> None:
-        """The lease is lost; the group keeps its place, its attempt, its deadline and what it has, for whoever leases it next."""
+        """The lease is lost; the group keeps its place, its attempt and what it has, for whoever leases it next. It has no deadline while
+        it waits."""
         self.requeues[cause] += 1
-        held.token, held.replica, held.lease_end = None, "", held.deadline
+        held.token, held.replica, held.lease_end, held.deadline = None, "", NEVER, NEVER
 
-    def suspect(self, held: Held, together: int) -> None:
-        """Its replica died with so many groups. One that was alone is charged an attempt. It has no deadline while it waits."""
+    def suspect(self, held: Held, together: int, cause: str) -> None:
+        """Its holder died, or was silent on it, with so many groups. One that was alone is charged an attempt."""
         if together == 1 and held.failures + 1 >= self.limits.max_attempts:
-            self.requeue(held, "dead", counted=True)
+            self.requeue(held, cause, counted=True)
             return
         held.failures += together == 1
-        self.pass_on(held, "dead")
-        held.cohort, held.lease_end, held.deadline = max(1, together // COHORTS), NEVER, NEVER
+        self.pass_on(held, cause)
+        held.cohort = max(1, together // COHORTS)
+
+    def begin_lease(self, held: Held) -> None:
+        """From now on its holder has to progress."""
+        held.progress = 0
+        self.progress(held)
+
+    def progress(self, held: Held) -> None:
+        """Its deadline starts over, and its lease is renewed."""
+        held.moved = self.now
+        held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
+        self.renew(held)
+
+    def renew(self, held: Held) -> None:
+        held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+
+    def heard(self, held: Held, progress: int) -> None:
+        """Its holder renews it, and has progressed so far."""
+        if progress > held.progress:
+            held.progress = progress
+            self.progress(held)
+        self.renew(held)
 
     def environment(self, name: str) -> EnvironmentModel:
         return self.environments.get(name) or EnvironmentModel()  # of one that nothing was enqueued for
@@ -291,11 +317,13 @@ class Core:
         due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
         for _, group in sorted(due)[:SWEEP]:
             held = self.groups[group]
-            if held.deadline <= self.now:
-                broken = self.environment(held.group.env_name).broken is not None
-                self.requeue(held, "deadline", counted=not held.orphaned and not broken)
-            else:
+            if held.deadline > self.now:
                 self.pass_on(held, "lease")
+            elif self.environment(held.group.env_name).broken is not None:
+                self.pass_on(held, "deadline")
+            else:
+                member = self.members.get(held.replica) or self.runners[held.replica]
+                self.suspect(held, member.together, "deadline")
         for name in self.environments:
             overdue = [
                 (p.deadline, f"{place[0]}:{place[1]}", place)
@@ -326,7 +354,7 @@ class Core:
     def take_back(self, holder: str, member: Member, *, died: bool) -> None:
         for held in self.held_by(holder):
             if died:
-                self.suspect(held, member.together)
+                self.suspect(held, member.together, "dead")
             else:
                 self.pass_on(held, "returned")
 

@@ -14,7 +14,7 @@ IN_FLIGHT = ("open", "scoring", "ready")
 HOLDING = ("scoring", "ready", "reserved", "trained", "evaluated")
 
 
-# Of a group that waits as a suspect: later than any time.
+# Of a group that waits for a holder: later than any time.
 NEVER = 1 << 60
 
 
@@ -75,6 +75,8 @@ class Held:
     leased: int = 0
     lease_end: int = 0
     deadline: int = 0
+    moved: int = 0  # when it progressed last
+    progress: int = 0  # the highest that its holder has reported under this lease
     cohort: int | None = None  # its replica died: with how many at most, itself included, it is leased again
     pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
     saved: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # what was begun of others

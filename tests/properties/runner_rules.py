@@ -11,7 +11,7 @@ from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, Call, EpisodeTrajectory, Span
 from headrace.replay import Lease
 from tests.properties.caller import deliveries, new_each_time, some
-from tests.properties.rollout_rules import RolloutRules
+from tests.properties.rollout_rules import RolloutRules, progresses
 from tests.properties.scorer_rules import Said, builds, rewards
 from tests.support.buffer import make_call, make_trajectory
 
@@ -75,10 +75,10 @@ class RunnerRules(RolloutRules):
     def deregister_runner(self, which: int, died: bool, how: str) -> None:
         self.call("deregister_runner", self.runner_id(which), died, how=how)
 
-    @rule(which=some, newest=st.integers(0, 4), how=deliveries)
-    def runner_heartbeat(self, which: int, newest: int, how: str) -> None:
+    @rule(which=some, newest=st.integers(0, 4), progress=progresses, how=deliveries)
+    def runner_heartbeat(self, which: int, newest: int, progress: int, how: str) -> None:
         tokens = [lease.token for lease in self.episodes[len(self.episodes) - newest :]]
-        self.call("runner_heartbeat", self.runner_id(which), tokens, how=how)
+        self.call("runner_heartbeat", self.runner_id(which), tokens, [progress] * len(tokens), how=how)
 
     @rule(
         which=some,

@@ -145,18 +145,6 @@ async def test_law_4_a_late_start_of_the_replay_service_keeps_new_limits(world: 
     assert await world.client.redis.hget(f"hr:{{{world.client.run_id}}}", "max_attempts") == b"3"
 
 
-async def test_law_6_a_group_passed_on_is_leased_within_its_deadline(world: World) -> None:
-    await world.call("enqueue", [make_group(0)], world.model.timeline, False)
-    await verified_replica(world)
-    (lease,) = await world.call("lease", "replica", 1)
-    await world.pass_time(9_000)
-    await world.call("heartbeat", "replica", [lease.token])
-    await world.pass_time(9_000)
-    await world.call("release", lease, "leaving", False)
-    (again,) = await world.call("lease", "replica", 1)
-    assert (lease.expires_in_s, again.expires_in_s) == (10.0, 7.0)
-
-
 async def test_law_3_a_batch_that_ends_a_group_answers_the_rest_of_it(clocked_url: str, run_id: str) -> None:
     """The group is filtered, and forgotten, by the first; the failure of its surplus comes in the same call."""
     world = World(clocked_url, run_id)

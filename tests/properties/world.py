@@ -244,9 +244,8 @@ class World:
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
         assert (stats["bytes"], stats["full"]) == (model.bytes, model.full)
-        suspects = sum(held.cohort is not None for held in model.groups.values())
-        assert stats["suspects"] == suspects
-        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values()) - suspects
+        assert stats["suspects"] == sum(held.cohort is not None for held in model.groups.values())
+        assert stats["leases"] == sum(held.state == "open" and held.token is not None for held in model.groups.values())
         assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
@@ -303,6 +302,8 @@ class World:
             for t in seen["trajectories"]
         ]
         assert pieces == [(i, p.reward, *shape(p.trajectory)) for i, p in sorted(held.pieces.items())], group
+        leased = held.state == "open" and held.token is not None
+        assert seen.get("silent_s") == ((self.model.present - held.moved) / 1000 if leased else None), group
         begun = [(each["index"], each["calls"]) for each in seen["begun"]]
         assert begun == [(index, len(calls)) for index, calls in sorted(held.calls.items())], group
         if held.state in ("reserved", "trained"):
@@ -327,7 +328,7 @@ class World:
 def _seen_of(held: Held) -> tuple[object, ...]:
     pieces = tuple((index, piece.reward) for index, piece in sorted(held.pieces.items()))
     calls = tuple((index, len(calls)) for index, calls in sorted(held.calls.items()))
-    return (held.state, held.token, held.attempt, held.failures, held.step, pieces, calls)
+    return (held.state, held.token, held.moved, held.attempt, held.failures, held.step, pieces, calls)
 
 
 async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ import numpy as np
 from headrace.records.score import Score
 from headrace.records.trajectory import Call, Group, Lane, Sampling, Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
+from tests.support.waiting import eventually
 
 # a small run: 2 prompts a step, 2 trajectories a group, age 1
 LIMITS = Limits(
@@ -228,12 +228,6 @@ async def died(replay: ReplayClient, replica: str) -> None:
         return {known.id: known.state for known in await replay.replicas()}[replica] == "DEAD"
 
     await eventually(dead)
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Return once `condition` holds; the test's own time limit ends it otherwise."""
-    while not await condition():  # noqa: ASYNC110 - what is awaited happens in the server
-        await asyncio.sleep(0.01)
 
 
 async def refusals(replay: ReplayClient) -> dict[str, int]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from headrace import Sample
 from tests.support.network import SUBNET, Network
-from tests.support.reward_hub import WAIT_S, attach_environment, start_hub, until
+from tests.support.reward_hub import WAIT_S, attach_environment, start_hub
+from tests.support.waiting import eventually
 
 ODD = Path(__file__).with_name("odd_environment.py")
 
@@ -29,7 +30,7 @@ async def main(folder: Path) -> None:
         stack.callback(far.kill)
         await hub.attached("odd", 16)
         call = asyncio.create_task(hub.score([Sample("hang once", {"touch": str(seen)}, environment="odd")]))
-        await until(lambda: seen.exists() and seen.read_text() != "")
+        await eventually(lambda: seen.exists() and seen.read_text() != "")
         assert seen.read_text() == str(far.pid)
         await stack.enter_async_context(attach_environment(ODD, hub))
         await hub.attached("odd", 32)

@@ -32,7 +32,7 @@ from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.main import main
-from tests.support.buffer import eventually
+from tests.support.waiting import eventually
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
     python -m tests.support.fork_server KIND SOCKET PID
 
 One of each kind of `IMPORTS` serves all processes that share the tests, and ends with process PID, which started those. `forks.py` asks it.
+What it imports starts no thread: a fork would lack it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ IMPORTS = {
         "tests.support.dying_trainer",
         "pydantic.v1",
         "uvicorn",
+        # of the tests themselves
+        "openai",
+        "reasoning_gym",
+        "nbclient",
+        "nbformat",
     ),
     "engine": (
         "headrace_services.rollout.main",

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock
 
-from headrace.cli import main
 from tests.support.fork_server import NUMBER, TESTS, folder_of_sockets
 
 ROOT = Path(__file__).parents[2]
@@ -68,24 +69,55 @@ def fork(
     talk: socket.socket | None = None,
     environ: Mapping[str, str] | None = None,
     kind: str = "trainer",
+    streams: Sequence[int] | None = None,
 ) -> Forked:
     """A process that runs `target(*arguments)`, with `environ` beside the environment of this one. What it says goes to `log`; `talk` is
-    its standard input and output. `kind` is one of `fork_server.IMPORTS`."""
+    its standard input and output; or `streams` are all three. `kind` is one of `fork_server.IMPORTS`."""
     request = pickle.dumps((target, arguments, {**os.environ, **(environ or {})}))
     connection = _connected(kind)
     with open(log or os.devnull, "ab") as file:
         said = file.fileno() if log else 2
-        streams = [talk.fileno(), talk.fileno(), said] if talk else [file.fileno(), said, said]
-        socket.send_fds(connection, [NUMBER.pack(len(request))], streams)
+        own = [talk.fileno(), talk.fileno(), said] if talk else [file.fileno(), said, said]
+        socket.send_fds(connection, [NUMBER.pack(len(request))], streams or own)
         connection.sendall(request)
         (pid,) = NUMBER.unpack(connection.recv(NUMBER.size))
     return Forked(connection, pid)
 
 
+def be_forked(
+    target: Callable[..., None], *arguments: Any, kind: str, streams: Sequence[int] | None = None
+) -> NoReturn:
+    """This process is one that is forked: that gets the signals of this one, ends this one, and ends with it."""
+    process = fork(target, *arguments, kind=kind, streams=streams)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, _: process.send_signal(number))
+    sys.exit(process.wait())
+
+
 def command(*arguments: str) -> None:
     """The `headrace` command, as the life of a process."""
+    from headrace.cli import main
+
     sys.argv = ["headrace", *arguments]
     main()
+
+
+def interpreter() -> str:
+    """A command with the arguments of Python that runs `-c SOURCE` with the imports of trainers already made."""
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.forks import _be_interpreter; _be_interpreter()"
+    return shlex.join([sys.executable, "-c", start])
+
+
+def _be_interpreter() -> None:
+    be_forked(_interpret, sys.argv[-1], kind="trainer", streams=(0, 1, 2))
+
+
+def _interpret(source: str) -> None:
+    sys.argv = ["-c"]
+    try:
+        exec(source, {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()
 
 
 def _connected(kind: str) -> socket.socket:

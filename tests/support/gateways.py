@@ -196,11 +196,6 @@ def unavailable(times: int) -> Callable[[SampleRequest], Any]:
     return before
 
 
-async def until(condition: Any) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.001)
-
-
 async def ask(client: openai.AsyncOpenAI, messages: Any = HI, **options: Any) -> Any:
     return await client.chat.completions.create(model="any", messages=messages, **options)
 

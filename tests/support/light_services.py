@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,17 +26,20 @@ from headrace.net.service import EXIT_STOPPED, admit, admitting, bind, serve_htt
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
-from tests.support.forks import command, fork
+from tests.support.forks import be_forked, command
 
 ROOT = Path(__file__).parents[2]
 
 
 def instead_of(folder: Path, **services: str) -> dict[str, str]:
-    """The environment of a process whose `headrace NAME` runs the function here of the name given, through a distribution in `folder`."""
+    """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here by its name,
+    or MODULE:NAME."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
-    points = [f"{name} = {__name__}:{function}\n" for name, function in services.items()]
+    points = [
+        f"{name} = {function if ':' in function else f'{__name__}:{function}'}\n" for name, function in services.items()
+    ]
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
@@ -59,10 +61,7 @@ def forked_rollout(config: Config) -> None:
 def _be_forked(kind: str) -> None:
     """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
     admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
-    service = fork(command, *sys.argv[1:], kind=kind)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, _: service.send_signal(number))
-    sys.exit(service.wait())
+    be_forked(command, *sys.argv[1:], kind=kind)
 
 
 def idle_reward(config: Config) -> None:

@@ -1,6 +1,7 @@
 /* Stands in for NVIDIA's libnvidia-ml.so.1 where there is no GPU. STANDIN_GPUS names the devices, separated by spaces: a GPU's UUID, or
  * that of a divided one and its instances, `GPU-a=MIG-x,MIG-y` (`-` for a place that holds none). STANDIN_CUDA: what the driver runs;
- * STANDIN_INIT: the code that it starts with. */
+ * STANDIN_INIT: the code that it starts with. A `GPU-old` is of 7.5, a `GPU-ancient` of 6.1. A `GPU-busy` has memory in use, and
+ * a `GPU-silent` doesn't tell its own. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,13 +42,16 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = gpu
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) { snprintf(text, size, "%s", (char *)handle); return SUCCESS; }
 int nvmlDeviceGetName(void *handle, char *text, unsigned size) { (void)handle; snprintf(text, size, "Stand-in"); return SUCCESS; }
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
+    if (!strncmp(handle, "GPU-silent", 10)) return NOT_SUPPORTED;
     memory->total = (strncmp(handle, "MIG", 3) ? 80ULL : 10ULL) << 30;
+    memory->used = (strncmp(handle, "GPU-busy", 8) ? 0ULL : 60ULL) << 30;
+    memory->free = memory->total - memory->used;
     return SUCCESS;
 }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
-    int old = !strncmp(handle, "GPU-old", 7);
-    *major = old ? 7 : 9;
-    *minor = old ? 5 : 0;
+    int old = !strncmp(handle, "GPU-old", 7), ancient = !strncmp(handle, "GPU-ancient", 11);
+    *major = ancient ? 6 : old ? 7 : 9;
+    *minor = ancient ? 1 : old ? 5 : 0;
     return SUCCESS;
 }
 int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {

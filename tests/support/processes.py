@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import select
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 # Before a command: it runs as a user without privileges does, though root runs the tests. Root may look into every process.
@@ -41,16 +40,6 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether process `pid` is stopped, as by SIGSTOP."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def eventually(condition: Callable[[], object], within_s: float = 60.0) -> object:
-    """The first true value of `condition`; fails when there is none within this time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"nothing within {within_s} s")
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -165,7 +165,7 @@ async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
     """Everything that can happen to a group on its way to `ready`."""
     validation, first, second, third, fourth, *others = await replay.lease(replicas[0], 8)
     await replay.save(second, make_trajectory(second, 0))
-    await replay.heartbeat(replicas[0], [lease.token for lease in (first, second)])
+    await replay.heartbeat(replicas[0], [lease.token for lease in (first, second)], [1, 2])
     await replay.release(second, "drain", failed=False)
     await replay.release(third, "no memory", failed=True)
     await replay.reject(fourth, "too long")
@@ -196,7 +196,7 @@ async def _run_episodes(replay: ReplayClient) -> None:
     await replay.group(lease.group.id)
     lease = await replay.finish(lease, 0, None, Score("FAILED", message="the program raised")) or lease
     await replay.append(lease, 0, 0, nonce(), make_call())
-    await replay.runner_heartbeat(runner, [lease.token])
+    await replay.runner_heartbeat(runner, [lease.token], [1])
     await replay.finish(lease, 0, make_trajectory(lease, 0), Score("SCORED", 1.0, build="a"))
     await replay.finish(lease, 1, make_trajectory(lease, 1), Score("SCORED", 0.0, build="a"))
     await replay.deregister_runner(another)

@@ -11,7 +11,7 @@ import httpx
 
 from headrace.config import Config
 from headrace.replay import ReplayClient
-from headrace_services.replay.main import limits_of, running
+from headrace_services.replay.main import make_limits, running
 from tests.support.ports import free_port
 
 
@@ -29,7 +29,7 @@ def config_of(tmp_path: Path, **replay: object) -> Config:
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, ReplayClient]]:
     stop = asyncio.Event()
-    async with running(config, limits_of(config), stop) as (port, work):
+    async with running(config, make_limits(config), stop) as (port, work):
         task = asyncio.create_task(work())
         try:
             async with (

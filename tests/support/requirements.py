@@ -12,6 +12,8 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "jq": "jq",
     "perl": "perl-base",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,3 @@ async def _logged_port(process: asyncio.subprocess.Process) -> int:
         if "listens on" in line:
             return int(line.rsplit(":", 1)[1])
     raise AssertionError(f"the environment ended: {''.join(lines)}")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds; give up after a minute."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110  # what happens in another process sets no event
-            await asyncio.sleep(0.01)

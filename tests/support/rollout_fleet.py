@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.support.buffer import LIMITS as SMALL
 from tests.support.buffer import make_group
 from tests.support.forks import command, fork
 from tests.support.source_model import SourceModel, Weights
+from tests.support.waiting import eventually
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
@@ -43,14 +44,6 @@ IN_FLIGHT = {
 LIMITS = dataclasses.replace(  # times so long that no replica counts as dead because the machine stood still
     SMALL, max_age=50, lease_s=120.0, group_deadline_s=600.0, scoring_deadline_s=600.0, replica_dead_s=120.0
 )
-
-
-async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIENCE_S) -> Any:
-    """The first true answer of `look`."""
-    async with asyncio.timeout(within_s):
-        while not (answer := await look()):  # noqa: ASYNC110  # what is looked at tells nobody
-            await asyncio.sleep(0.02)
-        return answer
 
 
 class Policy(SourceModel):
@@ -171,13 +164,18 @@ class Fleet:
         assert await self.replay.enqueue([group], self.timeline) == 1
         return group.id
 
-    async def train_step(self) -> None:
-        """Score what was pushed and reserve the next step, so that the buffer takes tokens of one version more."""
+    async def trained_step(self) -> int:
+        """Have a batch written under the next step's version, score it and reserve the step: then the buffer takes newer tokens.
+        Returns the former version."""
+        step = (await self.replay.state()).next_step
+        await self.refit(step)
+        for _ in range(self.settings["grpo"]["num_prompts_per_step"]):
+            await self.pushed(await self.enqueue())
         while jobs := await self.replay.take_scoring({"math": 64}):
             for job in jobs:
                 await self.replay.score(job, Score("SCORED", 1.0))
-        step = (await self.replay.state()).next_step
         assert isinstance(await self.replay.reserve(step, self.timeline), Reservation)
+        return step
 
     async def group(self, group_id: str, *states: str) -> dict[str, Any]:
         """The group once it is in one of `states`."""

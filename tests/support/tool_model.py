@@ -28,8 +28,8 @@ TEMPLATE = """\
 """
 
 
-def make(directory: Path) -> Path:
-    """Write the model into `directory`, with one token per byte, and three for what it often writes."""
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token per byte, and three for what the model often writes."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate((*SPECIAL, *alphabet))},
@@ -41,6 +41,12 @@ def make(directory: Path) -> Path:
         model_max_length=CONTEXT,
     )
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make(directory: Path) -> Path:
+    """Write the model into `directory`."""
+    tokenizer = make_tokenizer()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(

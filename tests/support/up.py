@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.ports import free_ports
-from tests.support.processes import descendants, eventually, gone
+from tests.support.processes import descendants, gone
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
@@ -59,7 +60,7 @@ class Up:
             return line in self.said()
 
         try:
-            eventually(said, within_s=400)
+            wait_until(said, within_s=400)
         except AssertionError as stood_still:
             raise AssertionError(f"{stood_still}: no {line!r} in what it said:\n{self.said()}") from None
 

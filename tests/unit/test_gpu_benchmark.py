@@ -1,32 +1,81 @@
-"""The benchmark of a GPU: a part that fails leaves the others alone, and nothing that was not measured is a figure."""
+"""The script for the first hour on a GPU: a part that fails leaves the others alone, what is done is kept, and the page shows what was said
+as text."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pynvml
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import channel, expected, step
-from benchmarks.gpu.__main__ import NEEDED, PLANS, run_part
-from benchmarks.gpu.drift import drift
-from benchmarks.gpu.part import PARTS
-from benchmarks.gpu.report import PartReport, markdown
-from benchmarks.gpu.rows import NEEDS_CUDA, Expected, Row, Rows
-from benchmarks.gpu.sizes import SIZES
+from benchmarks.gpu import __main__, channel, drift, machine, runner, runs, shard_alone, step
+from benchmarks.gpu.parts import PARTS, Part, choose, table
+from benchmarks.gpu.report import page, write
+from benchmarks.gpu.rows import Row, Rows
+from benchmarks.gpu.runner import Outcome, Runner, run_part
+from benchmarks.gpu.sizes import SIZES, find_model
 from benchmarks.gpu.stage import Stage
+from headrace.config import load
 from headrace_services.trainer.distributed import sharding
 from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.packing import Packing
+from headrace_services.trainer.network.policy_model import PolicyModel
 from tests.support.processes import gone
 
 ROOT = Path(__file__).parents[2]
-TINY = dataclasses.replace(SIZES["tiny"], deadline_s=0.5, groups=1)
+TINY = dataclasses.replace(SIZES["tiny"], deadline_s=5.0)
+ABOUT: dict[str, Any] = {
+    "date": "2026-11-26",
+    "device": "cpu",
+    "size": "tiny",
+    "machine": "a laptop",
+    "versions": {"torch": "2.13"},
+    "driver": "none",
+    "devices": [],
+    "topology": [],
+    "model": "model",
+    "weights": "RANDOM",
+}
+
+# What the process of a part does, by its name, once it has added a row.
+SAYS = (
+    "import os, sys, time\n"
+    "from pathlib import Path\n"
+    "from benchmarks.gpu.rows import Rows\n"
+    "rows = Rows(Path({rows!r}))\n"
+    "rows.add('given', os.environ.get('GIVEN', ''))\n"
+)
+SCRIPTS = {
+    "ends": "",
+    "raises": "raise MemoryError('out of memory')",
+    "dies": "os.abort()",
+    "hangs": "time.sleep(600)",
+    "lacks a package": "import no_such_package",
+    "is out of bounds": "rows.add('apart', 3.0, 'nats', 'below 1', False)",
+    "ends, too": "",
+}
+SHORT = 0.005  # minutes: a limit of 2 s on a CPU
+
+
+def part(name: str, minutes: float = 1.0, **fields: Any) -> Part:
+    return Part("1", name, f"does it {name}?", minutes, "none:none", **fields)
+
+
+FAKES = [part(name, SHORT if name == "hangs" else 1.0, environ={"GIVEN": "7"}) for name in SCRIPTS]
 
 
 @pytest.fixture
@@ -34,167 +83,320 @@ def rows(tmp_path: Path) -> Rows:
     return Rows(tmp_path / "rows.jsonl")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parts that were started, each of which is its script."""
+    names: list[str] = []
+
+    def command_of(one: Part, about: object, folder: Path) -> list[str]:
+        names.append(one.name)
+        return [sys.executable, "-c", SAYS.format(rows=str(folder / runner.ROWS)) + SCRIPTS.get(one.name, "")]
+
+    monkeypatch.setattr(runner, "command_of", command_of)
+    return names
 
 
-def ended(tmp_path: Path, rows: Rows, script: str, limit_s: float = 60.0) -> str | None:
-    return run_part([sys.executable, "-c", script], tmp_path / "log", limit_s, {"GIVEN": "7"}, rows)
+def outcomes(
+    out: Path, parts: list[Part], *, again: list[Part] | None = None, minutes: float = 60.0, **about: Any
+) -> dict[str, Outcome]:
+    one = Runner(out, ABOUT | about, time.monotonic() + 60 * minutes)
+    return {each.name: one.outcome(each, parts, again or []) for each in parts}
 
 
-# appends a row
-SAYS = (
-    "import os, sys\n"
-    "from pathlib import Path\n"
-    "from benchmarks.gpu.rows import Rows\n"
-    "Rows(Path({path!r})).add('a', os.environ['GIVEN'])\n"
-)
+def test_a_part_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, started: list[str]) -> None:
+    found = outcomes(tmp_path, FAKES)
+    assert started == list(SCRIPTS)
+    assert {name: outcome.verdict for name, outcome in found.items()} == {
+        "ends": "passed",
+        "raises": "failed",
+        "dies": "failed",
+        "hangs": "failed",
+        "lacks a package": "not run",
+        "is out of bounds": "failed",
+        "ends, too": "passed",
+    }
+    problems = {name: outcome.problem or "" for name, outcome in found.items()}
+    assert problems["raises"].endswith("MemoryError: out of memory")
+    assert "SIGABRT" in problems["dies"]
+    assert "not over after 2 s" in problems["hangs"]
+    assert "no_such_package" in problems["lacks a package"]
+    del found["hangs"]  # a busy machine may not have started it in time
+    assert all(outcome.rows[0] == Row("given", "7") for outcome in found.values()), "what was found before stays"
+    assert "MemoryError" in found["raises"].said
+    assert found["ends"].said == ""
+
+
+def test_what_is_done_is_kept_and_the_rest_is_run(tmp_path: Path, started: list[str]) -> None:
+    done, failed = part("ends"), part("raises")
+    before = outcomes(tmp_path, [done, failed])
+    started.clear()
+    after = outcomes(tmp_path, [done, failed, part("ends, too")])
+    assert started == ["raises", "ends, too"]
+    assert after["ends"] == before["ends"]
 
 
 @pytest.mark.parametrize(
-    ("then", "problem"),
-    [
-        ("", None),
-        ("import no_such_package", "not run: No module named 'no_such_package'"),
-        ("raise MemoryError('out of memory')", "failed: exit code 1: MemoryError: out of memory"),
-        ("os.abort()", "failed: signal SIGABRT: without a word"),
-    ],
-    ids=["ends", "lacks a package", "raises", "dies"],
+    "changed",
+    [{"again": [part("ends")]}, {"size": "full"}, {"devices": ["another GPU"]}, {"versions": {"torch": "2.14"}}],
+    ids=["asked for", "size", "machine", "versions"],
 )
-def test_what_a_part_found_before_it_failed_stays(then: str, problem: str | None, tmp_path: Path, rows: Rows) -> None:
-    assert ended(tmp_path, rows, SAYS.format(path=str(rows.path)) + then) == problem
-    assert rows.read() == [Row("a", "7")]
+def test_what_is_done_is_run_again_if_it_says_nothing(
+    changed: dict[str, Any], tmp_path: Path, started: list[str]
+) -> None:
+    outcomes(tmp_path, [part("ends")])
+    outcomes(tmp_path, [part("ends")], **changed)
+    assert started == ["ends", "ends"]
 
 
-def test_a_part_that_hangs_is_ended(tmp_path: Path, rows: Rows) -> None:
-    rows.add("a", "7")
-    problem = ended(tmp_path, rows, "import time; time.sleep(600)", limit_s=0.5)
-    assert problem == f"failed: not over after 0.5 s; see {tmp_path / 'log'}"
-    assert rows.read() == [Row("a", "7")]
+def test_a_part_that_was_cut_off_is_run_again(tmp_path: Path, started: list[str]) -> None:
+    outcomes(tmp_path, [part("ends")])
+    (tmp_path / "ends" / runner.RESULT).unlink()  # it is written last
+    assert outcomes(tmp_path, [part("ends")])["ends"].rows == (Row("given", ""),)
+    assert started == ["ends", "ends"]
+
+
+def test_the_first_parts_that_fit_the_minutes_are_run(tmp_path: Path, started: list[str]) -> None:
+    long = part("is long", 20.0)
+    found = outcomes(tmp_path, [part("ends"), long, part("ends, too")], minutes=15.0)
+    assert started == ["ends", "ends, too"]
+    assert found["is long"].verdict == "not run"
+    assert "20 minutes" in (found["is long"].problem or "")
+
+
+def test_a_part_for_two_gpus_is_not_run_on_one(tmp_path: Path, started: list[str]) -> None:
+    two = part("ends", gpus=2)
+    assert outcomes(tmp_path, [two], device="cuda", devices=["one"])["ends"].verdict == "not run"
+    assert outcomes(tmp_path, [two], device="cuda", devices=["one", "two"])["ends"].verdict == "passed"
+    assert outcomes(tmp_path, [two])["ends"].verdict == "passed", "on a CPU two processes share it"
 
 
 def test_what_a_part_started_ends_with_it(tmp_path: Path, rows: Rows) -> None:
     child = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(c.pid)"
-    assert ended(tmp_path, rows, child) is None
+    assert run_part([sys.executable, "-c", child], tmp_path / "log", 60.0, {}, rows) is None
     assert gone(int((tmp_path / "log").read_text()))
 
 
 def test_a_line_that_was_cut_off_is_no_row(rows: Rows) -> None:
-    rows.add("a", "1")
+    rows.add("a", 1.0)
     rows.path.write_text(rows.path.read_text() + '{"what": "b", "mea')
-    assert rows.read() == [Row("a", "1")]
+    assert rows.read() == [Row("a", 1.0)]
 
 
-def test_what_was_expected_and_not_measured_says_why() -> None:
-    report = PartReport(
-        "p", (Expected("a", "9", "x"), Expected("b", "8", "y")), (Row("a", "1"), Row("c", "3")), "failed: it died"
+class Page(HTMLParser):
+    """Its elements, the text in them, and what they refer to. Fails for one that is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: set[str] = set()
+        self.attributes: set[str] = set()
+        self.links: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+HOSTILE = '</pre></style><script src="//evil.example/x.js">alert(1)</script><img onerror=alert(1)>\x1b[31m&quot;'
+
+
+def test_the_page_shows_hostile_text_as_text() -> None:
+    bad = dataclasses.replace(part(HOSTILE), asks=HOSTILE)
+    row = Row(HOSTILE, HOSTILE, HOSTILE, HOSTILE, False)
+    about = ABOUT | {name: HOSTILE for name in ("machine", "driver", "model", "weights")}
+    about |= {"versions": {HOSTILE: HOSTILE}, "devices": [HOSTILE, "b"], "topology": [["", HOSTILE], [HOSTILE, ""]]}
+    text = page(about, [Outcome(bad, (row,), f"failed: {HOSTILE}", 1.0, HOSTILE)])
+    found = Page(text)
+    assert not found.elements & {"script", "img", "link", "iframe"}
+    assert not [name for name in found.attributes if name.startswith("on")]
+    assert all(link.startswith("#") for link in found.links), "it needs no network"
+    assert "default-src 'none'" in text
+    assert found.text.count("alert(1)</script>") >= 10
+    assert "\x1b" not in text
+
+
+def test_the_report_has_what_was_measured_beside_what_was_expected(tmp_path: Path) -> None:
+    first = Outcome(
+        part("ends"), (Row("speed", 1234.5, "tokens/s", "below 9"), Row("off", 0.1234, "", "0", False)), None, 60.0
     )
-    text = markdown({"device": "cuda", "size": "full"}, [report])
-    assert "| a | 1 |  | 9 | x |" in text
-    assert "| c | 3 |  |  |  |" in text
-    assert "| b | failed: it died |  | 8 | y |" in text
-    assert "No figure here" not in text
-    assert "No figure here" in markdown({"device": "cpu", "size": "tiny"}, [report])
+    write(tmp_path, ABOUT, [first, Outcome(part("later"), problem="not run: it takes about 3 minutes")])
+    found = Page((tmp_path / "report.html").read_text())
+    for text in (
+        "1,234 tokens/s",
+        "below 9",
+        "0.123",
+        "failed",
+        "it takes about 3 minutes",
+        "says anything about a GPU",
+    ):
+        assert text in found.text, text
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert parts[0]["rows"][0]["measured"] == 1234.5
+    assert [each["verdict"] for each in parts] == ["failed", "not run"]
+    measured = ABOUT | {"device": "cuda", "size": "full"}
+    assert "says anything about a GPU" not in page(measured, [first])
 
 
-def test_every_part_has_limits_and_figures_and_all_fit_their_time() -> None:
-    assert PARTS.keys() == PLANS.keys() == expected.figures().keys()
-    assert sum(plan.limit_s for plan in PLANS.values()) <= 45 * 60
+def test_every_part_is_there_and_together_they_fit_40_minutes() -> None:
+    for each in PARTS:
+        module, name = each.function.split(":")
+        assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name))
+    assert sum(each.minutes for each in PARTS) <= 40
+    assert table() in (ROOT / "docs" / "gpu.md").read_text(), (
+        "python -c 'from benchmarks.gpu.parts import *; print(table())'"
+    )
 
 
-def test_the_documented_table_is_the_expected_one() -> None:
-    assert expected.table() in (ROOT / "docs" / "gpu.md").read_text(), "python -m benchmarks.gpu.expected"
+def test_parts_are_chosen_by_number_or_name() -> None:
+    assert [each.name for each in choose(["3", "tiny-run"])] == ["tiny-run", "step"]
+    assert {each.gpus for each in choose(["0"])} == {2}
+    with pytest.raises(argparse.ArgumentTypeError, match=r"9.*tiny-run"):
+        __main__._parts("9")
 
 
 def test_a_package_that_is_missing_is_named_in_one_line(tmp_path: Path) -> None:
-    """Before anything is imported that would need it."""
-    script = (
-        "import importlib.util, runpy, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
-        "runpy.run_module('benchmarks.gpu', run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    """Before anything is started."""
+    (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError(\"No module named 'pynvml'\")")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install '.[trainer]' (docs/gpu.md)" in done.stderr
-    assert "transformers" in NEEDED
+    assert done.stderr.count("\n") == 1
+    assert "'pynvml'; pip install '.[cuda]'" in done.stderr
 
 
-def test_a_peer_that_never_comes_is_given_up(models: Path, rows: Rows) -> None:
-    channel.missing_peer(Stage("cpu", TINY, models, rows))
-    gloo, nccl = rows.read()
-    assert "given up" in gloo.measured
-    assert "HANGS" not in gloo.measured
-    assert nccl.measured == NEEDS_CUDA
+def test_what_is_between_devices_is_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = {frozenset("ab")}
+
+    def status(one: str, other: str, what: int) -> int:
+        return int(what != pynvml.NVML_P2P_CAPS_INDEX_NVLINK or frozenset((one, other)) not in joined)
+
+    for name, function in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetP2PStatus": status,
+        "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: pynvml.NVML_TOPOLOGY_SYSTEM,
+    }.items():
+        monkeypatch.setattr(pynvml, name, function)
+    assert machine.topology([]) == []
+    assert machine.topology("abc") == [
+        ["", "NVLink", "SYS, no peer access"],
+        ["NVLink", "", "SYS, no peer access"],
+        ["SYS, no peer access", "SYS, no peer access", ""],
+    ]
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_the_peer_of_nccl_has_a_device_of_its_own_if_there_is_one(
-    gpus: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    stage = Stage("cuda", TINY, tmp_path, rows)
-    _, (_, apart) = channel.pairs(stage)
-    channel.say_where(stage, apart)
-    (row,) = rows.read()
-    assert row.measured == ("cuda:0 and cuda:0, the only device" if gpus == 1 else "cuda:0 and cuda:1")
-    _, (_, together) = channel.pairs(stage, apart=False)  # which is what the part `nccl` asks about
-    assert together.peer_device == together.place.device
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    name, weights = find_model(TINY, tmp_path_factory.mktemp("models") / "model", "cpu", None)
+    assert weights.startswith("RANDOM")
+    return name
 
 
-@pytest.fixture(params=[False, True], ids=["on a CPU", "sharded as on a GPU"])
+@pytest.fixture
+def stage(tmp_path: Path, model: str, rows: Rows) -> Stage:
+    return Stage("cpu", TINY, tmp_path, model, rows)
+
+
+def test_a_model_that_is_asked_for_must_be_here(tmp_path: Path, model: str) -> None:
+    assert find_model(TINY, tmp_path / "unused", "cpu", model)[0] == model
+    with pytest.raises(machine.ServiceError, match="--model"):
+        find_model(TINY, tmp_path / "unused", "cpu", "nobody/has-this")
+
+
+def test_a_peer_that_is_killed_is_given_up(stage: Stage) -> None:
+    channel.killed_peer(stage)
+    checked = [row for row in stage.rows.read() if row.passed is not None]
+    assert len(checked) == 2
+    assert all(row.passed for row in checked), checked
+
+
+@pytest.fixture(params=["0", "1"], ids=["on a CPU", "sharded as on a GPU"])
 def sharded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether one rank's parameters are DTensors in bfloat16, as on a GPU."""
-    if request.param:
-        for module in (sharding, backbone):
-            monkeypatch.setattr(module, "shards_alone", lambda device, *, bfloat16: bfloat16)
+    for module in (sharding, backbone):
+        monkeypatch.setattr(module, "shards_alone", module.shards_alone)  # put back afterwards
+    monkeypatch.setenv(shard_alone.VARIABLE, request.param)
+    shard_alone.switch_on_if_asked()
     yield
     if dist.is_initialized():  # over one rank
         dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("sharded")
-def test_packing_is_measured_against_float32_and_a_failure_is_a_row(
-    models: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+def test_a_step_is_measured_beside_float32_and_a_failure_is_a_row(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "STEPS", 1)
-    monkeypatch.setattr(step, "MODES", {"impossible": {"logprob_chunk_size": -1}, "packed": step.MODES["packed"]})
-    step.step(Stage("cpu", TINY, models, rows))
-    exact, failed, packed = rows.read()
-    assert exact.what == step.FLOAT32
-    assert failed.measured.startswith("failed: ValidationError")
-    assert float(packed.measured.rpartition("gradient off by ")[2]) < 0.05
+    modes = {"impossible": ("policy.logprob_chunk_size=-1",), step.COMPARED: step.MODES[step.COMPARED]}
+    monkeypatch.setattr(step, "MODES", modes)
+    step.step(stage)
+    failed, *measured = stage.rows.read()
+    assert (failed.what, failed.passed) == ("impossible", False)
+    gradient = next(row for row in measured if "float32" in row.what)
+    assert gradient.passed
+    assert any("planned" in row.expected for row in measured if row.unit == "GiB")
 
 
 @pytest.mark.usefixtures("sharded")
-def test_drift_is_measured_in_each_layout(models: Path, rows: Rows) -> None:
-    drift(Stage("cpu", TINY, models, rows))
-    apart = {row.what: float(row.measured.split()[0]) for row in rows.read()}
-    assert len(apart) == 5
-    assert 0 < apart["bfloat16, padded"] < 0.01
+def test_a_head_in_float32_is_nearer_to_float32(stage: Stage) -> None:
+    trajectories = TINY.trajectories(250)
+
+    def logprobs(precision: str, change: Callable[[PolicyModel], None] = lambda policy: None) -> np.ndarray:
+        config = stage.config(f"policy.precision={precision}")
+        policy = PolicyModel(config)
+        with torch.no_grad():  # logits of random weights are all small, and so is their error
+            policy.model.get_input_embeddings().weight.mul_(20)
+        change(policy)
+        return drift.logprobs_of(policy, Packing.of(config.policy, training=False), trajectories)
+
+    exact = logprobs("float32")
+    usual, changed = (
+        np.abs(found - exact).mean() for found in (logprobs("bfloat16"), logprobs("bfloat16", drift._use_float32_head))
+    )
+    assert 0 < changed < 0.8 * usual
 
 
-@pytest.mark.nightly  # a dozen processes that import torch, and an engine
-@pytest.mark.timeout(1800)
+def test_what_a_run_logs_of_its_refits_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `WeightReceiver` and `Fleet` log it; `test_every_part_runs_on_a_cpu` reads the real ones."""
+    run = object.__new__(runs.Run)
+    run.config = load(runs.EXAMPLE, [f"run.dir={tmp_path}", "run.id=run"], {})
+    run.config.log_folder.mkdir(parents=True)
+    when = "2026-11-26 11:27:10,953"
+    line = f"{when} INFO r.receiver: version 3 is verified: {{'pausing': 0.5, 'receiving weights': 1.0, 'computing the probe': 9.0}}\n"
+    (run.config.log_folder / "rollout-1.log").write_text(f"noise\n{line}more noise\n{line}")
+    first, second = run.proofs
+    assert first.pause == second.pause == 1.5
+    assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time)) == when[:-4]
+
+
+@pytest.mark.nightly  # a dozen processes that import torch, five runs, and five engines
+@pytest.mark.timeout(6000)
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--size", "tiny", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [part["name"] for part in report["parts"]] == list(PLANS)
-    assert [part["problem"] for part in report["parts"]] == [None] * len(PLANS)
-    measured = {row["what"]: row["measured"] for part in report["parts"] for row in part["rows"]}
-    assert not [what for what, text in measured.items() if text.startswith(("failed", "refused"))], measured
-    assert {what for what, text in measured.items() if text == NEEDS_CUDA} == {
-        "two ranks of nccl on one device, NCCL_MULTI_RANK_GPU_ENABLE=0",
-        "two ranks of nccl on one device, NCCL_MULTI_RANK_GPU_ENABLE=1",
-        "a peer that never comes, nccl",
-        "a peer that stands still in a broadcast, nccl",
-        "all tensors in bfloat16 over nccl",
-        "copy to the host's memory, pinned as gloo's bucket",
-        "copy to the host's memory, pageable",
-        "decoding with defaults, model runner V2",
-        "a refit, with its proofs, model runner V2",
-        "a refit during completions, model runner V2",
-    }
+    """With one rank's parameters sharded as on a GPU. A second call keeps all of it."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "90", "--out", str(tmp_path)]
+    environ = os.environ | {shard_alone.VARIABLE: "1"}
+    for call in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert [each["name"] for each in report["parts"]] == [each.name for each in PARTS]
+        assert {each["verdict"] for each in report["parts"]} == {"passed"}, call
+        assert done.stdout.count("kept") == (len(PARTS) if call else 0)
+    Page((tmp_path / "report.html").read_text())
+    not_run = [each["name"] for each in report["parts"] if str(each["rows"][0]["measured"]).startswith("not run")]
+    assert not_run == ["refit-v2"]

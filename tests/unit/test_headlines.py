@@ -51,6 +51,8 @@ def test_each_alarm_is_said() -> None:
     )
     assert "(token_mult_prob_error 1.310)" in disagree
     assert "equal rewards" in equal
+    assert len(alarms(3, {"collapse_alarm": 1.0, "equal_rewards_alarm": 1.0})) == 2
+    assert alarms(3, {"collapse_alarm": 1.0, "equal_rewards_alarm": 1.0}, ["train_inference"]) == []
     for level, token in ((1.0, "blocking"), (2.0, "gloo")):
         (slow,) = alarms(3, {"weight_channel_alarm": level})
         assert slow.startswith("step 3: ")

@@ -19,8 +19,8 @@ from headrace.run.samples import (
     by_group,
     choose_groups,
     failed_groups,
+    make_sample,
     record,
-    sample_of,
 )
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample, write
@@ -146,11 +146,11 @@ def an_episode() -> StoredSample:
         call(0, [7], [8], version=4, trained=False, answer={"role": "assistant", "content": ""}),
     ]
     group = Group("g", "train", 0, "sums", "math", (asked,), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
-    return sample_of(group, episode(calls, truncated=True), Score("SCORED", 0.5, environment="math"))
+    return make_sample(group, episode(calls, truncated=True), Score("SCORED", 0.5, environment="math"))
 
 
 def test_an_episode_reads_as_a_conversation_with_each_calls_tokens() -> None:
-    assert an_episode().said == (
+    assert an_episode().text == (
         "call 0 (tokens 0-2, weights 3, r0)\n"
         "  assistant thinks: Hm.\n"
         "    tool: 0\n"
@@ -178,7 +178,7 @@ def test_the_lists_of_an_episode_are_of_its_calls_completions() -> None:
 
 
 def test_a_single_completion_reads_as_its_content_alone() -> None:
-    assert (sample("g").said, sample("g").weights()) == ("2", "weights 3")
+    assert (sample("g").text, sample("g").weights()) == ("2", "weights 3")
     group = Group("g", "train", 0, "sums", "math", (), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
     (path,) = episode([call(-1, [1], [2])]).paths()
     assert "calls" not in record(group, path, Score("SCORED", 0.5))
@@ -191,17 +191,17 @@ def test_what_a_program_left_is_kept_and_shown_with_its_conversation(tmp_path: P
     left = {"board": [1, None], "é": "so\ncall 9"}
     played = msgspec.structs.replace(episode([made]), artifacts=left)
     line = record(group, played, Score("SCORED", 0.5))
-    found = sample_of(group, played, Score("SCORED", 0.5))
+    found = make_sample(group, played, Score("SCORED", 0.5))
     assert line["artifacts"] == found.artifacts == left
-    assert found.said == (
+    assert found.text == (
         'call 0 (tokens 0-1, weights 0, r0)\n  assistant: 132\n\nartifacts: {"board": [1, null], "é": "so\\ncall 9"}'
     )
     SampleFiles(tmp_path, None).write("train", 1, [{**line, "step": 1}])
     assert SampleFiles(tmp_path, None).samples("train", 1)[0].artifacts == left
     without = record(group, episode([made, made]), Score("SCORED", 0.5))
     assert "artifacts" not in without
-    assert sample_of(group, episode([made]), None).left == ""
+    assert make_sample(group, episode([made]), None).left == ""
     large = msgspec.structs.replace(played, artifacts={"patch": "x" * 100_000})
-    shown = sample_of(group, large, None)
+    shown = make_sample(group, large, None)
     assert shown.left == '{"patch": "' + "x" * 9989 + "… (100013 characters)"
     assert shown.artifacts == large.artifacts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.replay.bias import MOMENTS, Distribution, Moment, TrajectoryMeter, beyond, meters_of, skews
+from headrace.replay.bias import MOMENTS, Distribution, Moment, TrajectoryMeter, beyond, read_meters, skews
 
 
 def spread(values: Sequence[float]) -> Distribution:
@@ -57,7 +57,7 @@ def test_what_does_not_vary_is_not_skewed() -> None:
 
 def test_moments_that_never_were_are_empty_and_latency_is_in_seconds() -> None:
     sums = {"trajectories": 3, "latency:n": 2, "latency:sum": 1500, "latency:squares": 1250000}
-    found = meters_of({"failed": sums})
+    found = read_meters({"failed": sums})
     assert set(found) == set(MOMENTS)
     assert found["trained"] == TrajectoryMeter()
     latency = found["failed"].latency

@@ -113,7 +113,7 @@ def _of_its_kind(values: Any, handler: ValidatorFunctionWrapHandler) -> EnvConfi
         return values
     if not isinstance(values, dict):
         raise _error([{"type": "model_type", "input": values, "ctx": {"class_name": EnvConfig.__name__}}])
-    kind = _kind_of(values)
+    kind = _find_kind(values)
     return kind.model_validate(_own(values, kind))
 
 
@@ -145,7 +145,7 @@ def _drop_former(name: str, values: Any) -> Any:
     if not isinstance(values, dict):
         return values  # validation says what is wrong, here and below
     try:
-        kind = _kind_of(name_type(name, values))
+        kind = _find_kind(name_type(name, values))
     except ValueError:
         return values
     return {
@@ -177,7 +177,7 @@ def _is_off(option: str, value: Any) -> bool:
         return False  # the model says what is wrong
 
 
-def _kind_of(values: Mapping[str, Any]) -> type[EnvConfig]:
+def _find_kind(values: Mapping[str, Any]) -> type[EnvConfig]:
     """Return the model of the environment's kind. Raises `ValueError`; where nothing says the kind, for unknown options, as one of them may
     be what would, misspelt."""
     given = _deciding(values)
@@ -221,8 +221,8 @@ def _own(values: Mapping[str, Any], kind: type[EnvConfig]) -> dict[str, Any]:
             unknown = PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", {"known": known})
             wrong.append({"type": unknown, "loc": (option,), "input": value})
         elif not left_out:
-            said = f"{in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out or null"
-            wrong.append(_wrong(option, value, said))
+            reason = f"{in_yaml(value)} is an option of {', '.join(owners)}, not of {whose}; leave it out or null"
+            wrong.append(_wrong(option, value, reason))
     if wrong:
         raise _error(wrong)
     return own
@@ -233,8 +233,8 @@ def _owners(option: str) -> list[str]:
     return [_NAMED[key] for key, kind in KINDS.items() if option in kind.model_fields]
 
 
-def _wrong(option: str, value: Any, said: str) -> InitErrorDetails:
-    return {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(said)}}
+def _wrong(option: str, value: Any, reason: str) -> InitErrorDetails:
+    return {"type": "value_error", "loc": (option,), "input": value, "ctx": {"error": ValueError(reason)}}
 
 
 def _error(found: list[InitErrorDetails]) -> ValidationError:

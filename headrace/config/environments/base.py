@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -35,9 +35,6 @@ class EnvConfig(Section):
     give_up_after: MayChange[float | None] = Field(
         None, gt=0, description="seconds after which a broken environment ends the run as an error; null waits for ever"
     )
-
-    # Whether it runs in its own process, which listens or dials; otherwise it is built in.
-    is_served: ClassVar[bool] = False
 
     @property
     def runs_episodes(self) -> bool:

@@ -18,10 +18,9 @@ _ADDRESS = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
 
 
 class CustomConfig(EpisodicConfig):
-    """An environment of the user's. `key` is the key whose presence makes it one."""
+    """An environment of the user's, in its own process, which listens or dials. `key` is the key whose presence makes it one."""
 
     key: ClassVar[str]
-    is_served = True
 
 
 class StartableConfig(CustomConfig):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.loss import CLIP_KEYS
 from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH
 from headrace.config.nemo_rl.values import look, off, sources
 
@@ -95,6 +96,7 @@ def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _conversations(values)
     yield from _splits(values)
     yield from _truncation(values)
+    yield from _policy_term(values)
 
 
 def _single_controller(values: dict[str, Any]) -> Iterator[Said]:
@@ -177,3 +179,21 @@ def _truncation(values: dict[str, Any]) -> Iterator[Said]:
         for key in ("truncated_importance_sampling_type", f"{bound}_min"):
             if loss.pop(key, None) is not None:
                 yield f"loss_fn.{key}", f"without {bound} nothing is truncated, in NeMo RL either"
+
+
+def _policy_term(values: dict[str, Any]) -> Iterator[Said]:
+    """Drop what a policy term without a ratio to clip does not read; NeMo RL's own recipes set the clip beside `force_on_policy_ratio`."""
+    loss = values.get("loss_fn")
+    if not isinstance(loss, dict):
+        return
+    if loss.get("force_on_policy_ratio") is True and loss.get("disable_ppo_ratio") is True:
+        del loss["disable_ppo_ratio"]
+        yield "loss_fn.disable_ppo_ratio", "with force_on_policy_ratio the ratio is 1, which has the same gradient"
+    form = next((key for key in ("force_on_policy_ratio", "disable_ppo_ratio") if loss.get(key) is True), None)
+    if form is None:
+        return
+    weighs = loss.get("use_importance_sampling_correction") is True
+    unread = (*CLIP_KEYS, "ratio_eps_min", "ratio_eps_max", *(() if weighs else ("sequence_level_importance_ratios",)))
+    for key in unread:
+        if loss.pop(key, None):
+            yield f"loss_fn.{key}", f"with {form} there is no ratio that it could change, in NeMo RL either"

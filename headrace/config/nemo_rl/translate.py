@@ -332,12 +332,12 @@ def _unknown(keys: Keys, value: Any, there: Callable[[Keys], Keys]) -> Refusal:
             return Refusal(there(keys[: depth + 1]), "unknown section", meant)
     elif keys[-1] in beside:
         return Refusal(there(keys), f"{in_yaml(value)} is not a section of keys", "; give a mapping")
-    said = functools.partial(Refusal, there(keys), f"unknown key, value {in_yaml(value)}")
+    refuse = functools.partial(Refusal, there(keys), f"unknown key, value {in_yaml(value)}")
     if meant:
-        return said(meant)
+        return refuse(meant)
     if depth == len(keys) - 1 and len(", ".join(beside)) < 600:
-        return said(f"; {section or 'the top level'} has {', '.join(beside)}")
-    return said(f"; did you mean {elsewhere}?" if (elsewhere := nearest(keys)) else "; leave it out")
+        return refuse(f"; {section or 'the top level'} has {', '.join(beside)}")
+    return refuse(f"; did you mean {elsewhere}?" if (elsewhere := nearest(keys)) else "; leave it out")
 
 
 def _beside(keys: Keys) -> list[str]:

@@ -207,7 +207,7 @@ class _Examination:
                 self._golden or ORDINARY,
                 self._timeout_s,
                 self._fault,
-                lambda check, said: self._say(check, "right", said),
+                lambda check, detail: self._say(check, "right", detail),
             ).run()
 
     async def _scoring(self) -> None:
@@ -243,15 +243,15 @@ class _Examination:
             self._say("description", "note", "the hub can't know its build and capacity")
             return
         self._say("start", "right", f"answered Describe after {time.monotonic() - began:.2f} s")
-        said = self._description
-        least, most = bounds(said)
+        description = self._description
+        least, most = bounds(description)
         if least is not None and most is not None and not least <= most:
             self._fault("description", f"reward_min {least:g} and reward_max {most:g}: no reward is between them")
         wanted = ("name", "build", *(("capacity",) if self._scores else ()))
-        missing = [field for field in wanted if not getattr(said, field)]
-        room = [f"capacity {said.capacity}"] if self._scores else []
-        room += [f"{said.episodes} episodes at a time"] if self._plays else []
-        stated = f"{said.name} build {said.build or '(none)'}, {', '.join(room)}"
+        missing = [field for field in wanted if not getattr(description, field)]
+        room = [f"capacity {description.capacity}"] if self._scores else []
+        room += [f"{description.episodes} episodes at a time"] if self._plays else []
+        stated = f"{description.name} build {description.build or '(none)'}, {', '.join(room)}"
         self._say(
             "description", "note" if missing else "right", stated + (f"; no {', '.join(missing)}" if missing else "")
         )
@@ -275,8 +275,8 @@ class _Examination:
             names = []
         if _SERVICE not in names:
             missing.append("reflection")
-        said = f"no {' and no '.join(missing)}" if missing else "both are on"
-        self._say("health and reflection", "note" if missing else "right", said)
+        detail = f"no {' and no '.join(missing)}" if missing else "both are on"
+        self._say("health and reflection", "note" if missing else "right", detail)
 
     async def _one_by_one(self) -> None:
         golden = self._golden or ORDINARY
@@ -310,8 +310,8 @@ class _Examination:
         first, again = [await self._alone("equal keys", each) for each in (sample, sample)]
         equal = same(first, again)
         if again.status != "SCORED" or (self._description.deterministic and not equal):
-            said = f"{_shorten(sample.completion)} was {_outcome(first)}, and sent again {_outcome(again)}"
-            self._fault("equal keys", said)
+            detail = f"{_shorten(sample.completion)} was {_outcome(first)}, and sent again {_outcome(again)}"
+            self._fault("equal keys", detail)
         self._say("equal keys", "right", "sent again it earned " + ("the same" if equal else "another reward"))
 
     async def _samples_apart(self) -> None:
@@ -340,8 +340,8 @@ class _Examination:
         size = self._batch_size
         expected = self._ordinary[:size]
         if len({score.reward for _, score, _ in expected}) < 2:
-            said = "all samples earn the same, so the order can't be checked; give --samples that differ"
-            self._say("batches", "note", said)
+            detail = "all samples earn the same, so the order can't be checked; give --samples that differ"
+            self._say("batches", "note", detail)
         else:
             self._say("batches", "right", f"{len(expected)} samples in one call earn what they earn alone, in order")
         for batch in (expected, expected[::-1]):
@@ -362,12 +362,12 @@ class _Examination:
         """Judge samples that are scored differently in one call. `stays`: their scores were the same a second time."""
         one, other = list(map(_outcome, together)), list(map(_outcome, alone))
         order = ", in another order" if sorted(one) == sorted(other) else ""
-        said = f"together they earn {', '.join(one)}, but alone {', '.join(other)}{order}"
-        self._say("batches", "note", said)
+        detail = f"together they earn {', '.join(one)}, but alone {', '.join(other)}{order}"
+        self._say("batches", "note", detail)
         if self._settled and stays:
-            self._fault("batches", said)
+            self._fault("batches", detail)
         elif self._description.deterministic:
-            self._fault("deterministic", said)
+            self._fault("deterministic", detail)
 
     async def _full_batch(self, size: int) -> None:
         """Score as many samples as one call may have. Meanwhile Describe must be answered."""
@@ -447,10 +447,10 @@ class _Examination:
                     break
                 took_s = answer.took_s
             elif late:
-                said = (
+                detail = (
                     f"a batch of {size} takes {took_s:.1f} s; with a deadline of {took_s / 2:.1f} s there was no answer"
                 )
-                self._fault("deadline", said)
+                self._fault("deadline", detail)
                 break
             else:
                 late += 1
@@ -504,8 +504,8 @@ class _Examination:
         self._blame("mixed batches", "a call of ordinary and odd completions", answer)
         for (sample, score, _), got in zip(ordinary, (*answer.scores[:1], *answer.scores[-1:]), strict=False):
             if got.status != "SCORED" or (self._settled and not same(got, score)):
-                said = f"{_shorten(sample.completion)} is {_outcome(score)} alone, but {_outcome(got)} among odd completions"
-                self._fault("mixed batches", said)
+                detail = f"{_shorten(sample.completion)} is {_outcome(score)} alone, but {_outcome(got)} among odd completions"
+                self._fault("mixed batches", detail)
         self._say("mixed batches", "right", "ordinary samples keep their rewards among odd ones")
 
     def _judge_promises(self) -> None:
@@ -513,21 +513,21 @@ class _Examination:
         differing = [each for each in self._ordinary if not same(each[1], each[2])]
         if self._description.deterministic:
             for sample, first, second in differing:
-                said = f"{_shorten(sample.completion)} earned {_outcome(first)}, then {_outcome(second)}"
-                self._fault("deterministic", said)
+                detail = f"{_shorten(sample.completion)} earned {_outcome(first)}, then {_outcome(second)}"
+                self._fault("deterministic", detail)
             self._say("deterministic", "right", "equal samples earned the same")
         elif differing:
             self._say("deterministic", "right", "it is not, and doesn't state it")
         else:
             self._say("deterministic", "note", "equal samples earned the same; if they always do, state deterministic")
         least, most = bounds(self._description)
-        for check, said in {
+        for check, detail in {
             "one result each": f"of {self._results} results",
             "rewards": "finite numbers",
             "statuses": "all are valid",
             "metadata": "within the limit",
         }.items():
-            self._say(check, "right", said)
+            self._say(check, "right", detail)
         if least is None and most is None:
             self._say("range", "note", "no reward_min and reward_max are stated")
         else:
@@ -549,8 +549,8 @@ class _Examination:
             return _Scores(failure=str(error))
         except grpc.aio.AioRpcError as error:
             late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            said = f"no answer within {timeout_s:.1f} s" if late else f"{error.code().name}: {error.details()}"
-            return _Scores(failure=said, hung=late, lost=error.code() in _LOST)
+            detail = f"no answer within {timeout_s:.1f} s" if late else f"{error.code().name}: {error.details()}"
+            return _Scores(failure=detail, hung=late, lost=error.code() in _LOST)
         return _Scores(tuple(scores), took_s=time.monotonic() - began)
 
     async def _call(self, samples: Sequence[Sample], timeout_s: float) -> Sequence[trajectory_pb2.Result]:
@@ -561,8 +561,8 @@ class _Examination:
         if len(results) != len(samples):
             self._fault("one result each", f"{len(results)} results for {len(samples)} trajectories")
         for sample, result in zip(samples, results, strict=False):
-            for check, said in problems(result, self._description):
-                self._fault(check, f"{_shorten(sample.completion)}: {said}")
+            for check, detail in problems(result, self._description):
+                self._fault(check, f"{_shorten(sample.completion)}: {detail}")
         return results
 
     async def _still_scores(self, check: str, when: str) -> None:
@@ -590,11 +590,11 @@ class _Examination:
 
     # -- reports
 
-    def _fault(self, check: str, said: str) -> None:
-        self._wrong.setdefault(check, []).append(said)
+    def _fault(self, check: str, detail: str) -> None:
+        self._wrong.setdefault(check, []).append(detail)
 
-    def _say(self, check: str, verdict: Verdict, said: str) -> None:
-        self._said[check] = verdict, said
+    def _say(self, check: str, verdict: Verdict, detail: str) -> None:
+        self._said[check] = verdict, detail
 
     @property
     def _plays(self) -> bool:
@@ -612,9 +612,9 @@ class _Examination:
     @property
     def _batch_size(self) -> int:
         """The number of samples in one call, as many as the hub would send."""
-        said = self._description
-        capacity = said.capacity or _LARGEST_BATCH
-        return max(1, min(_LARGEST_BATCH, capacity // said.calls if said.calls else capacity))
+        description = self._description
+        capacity = description.capacity or _LARGEST_BATCH
+        return max(1, min(_LARGEST_BATCH, capacity // description.calls if description.calls else capacity))
 
     def _many(self, count: int) -> list[Sample]:
         return [_rename(self._ordinary[place % len(self._ordinary)][0]) for place in range(count)]

@@ -54,8 +54,8 @@ class ScriptedSession:
             except Exception as error:  # noqa: BLE001  # the test's own code failed: the program gets the error
                 return 400, _error(f"the test's answers raised {type(error).__name__}: {error}", "invalid_request")
         elif number > len(self._answers):
-            said = f"all {len(self._answers)} answers of the test are used up; this counts as a limit of the run"
-            return 400, _error(said, "context_length_exceeded")
+            why = f"all {len(self._answers)} answers of the test are used up; this counts as a limit of the run"
+            return 400, _error(why, "context_length_exceeded")
         else:
             answer = self._answers[number - 1]
         message = {"role": "assistant", **({"content": answer} if isinstance(answer, str) else answer)}

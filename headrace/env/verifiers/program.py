@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError
 from headrace.config.environments import VerifiersConfig
 from headrace.env.environment import Environment
 from headrace.env.episode import Episode
-from headrace.env.source_build import digest_of
+from headrace.env.source_build import digest_texts
 from headrace.env.verifiers.verifiers_worker import MOST_BYTES
 from headrace.records.score import Score
 
@@ -85,7 +85,7 @@ class VerifiersProgram(Environment):
         self.name = name
         self.episodes = env.concurrency
         options = json.dumps(env.verifiers, sort_keys=True)
-        self.build = ", ".join((software[0], digest_of([*software, options])))
+        self.build = ", ".join((software[0], digest_texts([*software, options])))
         self._address = address
 
     async def episode(self, e: Episode) -> Score:
@@ -104,14 +104,14 @@ class VerifiersProgram(Environment):
             writer.close()
         if not answer.endswith(b"\n"):
             return Score("INTERRUPTED", message=f"{self._process} has ended")
-        return score_of(json.loads(answer))
+        return read_score(json.loads(answer))
 
     @property
     def _process(self) -> str:
         return f"the verifiers process of env.{self.name}"
 
 
-def score_of(outcome: dict[str, Any]) -> Score:
+def read_score(outcome: dict[str, Any]) -> Score:
     """Return the score of an outcome. Raises `CodecError` for a reward, or a component, that is not a finite number."""
     if outcome["status"] != "SCORED":
         return Score(outcome["status"], message=outcome["message"], traceback=outcome.get("traceback", ""))
@@ -131,12 +131,12 @@ async def playing(
     assert process.stdout is not None
     try:
         process.stdin.write(json.dumps({"verifiers": env.verifiers, "address": address}).encode() + b"\n")
-        said = json.loads(await process.stdout.readline() or b"{}")
-        if "software" not in said:
+        answer = json.loads(await process.stdout.readline() or b"{}")
+        if "software" not in answer:
             raise ConfigError(
-                f"env.{name}.verifiers: {said.get('problem', 'its process ended; the log has its error')}"
+                f"env.{name}.verifiers: {answer.get('problem', 'its process ended; the log has its error')}"
             )
-        yield VerifiersProgram(name, env, address, said["software"]), process
+        yield VerifiersProgram(name, env, address, answer["software"]), process
     finally:
         process.stdin.close()
         try:

@@ -104,7 +104,7 @@ def _line(outcome: dict[str, Any]) -> bytes:
         return json.dumps(_failure(f"its outcome is not JSON: {error}")).encode() + b"\n"
 
 
-def row_of(task: Any) -> dict[str, Any]:
+def make_row(task: Any) -> dict[str, Any]:
     """Return what other processes get of a task: its identity, and the messages that it begins with. A task without messages, because its
     user is played, is shown by its name."""
     data, messages = task.data, []
@@ -213,7 +213,7 @@ def select_rows(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict
             f"task_config {dict(select)}: verifiers refuses it as `select` ({error})"
         ) from error
     with loading():
-        yield from map(row_of, taskset if taskset.bounded else taskset.take(size))
+        yield from map(make_row, taskset if taskset.bounded else taskset.take(size))
 
 
 @contextlib.contextmanager
@@ -343,8 +343,8 @@ class Player:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            said = traceback.format_exception_only(error)[-1].strip()
-            return {**_failure(said), "traceback": traceback.format_exc()[-_TRACEBACK:]}
+            message = traceback.format_exception_only(error)[-1].strip()
+            return {**_failure(message), "traceback": traceback.format_exc()[-_TRACEBACK:]}
         finally:
             for trace in traces:
                 self._relay.episodes.pop(trace, None)

@@ -23,7 +23,6 @@
 local MOST_REDUNDANT = 1024
 
 limit('max_bytes', positive)
-limit('group_deadline_ms', positive)
 limit('redundant', function(value, what)
   if natural(value, what) > MOST_REDUNDANT then
     refuse('HR_INVALID', 'redundant is ' .. value .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
@@ -55,13 +54,13 @@ local function grant(run, group, taker, count, worst, ticket)
     ticket = number
     redis.call('ZADD', run.base .. 'line', ticket, group.id)
   end
-  local token, deadline = lease_token(taker.nonce, number, group), run.now + run.group_deadline_ms
+  local token = lease_token(taker.nonce, number, group)
   redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', taker.holder, 'attempt', group.attempt + 1,
-    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', taker.version, 'count', count, 'dropped', 0,
+    'ticket', ticket, 'held', worst, 'leased', run.now, 'version', taker.version, 'count', count, 'dropped', 0,
     'saves', 0)
   hold(run, group, worst)
   move(run, group.lane, 'queued', 'open')
-  local ends_in = hold_lease(run, group, taker, deadline)
+  local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt + 1,
     ticket = ticket, count = count,

@@ -1,8 +1,7 @@
 -- Groups that had a lease before: a taker continues them under a new token.
 --
 -- Such a group already has its place in line and its bytes. It keeps the trajectories (finished or not) that can still be trained. Those
--- that would break law 2 at the next step start over, and so do unfinished episodes. The group also keeps its deadline, unless it is a
--- suspect: then the deadline starts over.
+-- that would break law 2 at the next step start over, and so do unfinished episodes. Its deadline starts over (law 6).
 -- uses: _fields, _group, _meter, _run, _taker, _trajectory
 
 -- Whether tokens of these versions could not be trained at the next step.
@@ -84,13 +83,12 @@ local function begun_before(group)
 end
 
 -- Continue the group with the taker under a new token. It already has its place in line and its attempt.
-local function go_on(run, group, taker, deadline)
-  deadline = deadline or group.deadline
+local function go_on(run, group, taker)
   if group.lane == 'train' then sift_pushed(run, group) end
   local token = lease_token(taker.nonce, take_ticket(run), group)
   local indices, prefixes = missing(run, group)
-  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder, 'deadline', deadline)
-  local ends_in = hold_lease(run, group, taker, deadline)
+  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder)
+  local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
     ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes, tries = group.kind and begun_before(group) or {},
@@ -106,12 +104,10 @@ end
 local function hand_on(run, taker)
   local orphans, ids = of_kind(run, 'orphans', taker.kind), {}
   for _, id in ipairs(redis.call('ZRANGE', orphans, 0, taker.most - 1)) do
-    if not lease_over(run, id) then
-      local group = load_group(run, id)
-      if can_start(run, taker, group) then
-        go_on(run, group, taker)
-        ids[#ids + 1] = id
-      end
+    local group = load_group(run, id)
+    if can_start(run, taker, group) then
+      go_on(run, group, taker)
+      ids[#ids + 1] = id
     end
   end
   if #ids > 0 then redis.call('ZREM', orphans, unpack(ids)) end

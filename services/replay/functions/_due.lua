@@ -11,17 +11,29 @@ local function due(run, what)
   return redis.call('ZRANGEBYSCORE', run.base .. what, '-inf', run.now, 'LIMIT', 0, SWEEP)
 end
 
+-- Law 6: the holder has not progressed with the group until its deadline. The group keeps what it has. Its holder is treated as if it had
+-- died of it, so an attempt is charged only to a group that is alone with it. An environment that is broken may keep a runner waiting.
+local function end_silence(run, group)
+  local silent_ms = run.now - (group.moved or group.deadline - run.group_deadline_ms)
+  local silence = string.format('made no progress for %.0f s', silent_ms / 1000)
+  if is_broken(run, environment_of(run, group)) then
+    pass_on(run, group, 'deadline', who(group.replica) .. ' ' .. silence .. ' while the environment is broken')
+  else
+    local together = redis.call('HGET', replica_key(run, group.replica), 'together')
+    suspect(run, group, tonumber(together), 'deadline', silence, 'if it was only slow, raise replay.group_deadline_s')
+  end
+end
+
 local function expire_leases(run)
   local ids = due(run, 'leases')
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     if group.replica == '' then
-      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica took it over')
-    elseif run.now >= group.deadline then
-      local counted = not is_broken(run, environment_of(run, group))
-      requeue(run, group, 'deadline', counted, 'not finished within the deadline by ' .. who(group.replica))
-    else
+      redis.call('ZREM', run.base .. 'leases', id)  -- an earlier build gave a deadline to groups that wait for a replica
+    elseif run.now < group.deadline then
       pass_on(run, group, 'lease', 'lease not renewed by ' .. who(group.replica))
+    else
+      end_silence(run, group)
     end
   end
   return #ids
@@ -46,7 +58,11 @@ local function take_back(run, holder, died)
   together = tonumber(left_with or together or 0)
   for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
     local group = load_group(run, id)
-    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'given back by ' .. who(holder)) end
+    if died then
+      suspect(run, group, together, 'dead', 'died')
+    else
+      pass_on(run, group, 'returned', 'given back by ' .. who(holder))
+    end
   end
   return redis.call('EXISTS', held) == 0
 end

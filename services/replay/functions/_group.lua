@@ -6,7 +6,9 @@
 --   kind      `episodes`: runners lease it; absent: replicas do
 --   record    nonce of its record
 --   worst     bytes that n trajectories may grow to; actual and held: bytes pushed, bytes accounted
---   attempt   leases so far; failures, ticket, token, replica; deadline (ms, absolute)
+--   attempt   leases so far; failures, ticket, token, replica
+--   deadline  of an open group that is leased: when its lease ends unless it progresses (law 6); moved: when it progressed last (both in
+--             ms); progress: the highest count that a heartbeat reported under this lease
 --   pushed, scored; oldest and newest (weight versions)
 --   count     trajectories that this attempt starts: n, and in the train lane the run's `redundant` beyond
 --   dropped   those of them that failed for good
@@ -27,12 +29,13 @@
 -- uses: _args, _fields, _fleet, _meter, _run, _trajectory
 
 limit('max_attempts', positive)
+limit('group_deadline_ms', positive)
 limit('max_episode_bytes', positive)  -- of an episode's calls, and of its record
 
 local TEXTS = {'state', 'lane', 'record', 'env', 'kind', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
-  'count', 'dropped', 'actual', 'saves',
+  'count', 'dropped', 'actual', 'saves', 'moved',
 }
 local GROUP, IS_NUMBER = {}, {leased = true}
 for i = 1, #TEXTS do GROUP[i] = TEXTS[i] end
@@ -77,6 +80,21 @@ end
 
 local function queue_of(run, lane, kind)
   return lane == 'train' and run.base .. 'queue' or of_kind(run, 'validation', kind)
+end
+
+local function lease_end(run, deadline) return math.min(run.now + run.lease_ms, deadline) end
+
+-- Law 6: the group has progressed under its lease, so its deadline starts over and its lease is renewed. Returns when the lease ends.
+-- `progress`: as a heartbeat reported it. What counts as progress is in docs/replay.md.
+local function advance(run, key, progress)
+  local deadline = run.now + run.group_deadline_ms
+  redis.call('HSET', key, 'deadline', deadline, 'moved', run.now, unpack(progress and {'progress', progress} or {}))
+  return lease_end(run, deadline)
+end
+
+-- The holder has handed in something new.
+local function note_progress(run, group)
+  redis.call('ZADD', run.base .. 'leases', advance(run, group.key), group.id)
 end
 
 -- Memory: `bytes` is the size of the payloads plus what leases may still add.
@@ -275,12 +293,10 @@ local function lose_lease(run, group, cause, reason)
   wake(run, 'work')
 end
 
--- Let another replica continue the group before its deadline. No attempt is charged.
+-- Let another replica continue the group. No attempt is charged, and no deadline runs until then.
 local function pass_on(run, group, cause, reason)
   lose_lease(run, group, cause, reason)
   redis.call('ZADD', of_kind(run, 'orphans', group.kind), group.ticket, group.id)
-  redis.call('ZADD', run.base .. 'leases', group.deadline, group.id)
-  due_at(run, group.deadline)
 end
 
 -- A holder of groups, in words for people.
@@ -293,16 +309,18 @@ end
 -- among 64, and the others wait no longer than they must.
 local COHORTS = 8
 
--- The group's replica died while it held `together` groups. Any of them may have killed it, so all are suspects: they wait to be leased
--- apart from others, and no deadline runs meanwhile (law 6). Only a group that was alone with its replica is charged an attempt.
-local function suspect(run, group, together)
-  local died = who(group.replica) .. ' died'
+-- The group's holder died, or was silent on it, while it held `together` groups. Any of them may be the reason, so each is a suspect: it
+-- waits to be leased apart from others, and no deadline runs meanwhile (law 6). Only a group that was alone with its holder is charged an
+-- attempt. `what` the holder did, and the remedy if there is one.
+local function suspect(run, group, together, cause, what, remedy)
+  local reason = who(group.replica) .. ' ' .. what .. ' with ' .. (together == 1 and 'this group alone' or together .. ' groups') ..
+    (remedy and '; ' .. remedy or '')
   if together == 1 then
     local failures = group.failures + 1
-    if failures >= run.max_attempts then return requeue(run, group, 'dead', true, died .. ' with this group alone') end
+    if failures >= run.max_attempts then return requeue(run, group, cause, true, reason) end
     redis.call('HSET', group.key, 'failures', failures)
   end
-  lose_lease(run, group, 'dead', died .. ' with ' .. (together == 1 and 'this group alone' or together .. ' groups'))
+  lose_lease(run, group, cause, reason)
   redis.call('HSET', group.key, 'cohort', math.max(1, math.floor(together / COHORTS)))
   redis.call('ZADD', of_kind(run, 'suspects', group.kind), group.ticket, group.id)
 end
@@ -318,6 +336,7 @@ end
 
 -- A trajectory will not be generated. Others were started beyond n, so the group does without it.
 local function do_without(run, group, index, reason)
+  note_progress(run, group)
   meter_count(run, 'failed', 1)
   forget_prefix(run, group, index)
   redis.call('HSET', group.key, 'x' .. index, words(reason), 'dropped', group.dropped + 1)

@@ -10,10 +10,10 @@
 --   drains      string  the replica that gets no more groups until it can take suspects
 --   passed      zset    queued train groups that have their place in line because groups of the other kind behind them were leased, by
 --                       ticket
---   leases      zset    open groups by the end of their lease, or by their deadline if another replica is to continue them
---   orphans     zset    open groups whose lease was lost, by ticket: leased next
+--   leases      zset    open groups that are leased, by the end of their lease
+--   orphans     zset    open groups whose lease was lost, by ticket: leased next. No deadline runs for them
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
---   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline and are not in `leases`
+--   suspects    zset    open groups whose replica died or was silent, by ticket: leased apart from others. No deadline runs for them
 --   For episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are separate keys, `<name>:episodes`.
 --   steps       hash    step -> ids of groups reserved for it, retained, or kept for it by a rewind (one per line, in ticket order)
 --   timelines   list    `<timeline> <version at which it began>`: the ancestry of the weights, oldest first

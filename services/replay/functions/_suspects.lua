@@ -1,4 +1,5 @@
--- Suspects: groups whose holder died (`suspect` in _group.lua). Any of them may have killed it, so they come before everything else.
+-- Suspects: groups whose holder died or was silent on them (`suspect` in _group.lua). Any of them may be the reason, so they come before
+-- everything else.
 --
 -- They go in cohorts to a taker that holds nothing, and it gets nothing more until it holds nothing again. If the lowest ticket is a
 -- suspect, a taker that holds other groups drains for it.
@@ -12,7 +13,7 @@ local function lease_cohort(run, taker)
     most = math.min(most, tonumber(redis.call('HGET', group.key, 'cohort')))
     if #ids >= most or not can_start(run, taker, group) then break end
     redis.call('HDEL', group.key, 'cohort')
-    go_on(run, group, taker, run.now + run.group_deadline_ms)
+    go_on(run, group, taker)
     ids[#ids + 1] = id
   end
   if #ids == 0 then return end

@@ -3,15 +3,15 @@
 -- holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it may still get), slots
 -- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
 -- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open).
--- uses: _run
+-- uses: _group, _run
 
 local function lease_token(nonce, number, group)
   return nonce .. '-' .. number .. '/' .. group.id
 end
 
 -- Give the group to the taker until its lease ends. Returns in how many milliseconds that is.
-local function hold_lease(run, group, taker, deadline)
-  local ends = math.min(run.now + run.lease_ms, deadline)
+local function hold_lease(run, group, taker)
+  local ends = advance(run, group.key, 0)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
   redis.call('SADD', run.base .. 'h:' .. taker.holder, group.id)
   due_at(run, ends)

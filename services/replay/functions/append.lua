@@ -8,7 +8,7 @@
 --          max_episode_bytes)
 --
 -- The calls of an episode are one list, each preceded by its nonce. The lease already counts their bytes.
--- uses: _args, _episode, _register, _trajectory
+-- uses: _args, _episode, _group, _register, _trajectory
 
 -- The calls so far (key and number), their bytes, and their oldest and newest version.
 local function appended(run, group, entry)
@@ -53,5 +53,6 @@ register('append', {
   redis.call('HSET', group.key, 'q' .. entry.at,
     saved_value(calls.nonce, string.format('%d %d %d', calls.bytes + #args[2], calls.oldest, calls.newest)))
   if calls.count == 0 then redis.call('HSET', group.key, 'saves', (group.saves or 0) + 1) end
+  note_progress(run, group)
   return 1
 end, true, true)

@@ -64,6 +64,7 @@ local function free(run, group, entry)
     end
     return 0
   end
+  if entry.status ~= 'NOT_STARTED' then note_progress(run, group) end
   forget_prefix(run, group, entry.index)
   redis.call('HSET', group.key, 'a' .. entry.at, tries_value(group.tries + 1, failures, interrupted))
   event(run, 'began_anew', 'group', entry.id, 'index', entry.at, 'reason', reason)
@@ -104,6 +105,7 @@ local function take(run, group, entry)
   end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
     unpack(fields))
+  note_progress(run, group)
   if group.pushed + group.dropped == group.count then
     end_generation(run, group)
     group.state = 'scoring'

@@ -1,9 +1,10 @@
 -- group: read one group and its trajectories, for people.
 -- KEYS     the run
 -- ARGV     group (its id)
--- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), length,
---          oldest, newest, latency_ms and reward once it is scored; for an open group of episodes also begun: index, calls and bytes of
---          each episode that has calls; or nil if the buffer does not know the group
+-- Returns  msgpack: state, record (key), the group's fields (of a leased group also silent_s, the time since its last progress), and for
+--          each trajectory pushed so far index, key (of its payload), length, oldest, newest, latency_ms and reward once it is scored; for
+--          an open group of episodes also begun: index, calls and bytes of each episode that has calls; or nil if the buffer does not know
+--          the group
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register, _steps, _trajectory
 register_reader('group', {group = name}, function(run, call)
@@ -25,6 +26,7 @@ register_reader('group', {group = name}, function(run, call)
     'scored', 'oldest', 'newest', 'step', 'reason'}) do
     fields[field] = group[field]
   end
+  if group.state == 'open' and group.replica ~= '' and group.moved then fields.silent_s = (run.now - group.moved) / 1000 end
   local begun
   for i = 0, group.kind and (group.saves or 0) > 0 and group.count - 1 or -1 do
     local nonce, bytes = extent_of(redis.call('HGET', group.key, 'q' .. i))

@@ -49,6 +49,7 @@ local function push(run, entries_of_group, foreign, reply)
   if #written == 0 then return end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
     unpack(written))
+  note_progress(run, group)
   redis.call('ZADD', place_of(run, 'unscored', environment_of(run, group)), unpack(members))
   wake(run, 'scoring')
   if group.pushed + group.dropped == group.count then end_generation(run, group) end

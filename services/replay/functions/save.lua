@@ -28,6 +28,7 @@ local function save(run, entry)
   if code then return code, message end
   forget_prefix(run, group, entry.index)
   redis.call('HSET', group.key, 'q' .. entry.at, saved_value(entry.nonce, entry.extent), 'saves', (group.saves or 0) + 1)
+  note_progress(run, group)
 end
 
 register('save', PAYLOADS, function(run, call, args)

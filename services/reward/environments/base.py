@@ -113,8 +113,8 @@ def choice(text: str) -> str | None:
     r"""Return the letter that `text` gives as its answer to a multiple choice: `B`, `(B)`, `Answer: B`, `the answer is B`, `\boxed{B}`."""
     if alone := _LETTER.fullmatch(text[-ANSWER_TAIL:]):
         return alone[1]
-    said = _CHOICE.findall(text)
-    return said[-1] if said else None
+    letters = _CHOICE.findall(text)
+    return letters[-1] if letters else None
 
 
 def _unbox(text: str) -> str | None:

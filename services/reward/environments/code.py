@@ -246,11 +246,11 @@ def refusal(name: str, denied: str) -> str:
 
 def extract_program(completion: str, env: CodeConfig) -> str | None:
     """Return the program: the last fenced block of what `extract` takes from the completion, or all of it if there is no fenced block."""
-    said = extract_answer(completion, env.extract)
-    if said is None:
+    answer = extract_answer(completion, env.extract)
+    if answer is None:
         return None
-    blocks: list[str] = _FENCED.findall(said)
-    return blocks[-1] if blocks else said
+    blocks: list[str] = _FENCED.findall(answer)
+    return blocks[-1] if blocks else answer
 
 
 def passes(outcome: ProgramResult, expected: Any, function: str | None) -> bool:
@@ -258,11 +258,11 @@ def passes(outcome: ProgramResult, expected: Any, function: str | None) -> bool:
     equal JSON value."""
     if outcome.failure:
         return False
-    said = outcome.output.decode(errors="replace")
+    output = outcome.output.decode(errors="replace")
     if function is None:
-        return _lines(said) == _lines(expected)
+        return _lines(output) == _lines(expected)
     try:
-        return _equal(json.loads(said), expected)
+        return _equal(json.loads(output), expected)
     except (ValueError, RecursionError):  # the program itself wrote to the answer
         return False
 

@@ -37,7 +37,7 @@ _FUNCTIONS = frozenset(
 )
 
 
-def _list_of(item: str) -> str:
+def _list_pattern(item: str) -> str:
     return rf"\[\s*+(?:{item}\s*+(?:,\s*+{item}\s*+)*+(?:,\s*+)?)?\]"
 
 
@@ -77,10 +77,10 @@ def _as_expected(answer: str, entry: Entry) -> bool:
 
 ACCEPTS: dict[str, Accepts] = {
     # evaluated by Python
-    "binary_matrix": _matches(rf"[\d\s]*+|{_list_of(_list_of(_DIGIT))}"),
-    "n_queens": _matches(rf"[Q_\s]*+|{_list_of(_list_of(_SQUARE))}"),
-    "spiral_matrix": _matches(rf"[-\d\s]*+|{_list_of(_DIGIT)}"),
-    "string_insertion": _matches(rf"[A-E]*+|{_list_of(_LETTER)}"),
+    "binary_matrix": _matches(rf"[\d\s]*+|{_list_pattern(_list_pattern(_DIGIT))}"),
+    "n_queens": _matches(rf"[Q_\s]*+|{_list_pattern(_list_pattern(_SQUARE))}"),
+    "spiral_matrix": _matches(rf"[-\d\s]*+|{_list_pattern(_DIGIT)}"),
+    "string_insertion": _matches(rf"[A-E]*+|{_list_pattern(_LETTER)}"),
     # evaluated by sympy
     "countdown": _whole_numbers,
     "puzzle24": _whole_numbers,
@@ -125,7 +125,7 @@ def _product(entry: Entry) -> bool:
 
 
 def _are_sorted_numbers(entry: Entry) -> bool:
-    return isinstance(entry["answer"], str) and re.fullmatch(_list_of(_NUMBER), entry["answer"]) is not None
+    return isinstance(entry["answer"], str) and re.fullmatch(_list_pattern(_NUMBER), entry["answer"]) is not None
 
 
 # checks of the problems whose own fields are evaluated

@@ -41,12 +41,12 @@ class Math(SandboxedEnvironment[MathConfig]):
         _equal(_parse("\\boxed{\\frac{1}{2}}", _EXPECTED), _parse("1/2", _ANSWER))  # grammars, and sympy's own modules
 
     def quick_score(self, sample: Sample) -> Score | None:
-        expected, said = str(sample.extra_env_info.get("answer")), sample.completion
+        expected, answer = str(sample.extra_env_info.get("answer")), sample.completion
         if (found := super().quick_score(sample)) is not None:
             return found
         plain = self.env.extract == "none" and self.env.tolerance is None
-        if plain and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):
-            return Score("SCORED", reward=float(int(said) == int(expected)), metadata={"answer": said})
+        if plain and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(answer):
+            return Score("SCORED", reward=float(int(answer) == int(expected)), metadata={"answer": answer})
         return None
 
     def judge(self, sample: Sample) -> float | Score:
@@ -64,10 +64,10 @@ class Math(SandboxedEnvironment[MathConfig]):
             return Score(
                 "INVALID", message=f"extra_env_info.answer {text!r:.80} is not mathematics that math-verify can read"
             )
-        said = sample.completion if self.env.extract == "none" else extract_answer(sample.completion, self.env.extract)
-        if said is None:
+        given = sample.completion if self.env.extract == "none" else extract_answer(sample.completion, self.env.extract)
+        if given is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no answer"})
-        found = _parse(said, _ANSWER)
+        found = _parse(given, _ANSWER)
         equal = _equal(expected, found) or (
             self.env.tolerance is not None and _near(expected, found, self.env.tolerance)
         )
@@ -84,16 +84,16 @@ def _score_choice(completion: str, expected: str) -> Score:
         return Score(
             "INVALID", message=f"extra_env_info.answer is {expected!r:.80}; extract choice needs a capital letter"
         )
-    said = choice(completion)
-    return Score("SCORED", reward=float(said == letter), metadata={"answer": said})
+    answer = choice(completion)
+    return Score("SCORED", reward=float(answer == letter), metadata={"answer": answer})
 
 
 def _near(expected: Sequence[Any], found: Sequence[Any], tolerance: float) -> bool:
     """Return whether the first expression found is a number that differs from the expected one by at most this share of it."""
-    wanted, said = _number(expected), _number(found)
-    if wanted is None or said is None:
+    wanted, given = _number(expected), _number(found)
+    if wanted is None or given is None:
         return False
-    return abs(said - wanted) <= tolerance * (abs(wanted) or 1.0)
+    return abs(given - wanted) <= tolerance * (abs(wanted) or 1.0)
 
 
 def _number(parsed: Sequence[Any]) -> float | None:

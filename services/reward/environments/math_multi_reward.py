@@ -38,13 +38,16 @@ class MathMultiReward(SandboxedEnvironment[MathMultiRewardConfig]):
                 "INVALID",
                 message=f"extra_env_info.answer is {expected!r:.80}; math_multi_reward needs text or a number",
             )
-        said = sample.completion.split("<answer>")[-1].split("</answer>")[0].strip()
+        answer = sample.completion.split("<answer>")[-1].split("</answer>")[0].strip()
         tags = sample.completion.count("<answer>"), sample.completion.count("</answer>")
         components = {
-            "correctness": float(said == str(expected).strip()),
+            "correctness": float(answer == str(expected).strip()),
             "format": float(tags == (1, 1) and _FORMAT.search(sample.completion) is not None),
-            "integer": float(said.isdigit()),
+            "integer": float(answer.isdigit()),
         }
         return Score(
-            "SCORED", reward=sum(components.values()), components=components, metadata={"answer": shorten_answer(said)}
+            "SCORED",
+            reward=sum(components.values()),
+            components=components,
+            metadata={"answer": shorten_answer(answer)},
         )

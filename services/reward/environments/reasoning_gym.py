@@ -72,10 +72,10 @@ class ReasoningGym(SandboxedEnvironment[ReasoningGymConfig]):
             dataset = self._task(task, json.dumps(config, sort_keys=True))
         except (TypeError, ValueError, AssertionError) as error:
             return Score("INVALID", message=f"{task} refuses extra_env_info.task_config {config!r:.80}: {error}")
-        said = extract_answer(sample.completion, self.env.extract)
-        answer = said if said is not None and acceptable(task, said, from_json(entry)) else None
-        metadata: dict[str, Any] = {"answer": shorten_answer(said)}
-        if said is not None and answer is None:
+        found = extract_answer(sample.completion, self.env.extract)
+        answer = found if found is not None and acceptable(task, found, from_json(entry)) else None
+        metadata: dict[str, Any] = {"answer": shorten_answer(found)}
+        if found is not None and answer is None:
             metadata["rule"] = f"not an answer that {task} may read"
         try:
             score = float(dataset.score_answer(answer, from_json(entry)))

@@ -19,8 +19,8 @@ class Regex(SandboxedEnvironment[RegexConfig]):
         self._pattern = re.compile(env.pattern)
 
     def judge(self, sample: Sample) -> float | Score:
-        said = extract_answer(sample.completion, self.env.extract)
-        found = None if said is None else self._pattern.search(said)
+        answer = extract_answer(sample.completion, self.env.extract)
+        found = None if answer is None else self._pattern.search(answer)
         return Score("SCORED", reward=float(found is not None), metadata={"found": shorten_answer(found and found[0])})
 
 

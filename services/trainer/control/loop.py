@@ -19,11 +19,13 @@ from headrace.base.errors import (
     Restartable,
     SamplingStarved,
     ServiceError,
+    StoppedByAlarm,
     WrongTimeline,
 )
 from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, RunState, Waiting
 from headrace.replay.base_client import BATCH
+from headrace.run.history import CURVES
 from headrace.run.journal import surviving
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
@@ -36,7 +38,6 @@ from headrace_services.trainer.control.recorder import Recorder, collect_builds
 from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
 from headrace_services.trainer.control.validation import Validations
 from headrace_services.trainer.learning.batch import BatchRejected
-from headrace_services.trainer.telemetry.plots import CURVES
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,11 @@ class Loop:
                         self._version, "of the initial model" if self._saved is None else self._saved,
                         "" if self._version == (self._saved or 0) else " and trains what came after it again",
                     )  # fmt: skip
+                    if alarm := self._recorder.stopped_by:
+                        raise StoppedByAlarm(
+                            f"{alarm} (run.stop_on). `headrace rewind` goes back to an earlier checkpoint; without this alarm in "
+                            "run.stop_on, the run continues from here"
+                        )
                     await self._context.telemetry.draw_end()
                     return False
                 case Action.FAIL:
@@ -174,7 +180,7 @@ class Loop:
             self._runner_at = now
         return LoopState(
             now=now,
-            stop=self._context.stop.is_set(),
+            stop=self._context.stop.is_set() or self._recorder.stopped_by != "",
             version=self._version,
             saved=self._saved == self._version,
             refitted=self._fleet.refitted,

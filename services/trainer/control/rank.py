@@ -23,7 +23,7 @@ import torch
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError
 from headrace.config import Config
-from headrace.records.origin import Origin, origin_of
+from headrace.records.origin import Origin, trace_origin
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Float32, Group
 from headrace.replay import Reservation
@@ -185,7 +185,7 @@ class TrainerRank:
             TrajectoryReport(
                 place=int(batch.places[i]),
                 group_id=trajectory.group_id,
-                origin=origin_of(trajectory, score, advantage),
+                origin=trace_origin(trajectory, score, advantage),
                 components=score.components,
                 timings=score.timings,
                 extent=Extent.of(trajectory, [batch.paths[path] for path in batch.paths_of([i])]),

@@ -4,6 +4,7 @@ that scored."""
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -12,7 +13,8 @@ from headrace.config import Config
 from headrace.records.origin import Origin
 from headrace.records.trajectory import Group
 from headrace.replay import Reservation, frequent
-from headrace.run.headlines import build_changes
+from headrace.run.collapse import CollapseDetector
+from headrace.run.headlines import alarms, build_changes
 from headrace.run.journal import Line
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.context import TrainerContext
@@ -40,6 +42,8 @@ class Recorder:
         self._config = config
         self._context = context
         self._timeline = timeline
+        self._collapse = CollapseDetector(lines)
+        self.stopped_by = ""  # the alarm of the newest step that `run.stop_on` names, as a sentence
         # the builds that scored last
         self._builds = {name: builds for line in lines for name, builds in line.builds.items()}
         # training prompts that have failed: at the last look (-1 before the first), and when the newest step's metrics were taken
@@ -138,10 +142,33 @@ class Recorder:
         builds: Mapping[str, list[str]] | None = None,
     ) -> None:
         context = self._context
+        if kind == "train":
+            metrics = {**metrics, **self._look_for_collapse(step, metrics, builds or {})}
+            self.stopped_by = self._name_alarm(step, metrics)
         context.journal.append(kind, step, self._timeline, metrics, builds=builds)
         context.telemetry.notify()
         context.gauges.update(kind, step, metrics)
         await context.retry(lambda: context.replay.publish_metrics(kind, step, metrics, self._timeline))
+
+    def _look_for_collapse(
+        self, step: int, metrics: Mapping[str, float], builds: Mapping[str, list[str]]
+    ) -> dict[str, float]:
+        """Return the metric that tells whether the policy is collapsed. A new collapse is logged."""
+        before = self._collapse.found
+        found = self._collapse.add(Line("train", step, self._timeline, time.time(), dict(metrics), builds=dict(builds)))
+        if found is not None and before is None:
+            log.warning(
+                "%s. %s. `headrace rewind` goes back to an earlier checkpoint; run.stop_on=[collapse] ends a run by itself",
+                found, ", ".join(found.evidence),
+            )  # fmt: skip
+        return {"collapse_alarm": float(found is not None)}
+
+    def _name_alarm(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the alarms of a step that end the run, in words; empty if there is none."""
+        found = alarms(step, metrics, self._config.run.stop_on)
+        if "collapse" in self._config.run.stop_on and self._collapse.found is not None:
+            found = [str(self._collapse.found), *alarms(step, metrics, {*self._config.run.stop_on} - {"collapse"})]
+        return "; ".join(found)
 
 
 def collect_builds(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from headrace_services.trainer.data.prompts import (
     PromptOrder,
     Prompts,
     RoundRobinOrder,
-    digest_of,
+    digest_problems,
     spread,
 )
 from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
@@ -20,7 +20,7 @@ __all__ = [
     "PromptOrder",
     "Prompts",
     "RoundRobinOrder",
-    "digest_of",
+    "digest_problems",
     "load_problems",
     "spread",
 ]

@@ -63,13 +63,13 @@ class Prompts:
         self._train = self._fitting(train, "data.train")
         keys = {name: "data.validation" if data.evaluate is None else f"data.evaluate.{name}" for name in asked}
         held_out = [(name, fit) for name, problems in asked.items() for fit in self._fitting(problems, keys[name])]
-        self._order = _order_of(self._train, config) if data.evaluate is None else ()
+        self._order = _make_order(self._train, config) if data.evaluate is None else ()
         self._lock = threading.Lock()
         self.counts = PromptCounts(
             train=len(self._train),
             validation=len(held_out),
             orders=len(self._order),
-            digest=digest_of(self._train, [problem for _, problem in held_out]),
+            digest=digest_problems(self._train, [problem for _, problem in held_out]),
             duplicates=dropped["duplicates"],
             held_out=dropped["held_out"],
             too_long=len(train) - len(self._train),
@@ -139,7 +139,7 @@ class Prompts:
         return fitting
 
 
-def digest_of(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
+def digest_problems(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
     """Return a digest of these problems in this order, whatever files they come from."""
     digest = hashlib.sha256()
     for part in (train, held_out):
@@ -357,7 +357,7 @@ def spread(shares: Sequence[int]) -> list[int]:
     return turns
 
 
-def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
+def _make_order(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
     """Make the order of training prompts: over all problems at once, or from each data set in turn."""
     data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
     if not data.use_multiple_dataloader and data.shares is None:

@@ -51,9 +51,9 @@ def download(folder: Path) -> Path:
         raise ServiceError(f"pip took more than {DOWNLOAD_TIMEOUT_S} s to download {REQUIREMENT}; try again") from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise ServiceError(
-            f"pip can't download {REQUIREMENT} ({said[-1] if said else 'no output'}); "
+            f"pip can't download {REQUIREMENT} ({lines[-1] if lines else 'no output'}); "
             "check the network and pip's index (PIP_INDEX_URL)"
         )
     return wheels[0]

@@ -161,12 +161,12 @@ def sums(rng: random.Random, turns: int = 1) -> Iterator[Conversation]:
     """Yield training problems with sloppy labels. Each problem is asked up to `turns` times, until a label is right."""
     for pair in arithmetic.training_pairs(DIGITS, rng):
         conversation: list[tuple[str, str]] = []
-        said, right = "", arithmetic.answer(pair)
+        answer, right = "", arithmetic.answer(pair)
         for problem in (arithmetic.text(pair), again(pair))[:turns]:
-            if said == right:
+            if answer == right:
                 break
-            said = sloppy_answer(pair) if rng.random() < SLOPPINESS else right
-            conversation.append((f"{USER}{problem}{ASSISTANT}", said))
+            answer = sloppy_answer(pair) if rng.random() < SLOPPINESS else right
+            conversation.append((f"{USER}{problem}{ASSISTANT}", answer))
         yield conversation
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
 from headrace_services.refit import nccl
 from headrace_services.trainer.distributed.liveness import Progress, RankWatch
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = datetime.timedelta(days=30)
@@ -177,6 +180,40 @@ def _own_name() -> tuple[str, str | None]:
         return name, None
 
 
+def _check_gpu(device: str) -> None:
+    """Raise `ServiceError` if torch can't use the GPUs that the driver lists. Where "auto" may go on on the CPU, hide them and log why:
+    torch itself only warns, or fails later on a GPU that it has no kernels for."""
+    if device == "cpu" or torch.version.cuda is None:
+        return
+    versions = devices.installed_versions()
+    why = devices.why_on_cpu(os.environ, versions) if device == "auto" else None
+    if why is None:
+        devices.read_inventory().check_driver()
+        why = _why_unseen()
+        if why and (device == "cuda" or not devices.engine_is_for_cpu(versions)):
+            raise ServiceError(why)
+    if why:
+        log.warning("the trainer uses the CPU: %s", why)
+        os.environ[devices.VISIBLE] = ""
+
+
+def _why_unseen() -> str | None:
+    """Return why torch sees no GPU where the driver lists some; None where it sees one."""
+    listed = devices.visible(os.environ).devices
+    if not listed or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+    else:
+        reason = "it gives no reason"
+    return (
+        f"the driver lists {', '.join(map(str, listed))}, and torch {torch.__version__} can't use it ({reason}); see whether this process "
+        "may open /dev/nvidia* and the kernel module nvidia_uvm is loaded, or set trainer.device=cpu"
+    )
+
+
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the ranks while the context is open.
@@ -189,8 +226,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             f"trainer.num_processes is {config.trainer.num_processes}, but this process was not started by torchrun; use "
             f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
-    if config.trainer.device != "cpu" and torch.version.cuda is not None:
-        devices.read_inventory().check_driver()  # torch only warns, and sees no GPU then
+    _check_gpu(config.trainer.device)
     nccl.prepare_environment(config.weight_channel.connect_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:

@@ -214,10 +214,10 @@ class Learner:
         except OSError as error:
             raise cannot_write_checkpoint(folder.parent, error) from error
         except Exception as error:  # transformers refuses to save some of what it loads
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise ServiceError(
                 f"no checkpoint could be saved: transformers refuses the configuration or tokenizer of policy.model_name "
-                f"{self.config.policy.model_name!r} ({type(error).__name__}: {said}); correct its files"
+                f"{self.config.policy.model_name!r} ({type(error).__name__}: {reason}); correct its files"
             ) from error
         if free < weights + moments:
             takes = f"its weights take {weights >> 20} MiB" + (f" and its moments {moments >> 20}" if moments else "")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import ServiceError
-from headrace.config.loss import LossConfig
+from headrace.config.loss import Clip, LossConfig
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
 from headrace_services.trainer.learning.algorithms.statistics import all_equal
@@ -38,7 +38,7 @@ from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyM
 from headrace_services.trainer.network.value_model import ValueModel
 
 # The narrowest clip that `off_policy_tokens` uses: GSPO clips the ratios of whole sequences, far more narrowly.
-USUAL_CLIP = 0.2
+USUAL_CLIP = Clip(1 - 0.2, 1 + 0.2)
 
 LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
 
@@ -81,19 +81,19 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
     inference = Packing.of(config.policy, training=False)
 
-    def logprobs_of(model: PolicyModel, warper: LogitsWarper) -> Float32:
+    def compute_logprobs(model: PolicyModel, warper: LogitsWarper) -> Float32:
         return _forward(batch, inference, ranks, model.device, lambda packed: model.forward(packed, warper).logprobs)
 
     with _timed(seconds, "policy_and_reference_logprobs") if passes else contextlib.nullcontext():
         if "old" in passes:
-            batch.old_logprobs = logprobs_of(policy, warper)
+            batch.old_logprobs = compute_logprobs(policy, warper)
             if warper.filters and needs_unfiltered(config):
-                batch.old_logprobs_unfiltered = logprobs_of(policy, warper.unfiltered)
+                batch.old_logprobs_unfiltered = compute_logprobs(policy, warper.unfiltered)
         if learner.reference is not None:
             with learner.reference.without_adapter():
-                batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
+                batch.ref_logprobs = compute_logprobs(learner.reference, warper.unfiltered)
         if learner.teacher is not None:
-            batch.teacher_logprobs = logprobs_of(learner.teacher, warper.unfiltered)
+            batch.teacher_logprobs = compute_logprobs(learner.teacher, warper.unfiltered)
         if value is not None:
             batch.values = _forward(batch, learner.value_packing, ranks, value.device, value.forward)
 
@@ -204,13 +204,14 @@ def _agreement(config: LossConfig, batch: Batch, ranks: Ranks) -> dict[str, floa
     """A collective. Return how far trainer and behaviour policy are apart, beyond what the loss measures; nothing if no pass computed the
     trainer's log-probabilities.
 
-    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP` if that is wider). `on_policy_…` are means over
-    the tokens of trajectories that the current weights sampled; absent without any.
+    `off_policy_tokens` is the share of tokens beyond the clip of the policy term (`USUAL_CLIP` if that is wider or the term has none).
+    `on_policy_…` are means over the tokens of trajectories that the current weights sampled; absent without any.
     """
     if batch.old_logprobs is None:
         return {}
     counted = batch.mask & np.isfinite(batch.old_logprobs)
-    low, high = 1 - max(config.ratio_clip_min, USUAL_CLIP), 1 + max(config.ratio_clip_max, USUAL_CLIP)
+    clip = config.policy_term.clip or USUAL_CLIP
+    low, high = min(clip.low, USUAL_CLIP.low), max(clip.high, USUAL_CLIP.high)
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = np.exp((batch.old_logprobs - batch.rollout_logprobs).astype(np.float64))
     far = counted & ((ratio < low) | (ratio > high))

@@ -358,11 +358,11 @@ def description(model: Any) -> Write:
 
 def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceError:
     """Return the error for a model, or part of one, that a library could not load."""
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     reason = "the directory does not exist" if is_no_hub_name(name) and not Path(name).is_dir() else ""
-    if not reason and isinstance(error, OSError | ValueError) and said:
-        reason = said[0]
-    reason = reason or ": ".join([type(error).__name__, *said[:1]])
+    if not reason and isinstance(error, OSError | ValueError) and lines:
+        reason = lines[0]
+    reason = reason or ": ".join([type(error).__name__, *lines[:1]])
     return ServiceError(
         f"{key} {name!r}: can't load {what} ({reason}); give a directory with config.json, tokenizer and "
         "safetensors files, or the name of a model that can be downloaded or is in HF_HOME"

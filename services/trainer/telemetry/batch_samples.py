@@ -111,7 +111,7 @@ def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
     for place, sample in enumerate(samples, start=1):
         colour = "green" if _reward(sample) > 0 else "red"
         reward = Text.assemble((f"reward {_reward(sample):g}", colour), f"  {_note(sample)}")
-        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.said))
+        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.text))
         block = Group(Text(prompt, style="dim"), Text(content, style="bold"), reward)
         heading = f"{title}, {place} of {len(samples)}"
         console.print(Panel(block, title=heading, title_align="left", border_style=colour))
@@ -121,7 +121,7 @@ def as_markdown(samples: Sequence[StoredSample]) -> str:
     """Return the samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {_reward(sample):g}** ({_note(sample)})\n\n"
-        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.said))
+        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.text))
         for sample in samples
     )
 
@@ -156,7 +156,7 @@ def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: 
         of, what = f"{kind}-{step}", f"{_STEPS[kind]} {step}"
         groups = by_group(files.samples(kind, step))
     found = choose_groups(groups, None if order == "stored" else order, text, len(groups))
-    said = f"{len(found)} groups" + (f", {SHOWN} of them shown" if len(found) > SHOWN else "")
+    count = f"{len(found)} groups" + (f", {SHOWN} of them shown" if len(found) > SHOWN else "")
     choices = [
         (f"{each}-{step}", f"{_STEPS[each]} {step}") for each in kept for step in sorted(kept[each], reverse=True)
     ]
@@ -166,14 +166,14 @@ def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: 
         + _select("order", _ORDERS.items(), order)
         + f'<input name="text" value="{safe(text)}" placeholder="text in the prompt"><button>show</button></form>'
     )
-    main = f"<p>{what}: {said}</p><main>{''.join(map(_section, found[:SHOWN]))}</main>"
+    main = f"<p>{what}: {count}</p><main>{''.join(map(_section, found[:SHOWN]))}</main>"
     return html_page(f"{title}, samples", form + main, style=_STYLE, heading=title)
 
 
 def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[SampleGroup]) -> None:
     """Write one HTML file with these groups, below lines of `facts` about them."""
-    said = "".join(f"<p>{safe(fact)}</p>" for fact in facts)
-    page = html_page(title, f"{said}<main>{''.join(map(_section, groups))}</main>", style=_STYLE)
+    head = "".join(f"<p>{safe(fact)}</p>" for fact in facts)
+    page = html_page(title, f"{head}<main>{''.join(map(_section, groups))}</main>", style=_STYLE)
     with atomic_write(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
 
@@ -204,11 +204,11 @@ def _article(sample: StoredSample) -> str:
     worth = sample.status.lower() if sample.reward is None else f"reward {sample.reward:g}"
     notes = [f"{name} {value:g}" for name, value in sample.components.items()]
     notes += [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else [])]
-    said = "".join(f'<pre class="failed">{safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
+    messages = "".join(f'<pre class="failed">{safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
     good = ' class="good"' if sample.reward is not None and sample.reward > 0 else ""
     return (
         f'<article{good}>{_write_text(sample)}<div class="note"><b>{safe(worth)}</b> {safe(", ".join(notes))}</div>'
-        f"{said}</article>"
+        f"{messages}</article>"
     )
 
 
@@ -217,5 +217,5 @@ def _write_text(sample: StoredSample) -> str:
         f'<div class="note">{safe(head)}</div>' + "".join(f"<pre>{safe(part)}</pre>" for part in parts)
         for head, parts in sample.conversation
     )
-    said = f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{safe(sample.content)}</pre>"
-    return said + (f"<pre><b>artifacts:</b> {safe(sample.left)}</pre>" if sample.left else "")
+    written = f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{safe(sample.content)}</pre>"
+    return written + (f"<pre><b>artifacts:</b> {safe(sample.left)}</pre>" if sample.left else "")

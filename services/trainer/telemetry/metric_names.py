@@ -53,6 +53,12 @@ METRIC_SECTIONS = (
         Metric("total_num_tokens", "tokens", "the same, summed over all trajectories"),
         Metric("truncation_rate", "share",
                "completions that were cut off at the length limit", "small; a rise means that answers outgrow max_new_tokens"),
+        Metric("repetition", "share",
+               "runs of 4 tokens that the same completion has had before; only if some completion has 4 tokens",
+               "small; near 1, completions say the same over and over"),
+        Metric("collapse_alarm", "0 or 1",
+               "1 while the policy is collapsed: the mean reward has lost half of what it had gained, or completions repeat themselves "
+               "([more](#when-the-policy-collapses))", "0"),
         Metric("failed_prompts", "prompts",
                "prompts that failed since the step before, and were replaced by later ones; the trainer's log has the reasons", "0"),
         Metric("masked_tokens", "tokens", "policy tokens over age, which are left out of the loss (staleness_policy: mask)"),

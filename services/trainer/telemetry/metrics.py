@@ -11,11 +11,13 @@ import numpy as np
 
 from headrace.records.origin import Origin
 from headrace.records.score import Score
-from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Trajectory
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Int32, Trajectory
 from headrace.replay import Reservation
 
 # Bounds on names given by environments: trackers and Prometheus keep every name that they have ever seen.
 MOST_COMPONENTS, LONGEST_NAME = 32, 64
+# Tokens that count as repeated if the completion has had them before, one after the other.
+RUN = 4
 
 
 class Extent(NamedTuple):
@@ -23,7 +25,8 @@ class Extent(NamedTuple):
 
     `prompt` counts the tokens of its prompt (in an episode, of the first path's), `wrote` those that the policy wrote, and `paths` those of
     each path, prompt included. `calls` counts the calls that are trained, `roots` the roots among all calls, and `rendered_again` the
-    tokens of contexts at roots after the first.
+    tokens of contexts at roots after the first. `runs` counts the runs of `RUN` tokens in its completions, and `repeated` those of them
+    that the same completion has had before.
     """
 
     prompt: int
@@ -32,16 +35,40 @@ class Extent(NamedTuple):
     calls: int
     roots: int
     rendered_again: int
+    runs: int
+    repeated: int
 
     @classmethod
     def of(cls, trajectory: AnyTrajectory, paths: Sequence[Trajectory]) -> Extent:
         """Measure a trajectory, which has these `paths`."""
         calls, contexts = 1, [paths[0].prompt_token_ids.size]
+        completions = [paths[0].completion_token_ids]
         if isinstance(trajectory, EpisodeTrajectory):
             calls = sum(call.trained for call in trajectory.calls)
             contexts = [call.context_token_ids.size for call in trajectory.calls if call.parent < 0]
+            completions = [call.completion_token_ids for call in trajectory.calls if call.trained]
         lengths = [path.prompt_token_ids.size + path.completion_token_ids.size for path in paths]
-        return cls(paths[0].prompt_token_ids.size, trajectory.length, lengths, calls, len(contexts), sum(contexts[1:]))
+        counts = [_count_runs(completion) for completion in completions]
+        return cls(
+            prompt=paths[0].prompt_token_ids.size,
+            wrote=trajectory.length,
+            paths=lengths,
+            calls=calls,
+            roots=len(contexts),
+            rendered_again=sum(contexts[1:]),
+            runs=sum(all_ for all_, _ in counts),
+            repeated=sum(all_ - distinct for all_, distinct in counts),
+        )
+
+
+def _count_runs(token_ids: Int32) -> tuple[int, int]:
+    """Return how many runs of `RUN` tokens there are, overlapping ones included, and how many distinct ones."""
+    if token_ids.size < RUN:
+        return 0, 0
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), RUN)
+    # one number for each, modulo 2^64: two runs share theirs with a probability that does not matter here
+    weights = np.uint64(0x9E3779B97F4A7C15) ** np.arange(RUN, dtype=np.uint64)
+    return len(windows), np.unique((windows * weights).sum(axis=1)).size
 
 
 class TrajectoryReport(NamedTuple):
@@ -105,6 +132,8 @@ def batch_metrics(
         "total_num_tokens": float(lengths.sum()),
         "truncation_rate": truncated / len(batch),
     }
+    if runs := sum(extent.runs for extent in extents):
+        metrics["repetition"] = sum(extent.repeated for extent in extents) / runs
     tasks = {group.task_name for group in groups}
     if len(tasks) > 1:
         for task in sorted(tasks):

@@ -31,8 +31,6 @@ from headrace_services.trainer.telemetry.alarm import mean_errors
 
 log = logging.getLogger(__name__)
 
-CURVES = "curves.html"  # in the run's folder
-
 COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
 ALARM_COLOUR = "#b3261e"
 GREY = "#888888"  # legible on white and on black
@@ -223,14 +221,14 @@ def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | N
     lines = shown.lines
     changes = build_changes((line.step, line.builds) for line in shown.outline)
     cards = "".join(_card(chart, lines, [step for step, _ in changes]) for chart in CHARTS)
-    builds = "".join(f"<p>{html.escape(printable(said))}</p>" for _, said in changes[-CHANGES:])
+    builds = "".join(f"<p>{html.escape(printable(change))}</p>" for _, change in changes[-CHANGES:])
     train = [line for line in lines if line.kind == "train"]
     alarm = "".join(
-        f'<p class="alarm">{html.escape(said)}</p>'
-        for said in (alarms(train[-1].step, train[-1].metrics) if train else ())
+        f'<p class="alarm">{html.escape(warning)}</p>'
+        for warning in (alarms(train[-1].step, train[-1].metrics) if train else ())
     )
-    said = html.escape(printable(failures, keep="\n"))
-    failed = f'<p class="failures">{said}</p>' if failures else ""
+    text = html.escape(printable(failures, keep="\n"))
+    failed = f'<p class="failures">{text}</p>' if failures else ""
     main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
     return html_page(title, f"{links}<p>{summary(shown.outline, lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
 
@@ -287,10 +285,10 @@ def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> s
         return _draw_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
     except Exception as error:  # a chart that can't be drawn must not stop the run
         log.exception("%s can't be drawn", chart.title)
-        said = html.escape(
+        note = html.escape(
             printable(f"can't be drawn, its values are in metrics.jsonl: {type(error).__name__}: {error}")
         )
-        return f'<section><h2>{html.escape(chart.title)}</h2><p class="failures">{said}</p></section>'
+        return f'<section><h2>{html.escape(chart.title)}</h2><p class="failures">{note}</p></section>'
 
 
 def _select(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:

@@ -15,8 +15,9 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
+from headrace.run.history import CURVES
 from headrace.run.journal import Journal, Line
-from headrace.run.samples import SampleFiles, sample_of
+from headrace.run.samples import SampleFiles, make_sample
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.probe import Differences
 from headrace_services.trainer.data import Problem
@@ -31,7 +32,6 @@ from headrace_services.trainer.telemetry.batch_samples import (
 )
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
 from headrace_services.trainer.telemetry.plots import (
-    CURVES,
     draw_curve,
     draw_disagreement,
     on_drawing_thread,
@@ -177,7 +177,7 @@ class Telemetry:
             records = [validation_record(version, *each) for each in scored]
             await asyncio.to_thread(self._samples.write, "val", version, records)
         if shown := self._settings.num_val_samples_to_print:
-            samples = [sample_of(*each) for each in scored]
+            samples = [make_sample(*each) for each in scored]
             show(self._console, f"validation of version {version}", choose(samples, shown))
 
     def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.LimitExceeded]) -> None:

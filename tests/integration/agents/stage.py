@@ -22,9 +22,10 @@ from headrace_services.agents.fleet import Fleet, ReplicaApi, RunClock
 from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.program_starter import ProgramApi
 from headrace_services.agents.runner import EpisodeRunner
-from tests.support.buffer import eventually, make_group
+from tests.support.buffer import make_group
 from tests.support.gateways import ToyReplica
 from tests.support.toy_policy import END
+from tests.support.waiting import eventually
 
 Play = Callable[[Episode], Awaitable[EpisodeOutcome]]
 N = 2

@@ -13,9 +13,10 @@ from headrace.net.replica_client import ReplicaFenced, SampleRequest
 from headrace.replay import Limits, Reservation
 from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
-from tests.support.buffer import eventually, make_group, refit
+from tests.support.buffer import make_group, refit
 from tests.support.nested_program import CALLS
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, scoring, start_hub, until
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, scoring, start_hub
+from tests.support.waiting import eventually
 
 NESTED = Path(__file__).parents[2] / "support" / "nested_program.py"
 SLOTS = N + 1  # a group with the one episode that is started beyond it
@@ -51,7 +52,7 @@ class Refits:
     async def to(self, version: int) -> None:
         toy = self._stage.toy
         self._under_way = True
-        await until(lambda: toy.sampling == 0)
+        await eventually(lambda: toy.sampling == 0)
         await refit(self._stage.replay, version, [toy.policy.replica])
         toy.policy.version = version
         self._under_way = False

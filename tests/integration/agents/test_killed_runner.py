@@ -23,12 +23,13 @@ from headrace.net.replica_client import RENDER, SAMPLE, Rendered, RenderRequest,
 from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import EpisodeTrajectory, Sampling, decode_trajectory
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
-from tests.support.buffer import contents, eventually, make_group, nonce, payloads, refit, reserve, tighten
-from tests.support.gateways import ToyReplica, until
+from tests.support.buffer import contents, make_group, nonce, payloads, refit, reserve, tighten
+from tests.support.gateways import ToyReplica
 from tests.support.noted_program import CALLS
 from tests.support.processes import UNPRIVILEGED
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
 from tests.support.toy_policy import END, ToyPolicy
+from tests.support.waiting import eventually
 
 N = 2
 GROUPS = 2  # of a step
@@ -187,7 +188,7 @@ async def test_a_runner_is_killed(scene: Scene, boundary: str, starts: int, fail
 @pytest.mark.parametrize("scene", [(ALONE, True)], indirect=True)
 async def test_a_runner_is_killed_while_a_grader_scores(scene: Scene) -> None:
     runner = scene.runner()
-    await until(lambda: (scene.folder / "grading").exists() and scene.started()[FIRST, 1] == 1)
+    await eventually(lambda: (scene.folder / "grading").exists() and scene.started()[FIRST, 1] == 1)
     hidden_from_others(runner.pid)
     runner.kill()
     await scene.killed(runner)

@@ -21,9 +21,10 @@ from headrace.net.replica_client import Sampled, SampleRequest
 from headrace.records.trajectory import EpisodeTrajectory, Message, decode_trajectory
 from headrace.replay import ReplayClient, Reservation
 from tests.integration.agents.stage import Played, Stage, scored
-from tests.support.buffer import contents, eventually, nonce, refit, rewind
-from tests.support.gateways import ToyReplica, until
+from tests.support.buffer import contents, nonce, refit, rewind
+from tests.support.gateways import ToyReplica
 from tests.support.toy_policy import LETTERS, ToyPolicy
+from tests.support.waiting import eventually
 
 KEPT, NEWEST = 5, 7
 TURNS = 3
@@ -179,7 +180,7 @@ async def test_no_token_of_a_replica_that_missed_a_rewind_is_used(run: Run, noti
                 await replay.commit(KEPT, await run.timeline())
         new.before = old.before = slow
         await run.stage.enqueue(*range(PROMPTS * NEWEST, PROMPTS * (NEWEST + 2)))
-        await until(lambda: played.open and played.open == new.sampling + old.sampling and old.sampling)
+        await eventually(lambda: played.open and played.open == new.sampling + old.sampling and old.sampling)
         assert await run.capitals()
         assert run.heard_capitals()
 
@@ -189,10 +190,10 @@ async def test_no_token_of_a_replica_that_missed_a_rewind_is_used(run: Run, noti
         before, answered, under_way = await run.timeline(), len(old.policy.asked), old.sampling
         assert (await rewind(replay, KEPT)).next_step == KEPT
         if noticed:
-            await until(lambda: not played.open)
+            await eventually(lambda: not played.open)
         new.before = old.before = lambda request: asyncio.sleep(0)
         may_answer.set()
-        await until(lambda: not played.open)
+        await eventually(lambda: not played.open)
         hears.set()
         assert not run.heard
         assert len(old.policy.asked) == answered if noticed else len(old.policy.asked) >= answered + under_way

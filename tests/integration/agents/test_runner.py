@@ -22,9 +22,9 @@ from headrace.replay import Limits, ReplayClient
 from headrace_services.agents.runner import EpisodeRunner
 from headrace_services.agents.running_episode import OpenEpisode
 from tests.integration.agents.stage import N, Play, Played, Stage, scored, two_turns
-from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
-from tests.support.gateways import until
+from tests.support.buffer import make_group, reserve, rewind, tighten
 from tests.support.toy_policy import decode
+from tests.support.waiting import eventually
 
 
 async def payloads_of(stage: Stage, step: int) -> list[Trajectory | EpisodeTrajectory]:
@@ -61,7 +61,7 @@ async def test_a_program_gets_what_is_public_alone(stage: Stage) -> None:
 
 async def counted(runner: EpisodeRunner, episodes: int) -> None:
     """Return once a runner has counted them: the buffer has the last one before its answer is here."""
-    await until(lambda: runner.status.outcomes.total() == episodes)
+    await eventually(lambda: runner.status.outcomes.total() == episodes)
 
 
 async def waits(episode: Episode) -> EpisodeOutcome:
@@ -248,7 +248,7 @@ async def test_metrics_count_what_was_ended_and_whose_options_were_imposed(stage
     ended = value("episodes", environment="talk", outcome="returned")
     await stage.enqueue(0)
     async with stage.runner(Played(waits)) as (runner, stop, running):
-        await until(lambda: len(began) == N)
+        await eventually(lambda: len(began) == N)
         stop.set()
         await running
     assert runner.status.outcomes["returned"] == N
@@ -298,7 +298,7 @@ async def test_weights_that_the_buffer_forgot_cost_nothing(stage: Stage, monkeyp
     stage.toy.policy.version = 1  # of a step that the buffer knows nothing of
     await stage.enqueue(0)
     async with stage.runner(Played(two_turns)) as (runner, _, _):
-        await until(lambda: runner.status.outcomes["not_started"] > stage.config.replay.max_attempts * N)
+        await eventually(lambda: runner.status.outcomes["not_started"] > stage.config.replay.max_attempts * N)
         stage.toy.policy.version = 0
         await stage.until(ready=1)
 
@@ -342,10 +342,58 @@ async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage
     programs = Played(hangs)
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         stage.now[0] += stage.config.agents.think_s
         await stage.until(ready=1)
         assert runner.status.outcomes["timed_out"] == N
+
+
+async def test_law_6_a_tool_may_take_longer_than_a_group_may_be_silent(stage: Stage, limits: Limits) -> None:
+    done = asyncio.Event()
+
+    async def takes_long(episode: Episode) -> EpisodeOutcome:
+        await done.wait()
+        return await two_turns(episode)
+
+    programs = Played(takes_long)
+    await tighten(stage.replay, limits, group_deadline_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await eventually(lambda: programs.open == N)
+        over, _ = await stage.replay.redis.time()
+
+        async def is_over() -> bool:
+            return (await stage.replay.redis.time())[0] > over + 2
+
+        await eventually(is_over)
+        done.set()
+        await stage.until(ready=1)
+    assert len(programs.began) == N
+    assert (await stage.replay.stats())["requeues"] == {}
+
+
+async def test_law_6_a_program_that_outlives_its_clock_is_silence(stage: Stage, limits: Limits) -> None:
+    done = asyncio.Event()
+
+    async def stays(episode: Episode) -> EpisodeOutcome:
+        while not done.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await done.wait()
+        return scored()
+
+    async def is_taken() -> bool:
+        return (await stage.replay.stats())["requeues"].get("deadline") == 1
+
+    programs = Played(stays)
+    await tighten(stage.replay, limits, group_deadline_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await eventually(lambda: programs.open == N)
+        stage.now[0] += stage.config.agents.episode_s
+        try:
+            await eventually(is_taken)
+        finally:
+            done.set()
 
 
 async def test_no_trajectory_comes_of_a_program_that_never_asked(stage: Stage) -> None:
@@ -359,7 +407,7 @@ async def test_a_runner_that_is_stopped_returns_its_leases_without_a_charge(stag
     waiting, playing = Played(asks_and_waits), Played(two_turns)
     await stage.enqueue(0)
     async with stage.runner(waiting) as (_, stop, running):
-        await until(lambda: waiting.open == N)
+        await eventually(lambda: waiting.open == N)
         stop.set()
         await running
         assert waiting.open == 0
@@ -380,9 +428,9 @@ async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
     programs = Played(waits)
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
-        await until(lambda: programs.open == 0)
+        await eventually(lambda: programs.open == 0)
         with pytest.raises(openai.AuthenticationError):
             await _ask(programs.began[0])
         assert runner.count_taken("train") == 0
@@ -401,7 +449,7 @@ async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
 
     await stage.enqueue(0)
     async with stage.runner(Played(asks)):
-        await until(lambda: asked)
+        await eventually(lambda: asked)
         with pytest.raises(openai.APIStatusError):
             await asked[0]
 
@@ -410,7 +458,7 @@ async def test_a_group_is_leased_whole_or_not_at_all(stage: Stage) -> None:
     programs = Played(waits)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=3) as (runner, _, _):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         for _ in range(3):
             await runner._turn()
         assert runner.count_taken("train") == N
@@ -437,14 +485,14 @@ async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stag
     programs = Played(plays)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=N, validation_slots=1) as (runner, _, _):
-        await until(lambda: runner.count_taken("train") == N)
+        await eventually(lambda: runner.count_taken("train") == N)
         may_end["validation"].set()
         await validate(0, "v0", "v1")
         await eventually(lambda: evaluated("v0", "v1"))
         assert await stage.counts() == {"open": 1, "queued": 1}
         may_end["validation"].clear()
         await validate(1, "v2", "v3")
-        await until(lambda: runner.count_taken("validation") == 1)
+        await eventually(lambda: runner.count_taken("validation") == 1)
         may_end["train"].set()
         await stage.until(ready=2)
         assert runner.count_taken("validation") == 1
@@ -455,7 +503,7 @@ async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits:
     waiting, playing = Played(asks_and_waits), Played(two_turns)
     await stage.enqueue(0)
     async with stage.runner(waiting) as (runner, _, running):
-        await until(lambda: waiting.open == N)
+        await eventually(lambda: waiting.open == N)
         runner._replay = _Dead(stage.replay)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -488,7 +536,7 @@ async def test_episodes_beyond_n_are_ended_once_the_group_is_complete(stage: Sta
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
         await stage.until(ready=1)
-        await until(lambda: programs.open == 0)
+        await eventually(lambda: programs.open == 0)
         await counted(runner, 3)
         # a heartbeat may call the group complete before the answer to its last score is here
         assert runner.status.outcomes["surplus"] in (1, 2)
@@ -550,7 +598,7 @@ async def test_what_on_limit_earns_goes_with_the_scores_of_the_siblings(stage: S
     graded_by(stage, "judge" if graded else None)
     await stage.enqueue(0)
     async with stage.runner(Played(play), on_limit=0.25, max_rollout_turns=3) as (runner, _, _):
-        await until(lambda: runner.status.outcomes["scored"] == 1)
+        await eventually(lambda: runner.status.outcomes["scored"] == 1)
         refused.set()
         if graded:
             await stage.until(scoring=1)
@@ -608,7 +656,7 @@ async def test_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None
         url = str(front._info["gateway"])
         async with stage.runner(playing, advertised_url=url) as (behind, _, _):
             # until its next heartbeat, a gateway refuses the keys of a new one
-            await until(lambda: behind._info["name"] in front._gateway.peers)
+            await eventually(lambda: behind._info["name"] in front._gateway.peers)
             await stage.enqueue(0)
             await stage.until(ready=1)
     assert not idle.began

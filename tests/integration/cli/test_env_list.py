@@ -15,7 +15,7 @@ from headrace.replay import Limits, ReplayClient
 from tests.support.command import headrace, refused
 from tests.support.kept_run import kept_run
 from tests.support.ports import free_port
-from tests.support.processes import eventually
+from tests.support.waiting import wait_until
 
 
 async def nothing(replay: ReplayClient) -> None:
@@ -48,7 +48,7 @@ def test_a_hub_that_is_down_is_named_and_hides_no_other(tmp_path: Path, limits: 
         )
         config.write_text(f"{written}reward: {{http_port: 0, address: [{one}, {other}]}}\n")
         with hub(config, ports[0]), hub(config, ports[1]) as lost:
-            eventually(lambda: headrace("env", "list", folder).returncode == 0)
+            wait_until(lambda: headrace("env", "list", folder).returncode == 0)
             table = headrace("env", "list", folder).stdout
             assert [line for line in table.splitlines() if line.startswith("hub ")] == [f"hub {one}", f"hub {other}"]
             lost.kill()

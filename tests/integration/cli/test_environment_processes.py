@@ -107,7 +107,9 @@ async def result_of(kind: str, port: int, credentials: Credentials) -> Any:
         return (await stub.RunEpisode(request, timeout=WAIT_S)).outcome.result
 
 
-@pytest.mark.parametrize(("kind", "decides"), [("Scores", "env.mine.timeout_s"), ("Plays", "replay.group_deadline_s")])
+@pytest.mark.parametrize(
+    ("kind", "decides"), [("Scores", "env.mine.timeout_s"), ("Plays", "agents.episode_s and replay.group_deadline_s")]
+)
 async def test_an_environment_that_holds_the_interpreter_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, decides: str
 ) -> None:
@@ -121,8 +123,8 @@ async def test_an_environment_that_holds_the_interpreter_is_restarted(
     settings = {
         "run": {"id": "r", "dir": str(tmp_path), "hang_timeout_s": 50},
         "env": {"mine": {"target": target, "port": own_port, "timeout_s": 100, "episodes": kind == "Plays"}},
-        "replay": {"group_deadline_s": 100},
-        "agents": {"episode_s": 30},
+        "replay": {"group_deadline_s": 50},
+        "agents": {"episode_s": 30, "finish_s": 20},
         "reward": {"port": hub_port, "http_port": page_port},
     }
     config = runs.with_credentials(Config.model_validate(settings))

@@ -18,7 +18,7 @@ from headrace.config.services import CheckpointingConfig
 from headrace.launch import runs
 from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
-from headrace_services.trainer.data import digest_of, load_problems
+from headrace_services.trainer.data import digest_problems, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.forks import command, fork
 from tests.support.light_services import instead_of
@@ -250,7 +250,7 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     data, folder = tmp_path / "sums.jsonl", tmp_path / "runs" / "test"
     data.write_text("".join(f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in range(32)))
     config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
-    digest = digest_of(*load_problems(load(config, environ={}).data))
+    digest = digest_problems(*load_problems(load(config, environ={}).data))
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig())
     checkpoints.start("t", 0)
     checkpoints.begin(2, "t")

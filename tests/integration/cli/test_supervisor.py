@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from headrace.base.errors import StoppedByAlarm
 from headrace.launch.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
 from headrace.net.service import reserve
-from tests.support.processes import descendants, eventually, gone
+from tests.support.processes import descendants, gone
+from tests.support.waiting import wait_until
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -34,7 +36,7 @@ def child(tmp_path: Path, code: str, *, ends_run: bool = False) -> Child:
 
 
 async def pid_in(path: Path) -> int:
-    return int(str(await asyncio.to_thread(eventually, lambda: path.exists() and path.read_text())))
+    return int(str(await asyncio.to_thread(wait_until, lambda: path.exists() and path.read_text())))
 
 
 async def test_a_killed_service_is_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -123,6 +125,12 @@ async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tm
     assert service.restarts == 0
 
 
+async def test_an_alarm_that_ends_the_run_is_told_without_a_log(supervisor: Supervisor, tmp_path: Path) -> None:
+    work = "from headrace.base.errors import StoppedByAlarm; raise StoppedByAlarm('the policy collapsed')"
+    with pytest.raises(StoppedByAlarm, match=r"^the policy collapsed$"):
+        await supervisor.supervise(child(tmp_path, SERVICE.format(work=work).replace("70", "3")))
+
+
 async def test_only_words_of_the_last_life_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:
     (tmp_path / "service.log").write_text("from an earlier run\n")
     with pytest.raises(ServiceFailed) as failure:
@@ -173,7 +181,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str) -> None:
     argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), hearing]
     with subprocess.Popen(argv) as supervisor:
-        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        pids = str(wait_until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
         supervisor.send_signal(signal.SIGKILL)
     assert [gone(int(pid)) for pid in pids] == [True, True]
 
@@ -182,11 +190,11 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
 def test_a_killed_guard_is_replaced_before_its_supervisor_is_killed(tmp_path: Path, times: int) -> None:
     argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), "deaf"]
     with (tmp_path / "said").open("w") as said, subprocess.Popen(argv, stderr=said) as supervisor:
-        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        pids = str(wait_until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
         for number in range(times):
             guard = next(pid for pid, command in descendants(supervisor.pid).items() if "guard.py" in command)
             os.kill(guard, signal.SIGKILL)
-            eventually(lambda number=number: (tmp_path / "said").read_text().count("there is another") == number + 1)
+            wait_until(lambda number=number: (tmp_path / "said").read_text().count("there is another") == number + 1)
         supervisor.send_signal(signal.SIGKILL)
     assert [gone(int(pid)) for pid in pids] == [True, True]
 
@@ -212,7 +220,7 @@ import signal; signal.pause()
     service = child(tmp_path, code)
     running = asyncio.create_task(supervisor.supervise(service))
     try:
-        await asyncio.to_thread(eventually, (tmp_path / "written").exists)
+        await asyncio.to_thread(wait_until, (tmp_path / "written").exists)
         await asyncio.to_thread(service.keep_log_small, supervisor.log_bytes)
         older = service.log.with_name("service.log.1")
         assert older.read_text().splitlines()[-1].split() == ["line", "2999"]
@@ -232,9 +240,9 @@ async def test_a_running_services_log_is_looked_at(tmp_path: Path, monkeypatch: 
     running = asyncio.create_task(supervisor.supervise(service))
     try:
         older = service.log.with_name("service.log.1")
-        await asyncio.to_thread(eventually, older.exists)
+        await asyncio.to_thread(wait_until, older.exists)
         before = older.stat().st_mtime_ns
-        await asyncio.to_thread(eventually, lambda: older.stat().st_mtime_ns > before)
+        await asyncio.to_thread(wait_until, lambda: older.stat().st_mtime_ns > before)
         assert service.log.stat().st_size < 1_000_000
     finally:
         running.cancel()

@@ -26,8 +26,9 @@ from headrace.config import load
 from tests.support import nvml
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port, free_ports
-from tests.support.processes import eventually, gone
+from tests.support.processes import gone
 from tests.support.up import Up
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -129,7 +130,7 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert trained(folder)[:4] == [0, 1, 2, 3]
 
     # each step ends with a refit, during which the replica is STALE
-    eventually(
+    wait_until(
         lambda: re.search(r"^\S+ +HEALTHY +\d+ .* http://127\.0\.0\.1:\d+ *$", status_of(folder), re.MULTILINE),
         within_s=60,
     )
@@ -168,7 +169,7 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
             with socket.socket() as thief, pytest.raises(OSError, match="in use"):
                 listen_again(thief, port)
         run.wait_for(f"{name}: killed by signal 9; restarting it")
-        eventually(partial(is_back, run, service, name, before), within_s=240)
+        wait_until(partial(is_back, run, service, name, before), within_s=240)
         goes_on(run)
     assert run.stop(signal.SIGINT) == []
     assert run.process.returncode == 130
@@ -187,7 +188,8 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
 ) -> None:
     (tmp_path / "kept").mkdir()
     where = [f"checkpointing.checkpoint_dir={tmp_path / 'kept'}"] if elsewhere else []
-    run = up(100_000, *ENDLESS, *where, rollout="refusable_rollout", trainer="talking_trainer")
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    run = up(100_000, *ENDLESS, *where, **light)
     run.wait_for("step 1:")
     left = run.started()
     shutil.rmtree(folder, ignore_errors=True)
@@ -202,7 +204,8 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
 
 @pytest.mark.parametrize("last", ["run test in", "step 1:"])
 def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path, last: str) -> None:
-    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer", stdout=subprocess.PIPE)
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    run = up(100_000, *ENDLESS, stdout=subprocess.PIPE, **light)
     assert run.process.stdout is not None
     while last.encode() not in (line := run.process.stdout.readline()):
         assert line, run.said()
@@ -239,11 +242,11 @@ def has_started(run: Up, name: str) -> bool:
 
 
 def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start, folder: Path, real: bool) -> None:
-    light = {"rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
     run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
     for name in ("rollout-1", "rollout-2"):  # one that is still starting would be refused, too
-        eventually(partial(has_started, run, name), within_s=240)
+        wait_until(partial(has_started, run, name), within_s=240)
     if not real:
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
@@ -258,7 +261,7 @@ def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start,
 
     os.kill(run.pid_of("valkey-server"), signal.SIGSTOP)
     log = folder / "logs" / "replay.log"
-    eventually(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
+    wait_until(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
     goes_on(run)
     assert run.stop(signal.SIGTERM) == []
     assert run.process.returncode == 143
@@ -388,7 +391,7 @@ def replicas(run: Up) -> list[int]:
 
 def goes_on(run: Up) -> None:
     before = last_step(run)
-    eventually(lambda: last_step(run) > before + 1, within_s=240)
+    wait_until(lambda: last_step(run) > before + 1, within_s=240)
 
 
 # A process that is killed while it has a scratch folder, whose path it prints.

@@ -25,18 +25,10 @@ from headrace.replay.leases import CARRIED_BYTES
 from headrace.replay.retry import BufferRetry
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.support.buffer import (
-    eventually,
-    healthy_replica,
-    make_call,
-    make_group,
-    make_trajectory,
-    nonce,
-    push_all,
-    reserve,
-)
+from tests.support.buffer import healthy_replica, make_call, make_group, make_trajectory, nonce, push_all, reserve
 from tests.support.ports import free_port
-from tests.support.reward_hub import scoring, start_hub, until
+from tests.support.reward_hub import scoring, start_hub
+from tests.support.waiting import eventually
 
 RUN = "guarded"
 PASSWORDS = {role: f"secret of {role}" for role in REDIS_ROLES}
@@ -407,7 +399,7 @@ async def test_the_scorer_waits_for_a_right_to_read_and_says_so(
         async with scoring(replay, hub.port) as scorer:
             async with without_right(opened, "replay", "mget"):
                 await push_all(up, lease)
-                await until(lambda: scorer.done() or "may not run MGET" in caplog.text)
+                await eventually(lambda: scorer.done() or "may not run MGET" in caplog.text)
                 assert not scorer.done()
             await eventually(lambda: is_ready(up))
 

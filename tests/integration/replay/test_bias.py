@@ -16,7 +16,6 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
 from tests.support.buffer import (
     enqueue,
-    eventually,
     generate,
     healthy_replica,
     lease_one,
@@ -28,6 +27,7 @@ from tests.support.buffer import (
     tighten,
 )
 from tests.support.replay_service import config_of, serving
+from tests.support.waiting import eventually
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)

@@ -16,8 +16,8 @@ from headrace.base.errors import ReplayUnavailable, ServiceError
 from headrace.replay.connection import BufferConnection
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.support.buffer import eventually
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 
 ZEROS = b"\0" * 500
 LATER = b"*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$1\r\n2\r\n"

@@ -14,7 +14,7 @@ from headrace.records.score import Score
 from headrace.records.trajectory import EpisodeTrajectory
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
-from headrace.run.samples import sample_of
+from headrace.run.samples import make_sample
 from headrace_services.trainer.learning.batch import check_invariants
 from tests.support.buffer import (
     begin,
@@ -89,7 +89,7 @@ async def test_people_see_an_episode_while_it_waits(replay: ReplayClient, limits
     stored = await put(replay, "e0-train-0", 0)
     held = await replay.read_held("e0-train-0")
     assert held is not None
-    said = sample_of(held.group, *held.trajectories[0]).said
+    said = make_sample(held.group, *held.trajectories[0]).text
     assert said.startswith("call 0 (tokens 0-2, weights 0, r0)\n")
     assert "call 1 continues call 0 (tokens 2-3, weights 0, other)\n  tool: 132\n  None: 132" in said
     lineage = await replay.lineage("e0-train-0")
@@ -111,7 +111,7 @@ async def test_people_see_what_a_program_left(replay: ReplayClient, limits: Limi
     await replay.redis.set(found["trajectories"][0]["key"], stored.encode())
     held = await replay.read_held("e0-train-0")
     assert held is not None
-    assert sample_of(held.group, *held.trajectories[0]).artifacts == stored.artifacts
+    assert make_sample(held.group, *held.trajectories[0]).artifacts == stored.artifacts
     (line, other) = [line async for line in export.lines(replay, ["ready"])]
     assert export.from_line(line).trajectory.encode() == stored.encode()
     assert "artifacts" not in other

@@ -14,9 +14,10 @@ from headrace.base.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
-from tests.support.buffer import begin, enqueue, eventually, generate, make_trajectory, reserve, total
+from tests.support.buffer import begin, enqueue, generate, make_trajectory, reserve, total
 from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.waiting import eventually
 
 HOST = "127.0.0.1"
 

@@ -11,7 +11,7 @@ from headrace.base.errors import InvalidCall, SamplingStarved
 from headrace.config import Config
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Waiting
-from headrace_services.replay.main import limits_of
+from headrace_services.replay.main import make_limits
 from tests.support.buffer import (
     begin,
     enqueue,
@@ -105,7 +105,7 @@ async def test_by_components_a_group_is_filtered_only_if_all_are_equal(replay: R
 @pytest.mark.parametrize(("estimator", "by_components"), [("grpo", False), ("gdpo", True)])
 def test_under_gdpo_groups_are_filtered_by_components(estimator: str, by_components: bool) -> None:
     grpo = {"use_dynamic_sampling": True, "adv_estimator": {"name": estimator}}
-    found = limits_of(Config.model_validate({"grpo": grpo}))
+    found = make_limits(Config.model_validate({"grpo": grpo}))
     assert (found.filter_equal, found.filter_components) == (True, by_components)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError
-from headrace.records.origin import TokenRange, origin_of
+from headrace.records.origin import TokenRange, trace_origin
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
@@ -103,7 +103,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
     assert held is not None
     path = tmp_path / "out.jsonl"
     exported = [export.Exported(held.state, held.group, *pair) for pair in held.trajectories]
-    lines = [export.to_line(each, origin_of(each.trajectory, each.score)) for each in exported]
+    lines = [export.to_line(each, trace_origin(each.trajectory, each.score)) for each in exported]
     path.write_text("".join(line + "\n" for line in lines))
     back = list(export.read(path))
     assert [each.state for each in back] == ["scoring", "scoring"]

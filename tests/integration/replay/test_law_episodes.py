@@ -16,7 +16,6 @@ from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Wait
 from headrace.replay.connection import open_redis
 from tests.support.buffer import (
     contents,
-    eventually,
     group_of,
     healthy_replica,
     make_call,
@@ -31,6 +30,7 @@ from tests.support.buffer import (
     score_all,
     tighten,
 )
+from tests.support.waiting import eventually
 
 GAME = {"game": EnvironmentLimits(episodes=True)}
 LONG = 64

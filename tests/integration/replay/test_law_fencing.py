@@ -13,7 +13,6 @@ from tests.support.buffer import (
     begin,
     contents,
     enqueue,
-    eventually,
     generate,
     make_group,
     make_trajectory,
@@ -24,6 +23,7 @@ from tests.support.buffer import (
     rewind,
     tighten,
 )
+from tests.support.waiting import eventually
 
 # The trainer's log-probabilities.
 PROBE = [-1.0, -2.0]

@@ -11,7 +11,6 @@ from tests.support.buffer import (
     begin,
     died,
     enqueue,
-    eventually,
     generate,
     group_of,
     healthy_replica,
@@ -26,6 +25,7 @@ from tests.support.buffer import (
     tighten,
     total,
 )
+from tests.support.waiting import eventually
 
 
 async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> None:

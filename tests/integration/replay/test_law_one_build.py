@@ -9,7 +9,8 @@ import pytest
 from headrace.base.errors import LeaseLost
 from headrace.records.score import Score
 from headrace.replay import ReplayClient, ScoringJob
-from tests.support.buffer import eventually, healthy_replica, make_group, push_all, reserve, rewind
+from tests.support.buffer import healthy_replica, make_group, push_all, reserve, rewind
+from tests.support.waiting import eventually
 
 N = 4
 

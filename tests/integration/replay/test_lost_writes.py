@@ -27,9 +27,10 @@ from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
 from headrace_services.trainer.control.resume import restore_reason
-from tests.support.buffer import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
+from tests.support.buffer import contents, make_group, make_trajectory, nonce, push_all, refit
 from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.waiting import eventually
 
 PROMPTS = 14
 

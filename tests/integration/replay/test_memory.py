@@ -18,7 +18,6 @@ from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.buffer import (
     begin,
     enqueue,
-    eventually,
     generate,
     group_of,
     make_trajectory,
@@ -32,6 +31,7 @@ from tests.support.buffer import (
     tighten,
 )
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 
 LIMIT = 64 << 20
 

@@ -21,9 +21,10 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from headrace_services.replay.main import _Buffer, limits_of, running
-from tests.support.buffer import enqueue, eventually, nonce
+from headrace_services.replay.main import _Buffer, make_limits, running
+from tests.support.buffer import enqueue, nonce
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 
 RUN = "outage"
 
@@ -198,7 +199,7 @@ async def test_status_says_since_when_the_run_waits_for_a_server_and_why(
         return shown
 
     stop = asyncio.Event()
-    async with running(config, limits_of(config), stop) as (_, work), open_redis(server.url) as redis:
+    async with running(config, make_limits(config), stop) as (_, work), open_redis(server.url) as redis:
         working = asyncio.create_task(work())
         assert "buffer's server" not in await status()
         await redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]

@@ -19,7 +19,6 @@ from tests.support.buffer import (
     contents,
     died,
     enqueue,
-    eventually,
     generate,
     group_of,
     healthy_replica,
@@ -36,6 +35,7 @@ from tests.support.buffer import (
     tighten,
     total,
 )
+from tests.support.waiting import eventually
 
 
 def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | None = None) -> Trajectory:
@@ -134,23 +134,23 @@ async def test_law_6_liveness_a_group_that_kills_its_replicas_fails(replay: Repl
     assert (await replay.stats())["bytes"] == len(await payloads(replay)) == 0
 
 
-async def test_law_6_liveness_a_groups_deadline_runs_without_a_lease(replay: ReplayClient, limits: Limits) -> None:
-    await tighten(replay, limits, group_deadline_s=0.2)
-    replica = await begin(replay, 1)
+async def test_law_6_liveness_a_silent_replica_is_taken_its_group(replay: ReplayClient, limits: Limits) -> None:
+    """It renews the lease and saves the same tokens, and so holds up nobody. What it did before stays."""
+    await tighten(replay, limits, group_deadline_s=0.5)
+    replica, other = await begin(replay, 1), await healthy_replica(replay)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 0))
     await replay.save(lost, prefix(lost, 1))
-    await replay.release(lost, "shutdown", failed=False)
 
-    async def queued() -> bool:
-        await replay.heartbeat("nobody", [])
-        return (await group_of(replay, lost))["state"] == "queued"
+    async def taken() -> bool:
+        (refused,) = await replay.save_many([(lost, prefix(lost, 1))])
+        told = (await replay.heartbeat(replica, [lost.token], [0])).lost == (lost.token,)
+        return told and isinstance(refused, LeaseLost)
 
-    await eventually(queued)
-    assert (await group_of(replay, lost))["failures"] == 0  # no replica had it
-    assert (await replay.stats())["bytes"] == len(await payloads(replay)) == 0
-    (lease,) = await replay.lease(replica, 1)
-    assert (lease.attempt, lease.missing, lease.prefixes) == (2, (0, 1), {})
+    await eventually(taken)
+    (lease,) = await replay.lease(other, 1)
+    assert (lease.attempt, lease.missing, set(lease.prefixes)) == (1, (1,), {1})
+    assert "replay.group_deadline_s" in (await group_of(replay, lost))["reason"]
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("ordered", False), ("drop", False), ("mask", True)])

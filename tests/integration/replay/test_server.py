@@ -26,12 +26,11 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library, main
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
-from headrace_services.replay.main import _kill_if_hung, limits_of
+from headrace_services.replay.main import _kill_if_hung, make_limits
 from tests.support.buffer import (
     begin,
     contents,
     enqueue,
-    eventually,
     generate,
     healthy_replica,
     make_trajectory,
@@ -42,6 +41,7 @@ from tests.support.buffer import (
 )
 from tests.support.ports import free_port
 from tests.support.replay_service import config_of, serving
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -215,12 +215,12 @@ async def test_an_unreachable_server_ends_the_service(tmp_path: Path) -> None:
 def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = Config.model_validate({"replay": {"max_bytes": 1024**2}})
     with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576"):
-        limits_of(config)
+        make_limits(config)
 
 
 def test_a_limit_with_the_name_of_a_key_of_replay_has_its_value() -> None:
     keys = {"max_attempts": 5, "retain_steps": 7, "scoring_deadline_s": 240.0}
-    limits = limits_of(Config.model_validate({"replay": keys}))
+    limits = make_limits(Config.model_validate({"replay": keys}))
     assert {name: getattr(limits, name) for name in keys} == keys
 
 
@@ -228,7 +228,7 @@ def test_every_limit_has_a_value_of_the_configuration(monkeypatch: pytest.Monkey
     """The defaults are for tests and benchmarks; in the service, one would hide that a key is ignored."""
     without_defaults = dataclasses.make_dataclass("Limits", [field.name for field in dataclasses.fields(Limits)])
     monkeypatch.setattr(main, "Limits", without_defaults)
-    limits_of(Config())
+    make_limits(Config())
 
 
 async def test_the_service_names_a_broken_environment_and_stays_ready(

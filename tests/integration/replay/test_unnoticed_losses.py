@@ -23,8 +23,9 @@ from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.main import _Buffer
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.validation import Validation
-from tests.support.buffer import eventually, generate, healthy_replica, make_group, nonce, reserve, rewind
+from tests.support.buffer import generate, healthy_replica, make_group, nonce, reserve, rewind
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 
 
 class CutServer:

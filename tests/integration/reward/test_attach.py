@@ -23,7 +23,8 @@ from headrace.records.score import Score
 from headrace.v1 import environment_pb2, reward_pb2
 from tests.chaos import runs
 from tests.support.attached_peer import SCORE, Peer
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub, until
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub
+from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
 ATTACHED = {"odd": {"attached": True}}
@@ -75,7 +76,7 @@ async def test_what_is_in_hand_and_how_the_last_minute_was_are_listed(tmp_path: 
         await hub.attached("odd", 16)
         await hub.score([odd("abc"), odd("abc"), odd("raise")])
         call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
-        await until(seen.exists)
+        await eventually(seen.exists)
         listed = (await hub.environments())["odd"]
         assert (listed.in_hand, [process.in_hand for process in listed.processes]) == (1, [1])
         assert (listed.recent.scored, listed.recent.failed) == (2, 1)
@@ -108,7 +109,7 @@ async def test_what_a_killed_process_held_goes_to_another_once(tmp_path: Path) -
         await hub.attached("odd", 32)
         before = await scored(hub)
         call = asyncio.create_task(hub.score([odd("a"), odd("hang once", touch=str(seen)), odd("bb")]))
-        await until(lambda: seen.exists() and seen.read_text() != "")
+        await eventually(lambda: seen.exists() and seen.read_text() != "")
         os.kill(int(seen.read_text()), signal.SIGKILL)
         assert [of(score) for score in await call] == [("SCORED", 1), ("SCORED", 9), ("SCORED", 2)]
         assert await scored(hub) - before == 3
@@ -123,7 +124,7 @@ async def test_what_kills_two_processes_is_interrupted_and_the_third_lives() -> 
         await hub.attached("odd", 16)
         assert of(score) == ("INTERRUPTED", None)
         assert "attached process has gone" in score.message
-        await until(lambda: sum(process.returncode is None for process in processes) == 1)
+        await eventually(lambda: sum(process.returncode is None for process in processes) == 1)
         assert of((await hub.score([odd("abc")]))[0]) == ("SCORED", 3)
 
 
@@ -132,7 +133,7 @@ async def test_what_the_only_process_held_is_interrupted(tmp_path: Path) -> None
     async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub) as process:
         await hub.attached("odd", 16)
         call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
-        await until(seen.exists)
+        await eventually(seen.exists)
         process.kill()
         (score,) = await call
     assert of(score) == ("INTERRUPTED", None)
@@ -145,7 +146,7 @@ async def test_a_frozen_process_loses_its_work_and_comes_back(tmp_path: Path) ->
         await hub.attached("odd", 32)
         before = await scored(hub)
         call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
-        await until(lambda: seen.exists() and seen.read_text() != "")
+        await eventually(lambda: seen.exists() and seen.read_text() != "")
         frozen = int(seen.read_text())
         os.kill(frozen, signal.SIGSTOP)
         try:
@@ -204,7 +205,7 @@ async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path
             await processes.enter_async_context(attach_environment(ODD, hub))
             await hub.attached("odd", 16)
             call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
-            await until(seen.exists)
+            await eventually(seen.exists)
             port = hub.port
         await asyncio.gather(call, return_exceptions=True)
         async with start_hub(ATTACHED, port=port) as hub:

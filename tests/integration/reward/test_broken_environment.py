@@ -17,10 +17,11 @@ from headrace.env.server import serving
 from headrace.records.score import Score
 from headrace.records.trajectory import Group
 from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
-from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory, refit
+from tests.support.buffer import healthy_replica, make_group, make_trajectory, refit
 from tests.support.judge_server import JudgeServer, said
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_environment, start_hub
+from tests.support.waiting import eventually
 
 GROUPS, N, STEPS = 4, 4, 3
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"

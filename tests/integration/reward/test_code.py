@@ -23,7 +23,8 @@ from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
 from headrace_services.reward.environments.code import Code, refusal
 from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import Level
-from tests.support.reward_hub import WAIT_S, start_hub, until
+from tests.support.reward_hub import WAIT_S, start_hub
+from tests.support.waiting import eventually
 
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
@@ -523,7 +524,7 @@ async def test_programs_that_sleep_do_not_keep_others_waiting() -> None:
         assert pool.asleep == 16
         for future in asleep:
             future.cancel()
-        await until(lambda: programs_running() == 0)  # nobody waits for them any more
+        await eventually(lambda: programs_running() == 0)  # nobody waits for them any more
 
 
 async def test_a_program_that_wakes_is_scored_and_comes_after_the_others() -> None:
@@ -538,9 +539,9 @@ async def test_programs_that_slept_begin_again_when_memory_is_short(monkeypatch:
     monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
     async with started(1) as pool:
         asleep = submitted(pool, "import time; time.sleep(2); print(1)", 3)
-        await until(lambda: pool.asleep == 3)
+        await eventually(lambda: pool.asleep == 3)
         free[0] = 0
-        await until(lambda: pool.asleep == 0)
+        await eventually(lambda: pool.asleep == 0)
         async with asyncio.timeout(WAIT_S):  # now one after the other, as if they did not sleep
             results = await asyncio.gather(*asleep)
     assert [result.reward for result in results] == [1] * 3
@@ -551,7 +552,7 @@ async def test_while_memory_is_short_no_program_starts_beside_sleepers(monkeypat
     monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
     async with started(1) as pool:
         (asleep,) = submitted(pool, "import time; time.sleep(999)", 1)
-        await until(lambda: pool.asleep == 1)
+        await eventually(lambda: pool.asleep == 1)
         free[0] = 200 << 20  # less than memory_mb, more than half of it
         (good,) = submitted(pool, "print(1)", 1)
         with pytest.raises(TimeoutError):
@@ -566,9 +567,9 @@ async def test_what_a_burst_made_ends_in_the_quiet_after_it(monkeypatch: pytest.
     async with started(1) as pool:
         before = code_workers()
         burst = submitted(pool, "import time; time.sleep(1); print(1)", 3)
-        await until(lambda: code_workers() >= 3 * before)
+        await eventually(lambda: code_workers() >= 3 * before)
         assert [result.reward for result in await asyncio.wait_for(asyncio.gather(*burst), WAIT_S)] == [1] * 3
-        await until(lambda: code_workers() == before)
+        await eventually(lambda: code_workers() == before)
         (other,) = submitted(pool, "print(1)", 1)
         assert (await asyncio.wait_for(other, WAIT_S)).reward == 1
 
@@ -576,7 +577,7 @@ async def test_what_a_burst_made_ends_in_the_quiet_after_it(monkeypatch: pytest.
 async def test_law_7_failure_is_not_zero_sleepers_of_a_dead_worker_rerun() -> None:
     async with started(1) as pool:
         (asleep,) = submitted(pool, "import time; time.sleep(3); print(1)", 1)
-        await until(lambda: pool.asleep == 1)
+        await eventually(lambda: pool.asleep == 1)
         (worker,) = (each for each in psutil.Process().children() if "scoring_worker" in command_of(each))
         worker.kill()
         result = await asyncio.wait_for(asleep, WAIT_S)

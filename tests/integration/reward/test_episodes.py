@@ -27,7 +27,8 @@ from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace_services.reward import served as served_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub, until
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub
+from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_program.py"
 SCORES = ODD.with_name("odd_environment.py")
@@ -130,7 +131,7 @@ async def test_a_program_that_is_late_is_timed_out_and_cancelled(start: Start, t
     async with start() as hub:
         late = await score(hub, episode(within_s=0.5, do="hang", **touched))
         assert late.status == "TIMED_OUT"
-        await until((tmp_path / "cancelled").exists)
+        await eventually((tmp_path / "cancelled").exists)
         # by the call's deadline as well
         late = await score(hub, episode(do="hang", **touched), timeout_s=2)
         assert late.status == "TIMED_OUT"
@@ -145,10 +146,10 @@ async def test_a_caller_that_goes_ends_the_program_and_frees_its_room(
             begun, cancelled = tmp_path / f"begun{number}", tmp_path / f"cancelled{number}"
             played = episode(do="hang", touch=str(begun), cancelled=str(cancelled))
             running = asyncio.create_task(run(hub, played))
-            await until(begun.exists)
+            await eventually(begun.exists)
             assert (await hub.environments())["odd"].in_hand == 1
             running.cancel()
-            await until(cancelled.exists)
+            await eventually(cancelled.exists)
         assert (await score(hub, episode(policy.session(["7"])))).reward == 7
 
 
@@ -158,7 +159,7 @@ async def test_what_there_is_no_room_for_is_not_started(start: Start, tmp_path: 
         begun = [tmp_path / f"begun{number}" for number in range(4)]
         held = [episode(do="hang", touch=str(each), cancelled=str(tmp_path / "gone")) for each in begun]
         running = [asyncio.create_task(run(hub, each)) for each in held]
-        await until(lambda: all(each.exists() for each in begun))
+        await eventually(lambda: all(each.exists() for each in begun))
         assert (await score(hub, episode(policy.session(["7"])))).status == "NOT_STARTED"
         for each in running:
             each.cancel()
@@ -345,12 +346,12 @@ async def test_a_grader_does_not_wait_for_its_processs_episodes(tmp_path: Path) 
         await ready(hub)
         begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
         held = asyncio.create_task(run(hub, episode(do="hang", touch=str(begun), cancelled=str(cancelled))))
-        await until(begun.exists)
+        await eventually(begun.exists)
         assert (await score(hub, episode(do="leave"))).status == "NOT_STARTED"
         (graded,) = await hub.score([Sample("abc", environment="odd")])
         assert (graded.reward, graded.environment) == (3, "OddGrader")
         held.cancel()
-        await until(cancelled.exists)
+        await eventually(cancelled.exists)
 
 
 async def test_one_stream_offers_both_kinds_of_work_of_what_does_both() -> None:
@@ -373,7 +374,7 @@ async def test_an_episode_whose_process_is_killed_goes_to_no_other(tmp_path: Pat
                 await asyncio.sleep(0.01)
         seen = tmp_path / "seen"
         running = asyncio.create_task(run(hub, episode(do="say who and hang", touch=str(seen))))
-        await until(lambda: seen.exists() and seen.read_text() != "")
+        await eventually(lambda: seen.exists() and seen.read_text() != "")
         (killed,) = (each for each in (one, other) if each.pid == int(seen.read_text()))
         killed.send_signal(signal.SIGKILL)
         outcome = await running

@@ -22,8 +22,9 @@ from headrace.net.credentials import Credentials
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from tests.support.command import said
 from tests.support.ports import free_ports, listens
-from tests.support.processes import eventually, started
+from tests.support.processes import started
 from tests.support.reward_hub import WAIT_S, start_hub
+from tests.support.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SOURCE = """
@@ -130,7 +131,7 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
     command = [re.sub(r"\$\{CONFIG:-.*\}", recipe, word) for word in service["command"]]
     async with started(sys.executable, "-m", "headrace.cli", *command) as process:
         # two processes start, one after the other
-        await asyncio.to_thread(eventually, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
+        await asyncio.to_thread(wait_until, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
         check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
         assert await check.wait() == 0
         token = Credentials(secrets / "credentials").make_token_source("scorer")

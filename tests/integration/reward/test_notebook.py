@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headrace.replay import ReplayClient, Reservation
-from tests.support.buffer import eventually, healthy_replica, make_group, push_all, refit
+from tests.support.buffer import healthy_replica, make_group, push_all, refit
 from tests.support.notebook import Notebook, notebook
 from tests.support.reward_hub import scoring, start_hub
+from tests.support.waiting import eventually
 
 GROUPS, N = 2, 4
 CAPACITY = 4

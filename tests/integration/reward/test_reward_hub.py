@@ -31,7 +31,8 @@ from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
 from tests.support.processes import started
 from tests.support.raw_environment import Request, raw_environment, scored
-from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
+from tests.support.reward_hub import WAIT_S, start_environment, start_hub
+from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_environment.py"
@@ -135,7 +136,7 @@ async def test_a_process_killed_in_a_call_has_a_successor_that_scores(tmp_path: 
         seen = tmp_path / "seen"
         hang = Sample("hang", {"touch": str(seen)}, environment="odd")
         call = asyncio.create_task(hub.score([hang, MATH]))
-        await until(seen.exists)
+        await eventually(seen.exists)
         odd.kill()
         killed, sum_ = await call
         assert (killed.status, killed.reward, sum_.reward) == ("INTERRUPTED", None, 1)
@@ -218,11 +219,11 @@ async def test_a_worker_killed_in_the_middle_fails_its_own_trajectory_alone() ->
         (worker,) = workers_of()
         idle = descendants(worker)
         call = asyncio.create_task(hub.score([ENDLESS, MATH]))
-        await until(lambda: descendants(worker) > idle)
+        await eventually(lambda: descendants(worker) > idle)
         (child,) = descendants(worker) - idle
         os.kill(worker, signal.SIGKILL)
         killed, fine = await call
-        await until(lambda: not running(child))
+        await eventually(lambda: not running(child))
     assert (killed.status, killed.reward) == ("FAILED", None)
     assert "SIGKILL" in killed.message
     assert fine.reward == 1
@@ -354,4 +355,4 @@ async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_pat
         process.send_signal(signum)
         code = await asyncio.wait_for(process.wait(), WAIT_S)
     assert code == (0 if signum != signal.SIGKILL else -signal.SIGKILL)
-    await until(lambda: not any(map(running, workers)))
+    await eventually(lambda: not any(map(running, workers)))

@@ -19,8 +19,9 @@ from headrace_services.reward.model_process import Conversation, ModelSpecificat
 from headrace_services.reward.reward_model import ModelProcess, RewardModel
 from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from tests.support.hostile import DEADLY, hostile
-from tests.support.reward_hub import start_hub, until
+from tests.support.reward_hub import start_hub
 from tests.support.tiny_reward_model import CONTEXT, make_reward_model
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow  # starts processes that import torch
 PROMPT = ({"role": "user", "content": "47+85"},)
@@ -119,7 +120,7 @@ async def test_law_7_failure_is_not_zero_a_lost_process_gives_no_reward(director
     try:
         (early,) = await environment.score_batch([sample("132")])
         assert (early.status, early.message) == ("NOT_STARTED", f"the model {directory} is being loaded")
-        await until(lambda: environment.problem() is None)
+        await eventually(lambda: environment.problem() is None)
         process = environment._process._process
         assert process is not None
         process.send_signal(signal.SIGSTOP)  # SIGSTOP: it is at work when it is killed
@@ -131,7 +132,7 @@ async def test_law_7_failure_is_not_zero_a_lost_process_gives_no_reward(director
         assert "ended by SIGKILL" in interrupted[0].message
         (meanwhile,) = await environment.score_batch([sample("132")])
         assert (meanwhile.status, meanwhile.reward) == ("NOT_STARTED", None)
-        await until(lambda: environment.problem() is None)
+        await eventually(lambda: environment.problem() is None)
         (again,) = await environment.score_batch([sample("132")])
         assert again.status == "SCORED"
         process = environment._process._process

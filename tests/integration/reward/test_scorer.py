@@ -18,9 +18,10 @@ from headrace.records.trajectory import Group
 from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
 from headrace.run.samples import SampleFiles
 from headrace_services.replay.scorer import in_batches
-from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory
+from tests.support.buffer import healthy_replica, make_group, make_trajectory
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
+from tests.support.waiting import eventually
 
 GROUPS, N = 4, 2
 

@@ -12,9 +12,10 @@ import pytest
 from headrace.config import Config
 from headrace.replay import ReplayClient, Reservation
 from headrace_services.replay.scorer import run_scorer
-from tests.support.buffer import eventually, healthy_replica, make_group, push_all, refit
+from tests.support.buffer import healthy_replica, make_group, push_all, refit
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub
+from tests.support.waiting import eventually
 
 GROUPS, N = 8, 4
 ATTACHED = {"mine": {"attached": True}}

@@ -28,8 +28,9 @@ from headrace.v1 import reward_pb2
 from tests.support.gateways import open_episode
 from tests.support.own_python import own_python, pip, uv
 from tests.support.ports import free_ports, listens
-from tests.support.reward_hub import Hub, start_hub, until
+from tests.support.reward_hub import Hub, start_hub
 from tests.support.toy_policy import ToyPolicy
+from tests.support.waiting import eventually
 
 # verifiers is installed for it, and takes seconds to be imported; each turn of its harness is a process
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -156,11 +157,11 @@ async def test_what_it_cant_score_is_failed_and_the_unwanted_is_ended(python: Pa
             other = {**row, "task": {"index": 0, "key": "of another task set"}}
             invalid = await run(hub, "echo", other, policy.session(["hello world"]))
             waiting = asyncio.create_task(run(hub, "echo", row, policy.session(hang)))
-            await until(asked.is_set)
+            await eventually(asked.is_set)
 
             assert commands("--base-url=")
             waiting.cancel()
-            await until(lambda: not commands("--base-url="))
+            await eventually(lambda: not commands("--base-url="))
             over.set()
     # verifiers' own reward of it is 0
     assert (failed.status, failed.reward) == ("FAILED", None)
@@ -186,7 +187,7 @@ async def test_the_examples_sums_are_played_again_once_their_process_died(
             scores = await asyncio.gather(*(run(hub, "sums", row, session) for session in sessions))
             (pid,) = commands("verifiers_worker.py serve")
             psutil.Process(pid).kill()
-            await until(lambda: commands("verifiers_worker.py serve") not in ([], [pid]))
+            await eventually(lambda: commands("verifiers_worker.py serve") not in ([], [pid]))
             async with asyncio.timeout(WAIT_S):
                 again = await run(hub, "sums", row, policy.session(["3"]))
                 while again.status in ("NOT_STARTED", "INTERRUPTED"):  # it is being started again
@@ -241,7 +242,7 @@ async def test_a_task_set_of_openenv_is_played(python: Path, tmp_path: Path) -> 
     row, _ = rows(env)
     server = await asyncio.create_subprocess_exec(python, SERVER, str(port))
     try:
-        await until(lambda: server.returncode is not None or listens(port))
+        await eventually(lambda: server.returncode is not None or listens(port))
         with ScriptedPolicy() as policy:
             async with start_hub({"openenv": env}) as hub:
                 sessions = [

@@ -28,7 +28,8 @@ from headrace.net.replica_client import (
 )
 from tests.support import tool_model
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, eventually, running_fleet
+from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, running_fleet
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

@@ -31,6 +31,7 @@ from headrace_services.rollout.generate import (
     generate,
     prompt_problem,
     request_id,
+    sampled_tokens,
     sampling_params,
 )
 from headrace_services.rollout.http import BehindTraining
@@ -381,6 +382,19 @@ async def test_a_cancelled_trajectory_is_aborted_in_the_engine(engine: Any) -> N
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.get_num_unfinished_requests() == 0
+
+
+async def test_tokens_are_counted_before_the_engine_returns_them(engine: Any) -> None:
+    """It returns this trajectory whole."""
+    given = lease(temperature=0.0, max_new_tokens=900)
+    task = asyncio.create_task(generate(engine, given, 0, "me"))
+    counts = [0]
+    while not task.done() and counts[-1] < 3:
+        counts.append(sampled_tokens(engine, request_id(given, 0)))
+        await asyncio.sleep(0)
+    assert 3 <= counts[-1] <= 900
+    assert (await task).completion_token_ids.size >= counts[-1]
+    assert sampled_tokens(engine, request_id(given, 0)) == 0
 
 
 async def test_a_token_outside_the_vocabulary_leaves_the_engine_alive(engine: Any) -> None:

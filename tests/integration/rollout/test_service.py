@@ -1,10 +1,14 @@
-"""The rollout service as a process: real engine, real buffer, real weight channel. The tests follow one fleet through its life."""
+"""The rollout service as a process: real engine, real buffer, real weight channel.
+
+The tests follow one fleet through its life. Those of the night bring it to where they start, so that they run without those before them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -22,7 +26,8 @@ from headrace.net.replica_client import ReplicaClient, ReplicaFenced, Sampled, S
 from headrace.net.service import EXIT_INTERNAL_ERROR
 from tests.support.buffer import tighten
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import IN_FLIGHT, LIMITS, LONG, PROMPT, Fleet, Process, eventually, running_fleet
+from tests.support.rollout_fleet import IN_FLIGHT, LIMITS, LONG, PROMPT, Fleet, Process, running_fleet
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,8 +46,8 @@ async def first(fleet: Fleet) -> Process:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def second(fleet: Fleet, first: Process) -> Process:
-    """One that joins the running fleet later, and is refitted in flight."""
+async def second(fleet: Fleet) -> Process:
+    """One that joins the running fleet later, and is refitted in flight. The tests of the night have it alone."""
     return await fleet.start(**IN_FLIGHT)
 
 
@@ -255,6 +260,38 @@ async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
     assert len(await fleet.pushed(group)) == 2
 
 
+async def test_law_6_an_engine_may_be_slow_and_must_not_stand_still(fleet: Fleet, first: Process) -> None:
+    """It computes for moments only, longer than the deadline in all; then not at all, while its replica's heartbeats go on."""
+    deadline_s = 4.0
+    await tighten(fleet.replay, LIMITS, group_deadline_s=deadline_s)
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
+    engine = first.engine()
+
+    async def is_silent_for(least: float, most: float = math.inf) -> bool:
+        return least <= ((await fleet.replay.group(group)) or {}).get("silent_s", 0.0) <= most
+
+    try:
+        for _ in range(4):
+            os.kill(engine, signal.SIGSTOP)
+            await eventually(lambda: is_silent_for(deadline_s / 2))
+            os.kill(engine, signal.SIGCONT)
+            await eventually(lambda: is_silent_for(0.0, deadline_s / 4))
+        os.kill(engine, signal.SIGSTOP)
+        assert (await fleet.replay.group(group))["replica"] == first.replica
+
+        async def is_charged() -> bool:
+            return (await fleet.replay.group(group))["failures"] == 1  # it was alone
+
+        await eventually(is_charged)
+    finally:
+        await fleet.replay.open_run(LIMITS)
+        os.kill(engine, signal.SIGCONT)
+    for it in await fleet.pushed(group):
+        (_, start, cut), (_, begin, _) = it.writers
+        assert (it.attempt, start) == (1, 0)
+        assert cut == begin >= 64
+
+
 async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     fleet: Fleet, first: Process, second: Process
 ) -> None:
@@ -327,13 +364,13 @@ def _ended(descriptor: int) -> None:
 
 @pytest.mark.nightly  # test_calls.py has a refit in flight every day, in the same engine loop
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
-    await fleet.train_step()
+    version = await fleet.trained_step()
     group = await running_group(fleet, lambda _: second.generating())
     fleet.policy.train()
-    report = await fleet.refit(1)
-    assert len(report.verified) == 1
+    report = await fleet.refit(version + 1)
+    assert report.verified == (second.replica,)
     for it in await fleet.pushed(group):
-        assert [span.version for span in it.spans] == [0, 1]
+        assert [span.version for span in it.spans] == [version, version + 1]
         boundary = it.spans[0].end
         ids = [*it.prompt_token_ids, *it.completion_token_ids]
         start = it.prompt_token_ids.size - 1
@@ -344,10 +381,10 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 
 @pytest.mark.nightly  # test_calls.py has a failed proof every day, in the same engine loop
 async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Fleet, second: Process) -> None:
-    await fleet.train_step()
+    version = await fleet.trained_step()
     group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
-    report = await fleet.refit(2, wrong_by=0.5)
+    report = await fleet.refit(version + 1, wrong_by=0.5)
     assert report.verified == ()
     returned = await eventually(lambda: _without_lease(fleet, group))
     assert returned["failures"] == 0
@@ -357,10 +394,10 @@ async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Flee
     assert (await second.http.get("/readyz")).status_code == 503
     body = {"prompt": [3, 4], "max_tokens": 2}
     assert (await second.http.post("/v1/completions", json=body)).status_code == 503
-    report = await fleet.refit(2)
-    assert len(report.verified) == 1
+    report = await fleet.refit(version + 1)
+    assert report.verified == (second.replica,)
     for it in await fleet.pushed(group):
-        assert [span.version for span in it.spans] == [1, 2]
+        assert [span.version for span in it.spans] == [version, version + 1]
         assert it.spans[0].end == it.writers[0][2]
         assert fleet.policy.difference_by_span(it) < 1e-4
     assert (await second.http.post("/v1/completions", json=body)).status_code == 200

@@ -18,8 +18,8 @@ from tests.support.command import headrace
 from tests.support.light_services import instead_of
 from tests.support.port_scan import listening, told_by
 from tests.support.ports import free_port
-from tests.support.processes import eventually
 from tests.support.up import Up
+from tests.support.waiting import wait_until
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
@@ -90,7 +90,7 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
 
 def ports_of_runner(log: Path) -> tuple[int, int]:
     """Of its gateway and its pages, which it chooses itself."""
-    found = eventually(lambda: log.exists() and re.search(r"gateway on \S+:(\d+), HTTP on \S+:(\d+)", log.read_text()))
+    found = wait_until(lambda: log.exists() and re.search(r"gateway on \S+:(\d+), HTTP on \S+:(\d+)", log.read_text()))
     assert isinstance(found, re.Match)
     return int(found[1]), int(found[2])
 

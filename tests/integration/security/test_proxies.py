@@ -18,7 +18,7 @@ import pytest
 from headrace.base.addresses import GRPC_PROXIES, HTTP_PROXIES, LOOPBACK, through_proxy, url_through_proxy
 from headrace.launch.supervisor import child_environ
 from headrace.net import rpc
-from tests.support.processes import eventually
+from tests.support.waiting import wait_until
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")
 
@@ -65,7 +65,7 @@ async def test_our_services_are_called_directly_and_targets_through_a_proxy(aske
         async with rpc.channel("environment.invalid:50051", proxied=proxied) as channel:
             assert channel.get_state(try_to_connect=True) == grpc.ChannelConnectivity.IDLE
             if proxied:
-                await asyncio.to_thread(eventually, lambda: asked)
+                await asyncio.to_thread(wait_until, lambda: asked)
             else:
                 while (state := channel.get_state()) != grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     await channel.wait_for_state_change(state)

@@ -22,8 +22,7 @@ from headrace.run.evaluation import report
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
-from tests.support.buffer import eventually as until
-from tests.support.processes import eventually, is_stopped
+from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import (
     PROMPTS,
@@ -35,6 +34,7 @@ from tests.support.trainer_process import (
     run_with_replica,
     settled,
 )
+from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -122,11 +122,11 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
             epoch = await replay.epoch()
             return epoch is not None and epoch.state == state
 
-        await until(lambda: epoch_is("done"))
+        await eventually(lambda: epoch_is("done"))
         timeline = (await replay.state()).timeline
         stray = await replay.open_epoch("late", 1, timeline, {})
         assert stray.members == (replica.id,)
-        await until(lambda: epoch_is("aborted"))
+        await eventually(lambda: epoch_is("aborted"))
         async with running(score_all(replay)):
             assert await ended(process) == 0, trainer.said()
     assert "no refit drives epoch late (version 1)" in trainer.said()
@@ -139,7 +139,7 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_after_its_successor(
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         frozen = trainer.start("frozen_in_checkpoint:4")
-        await asyncio.to_thread(eventually, lambda: is_stopped(frozen.pid), 120)
+        await asyncio.to_thread(wait_until, lambda: is_stopped(frozen.pid), 120)
         assert await trainer.run() == 0, trainer.said()
         os.kill(frozen.pid, signal.SIGCONT)
         assert await ended(frozen) == 1
@@ -249,6 +249,17 @@ async def test_dynamic_sampling_that_finds_nothing_ends_the_run(
     assert (trainer.config.run_folder / "curves.html").exists(), "at every end"
 
 
+async def test_an_alarm_named_in_the_configuration_ends_the_run(trainer: Trainer, replay: ReplayClient) -> None:
+    trainer.settings["run"]["stop_on"] = ["equal_rewards"]
+    trainer.settings["grpo"]["max_num_steps"] = 8
+    await run_with_replica(trainer, replay, code=1, equal_every=1)
+    assert "run.stop_on" in trainer.said()
+    train = [line for line in trainer.journal() if line.kind == "train"]
+    assert [line.metrics["equal_rewards_alarm"] for line in train] == [0.0] * 4 + [1.0]
+    assert trainer.checkpoints().newest() == 5, "what was trained is saved"
+    assert "5 steps" in (trainer.config.run_folder / "curves.html").read_text()
+
+
 async def test_no_replica_within_the_fleet_deadline_ends_the_run(trainer: Trainer, replay: ReplayClient) -> None:
     trainer.settings["trainer"]["fleet_deadline_s"] = 1
     await replay.register("loads", {}, loading=True)
@@ -337,7 +348,7 @@ async def test_a_replica_whose_probabilities_drift_is_quarantined(
         return any(replica.state == "QUARANTINED" for replica in (await fleet()).values())
 
     async with running(good.run(), bad.run(), score_all(replay)):
-        await until(quarantined)
+        await eventually(quarantined)
         version = max(good.installed)
         await installed(good, version + 2)
         now = await fleet()

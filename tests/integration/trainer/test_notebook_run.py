@@ -10,11 +10,11 @@ import pytest
 from headrace.replay import ReplayClient
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles
-from tests.support.buffer import eventually
 from tests.support.notebook import notebook
 from tests.support.reward_hub import scoring, start_hub
 from tests.support.small_replica import SmallReplica, running
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, ended, settled
+from tests.support.waiting import eventually
 
 # nightly: `integration/reward/test_notebook.py` edits a reward every day, without a trainer
 

@@ -17,10 +17,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from headrace.base.devices import Site
 from headrace.base.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.memory import plan
+from headrace_services.trainer.memory.fit import changed, phases
 from headrace_services.trainer.network.backbone import fill, on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
@@ -161,7 +162,10 @@ def test_the_planned_memory_is_what_is_taken(
 ) -> None:
     """To the byte; activations to a sixth, under autocast to a third (experts: to half), which keeps both what it cast and the original."""
     found = measured(models, name, precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
-    trainer, _, _ = plan(sized(models, name, precision), ranks, 1, 80 * 2**30)
+    trainer = phases(
+        changed(sized(models, name, precision), {"trainer.num_processes": ranks}), Site(None, None, ranks, ranks)
+    )
+    trainer = trainer["policy: layers"]
     assert trainer["policy: parameters, float32"] == found["parameters"]
     assert trainer["policy: gradients, float32"] == found["gradients"]
     assert trainer["policy: optimizer's moments, float32"] == found["moments"]

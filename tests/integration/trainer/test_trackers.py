@@ -28,8 +28,8 @@ from headrace_services.trainer.telemetry.trackers import (
     parameters,
     tracker_metrics,
 )
-from tests.support.processes import eventually
 from tests.support.stored_samples import sample, write
+from tests.support.waiting import wait_until
 
 LONG_S = 100.0
 # two red pixels
@@ -150,7 +150,7 @@ def test_weights_and_biases_gets_every_line_without_a_login(
     assert "not logged in" in caplog.text
     losses = [(0, 0.0), (1, 0.1), (2, 0.2), (2, 7.0), (3, 8.0)]
     # a process of W&B's own writes them, on a busy machine after the tracker is closed
-    eventually(lambda: losses_in(config.log_folder) == losses)
+    wait_until(lambda: losses_in(config.log_folder) == losses)
     rows = list(history(config.log_folder))
     assert len({run for run, _ in rows}) == 1
     assert [row["_step"] for _, row in rows] == list(range(len(rows)))

@@ -14,8 +14,9 @@ import pytest
 from headrace.base.errors import LeaseLost
 from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import gateway as gateway_module
-from tests.support.gateways import HI, ask, gate, open_episode, renders_anything, until
+from tests.support.gateways import HI, ask, gate, open_episode, renders_anything
 from tests.support.toy_sessions import LIMITS, TOOLS, user
+from tests.support.waiting import eventually
 
 
 async def test_an_openai_client_talks_over_several_turns() -> None:
@@ -79,7 +80,7 @@ async def test_no_answer_leaves_before_its_call_is_kept() -> None:
     async with open_episode() as opened, opened.client() as client:
         opened.may_keep.clear()
         asking = asyncio.create_task(ask(client))
-        await until(lambda: any(call.answer for call in opened.episode.session.calls))
+        await eventually(lambda: any(call.answer for call in opened.episode.session.calls))
         done, _ = await asyncio.wait([asking], timeout=0.05)
         assert not done
         opened.may_keep.set()
@@ -240,7 +241,7 @@ async def test_a_call_that_takes_too_long_is_an_error_that_clients_retry() -> No
     async with open_episode(clock=lambda: now[0]) as opened, opened.client() as client:
         gate(opened)
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.replicas["replica-1"].sampling)
+        await eventually(lambda: opened.replicas["replica-1"].sampling)
         now[0] = 20.0
         opened.episode.look()
         with pytest.raises(openai.InternalServerError, match=r"agents\.call_s") as error:
@@ -262,7 +263,7 @@ async def test_the_end_of_an_episode_ends_its_calls() -> None:
     async with open_episode() as opened, opened.client() as client:
         gate(opened)
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.replicas["replica-1"].sampling)
+        await eventually(lambda: opened.replicas["replica-1"].sampling)
         await opened.episode.end()
         assert opened.replicas["replica-1"].sampling == 0
         with pytest.raises(openai.APIStatusError, match="ended"):

@@ -16,8 +16,9 @@ import pytest
 from headrace.env.episode import without_keys
 from headrace_services.agents import conversation, dialect
 from headrace_services.agents import gateway as gateway_module
-from tests.support.gateways import HI, Open, ask, gate, open_episode, renders_anything, until
+from tests.support.gateways import HI, Open, ask, gate, open_episode, renders_anything
 from tests.support.toy_sessions import user
+from tests.support.waiting import eventually
 
 
 async def test_keys_unknown_or_of_an_ended_episode_open_nothing() -> None:
@@ -86,7 +87,7 @@ async def test_large_bodies_are_decoded_singly_and_hold_nobody_up(monkeypatch: p
             toy.render = renders_anything  # type: ignore[method-assign]
         asking = [asyncio.create_task(client.post("/chat/completions", json=large(each))) for each in "abcdefgh"]
         asking.append(asyncio.create_task(beside.post("/chat/completions", json=large("i"))))
-        await until(began.is_set)
+        await eventually(began.is_set)
         answers = [await each.post("/chat/completions", json={"messages": HI}) for each in (beside, client)]
         go.set()
         answers += await asyncio.gather(*asking)
@@ -125,10 +126,10 @@ async def test_few_large_bodies_of_an_episode_are_in_memory_at_a_time(
                 return client.post(f"/s/{to.key}/v1/chat/completions", json=asked)
 
             asking = [asyncio.create_task(post(opened, large("a"))) for _ in range(many)]
-            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE)
+            await eventually(lambda: reading[0] == gateway_module._LARGE_AT_ONCE)
             assert [(await post(to, {"messages": HI})).status_code for to in (opened, other)] == [200, 200]
             asking.append(asyncio.create_task(post(other, large("b"))))
-            await until(lambda: reading[0] == gateway_module._LARGE_AT_ONCE + 1)
+            await eventually(lambda: reading[0] == gateway_module._LARGE_AT_ONCE + 1)
             go.set()
             assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * (many + 1)
     assert most == [gateway_module._LARGE_AT_ONCE + 1]
@@ -139,7 +140,7 @@ async def test_while_a_call_is_sampled_only_the_call_has_its_messages() -> None:
         opened.replicas["replica-1"].render = renders_anything  # type: ignore[method-assign]
         go = gate(opened)
         asking = asyncio.create_task(client.post("/chat/completions", json={"messages": [user("0123456789")]}))
-        await until(lambda: opened.replicas["replica-1"].sampling)
+        await eventually(lambda: opened.replicas["replica-1"].sampling)
         gc.collect()
         requests = [each for each in gc.get_objects() if isinstance(each, dialect.ChatRequest)]
         assert [each.asked.messages for each in requests] == [()]
@@ -151,7 +152,7 @@ async def test_requests_under_way_are_bounded() -> None:
     async with open_episode(max_parallel_calls=2) as opened, opened.client() as client:
         go = gate(opened)
         two = [asyncio.create_task(ask(client)) for _ in range(2)]
-        await until(lambda: opened.replicas["replica-1"].sampling == 2)
+        await eventually(lambda: opened.replicas["replica-1"].sampling == 2)
         with pytest.raises(openai.RateLimitError, match=r"agents\.max_parallel_calls"):
             await ask(client)
         go.set()

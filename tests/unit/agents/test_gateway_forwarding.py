@@ -22,8 +22,9 @@ from headrace.cli.app import app as cli
 from headrace.config import Config
 from headrace_services.agents import gateway as gateway_module
 from headrace_services.agents import metrics
-from tests.support.gateways import HI, ask, gate, open_episode, until
+from tests.support.gateways import HI, ask, gate, open_episode
 from tests.support.toy_sessions import LIMITS, user
+from tests.support.waiting import eventually
 
 
 async def test_any_gateway_forwards_a_request_of_another_one() -> None:
@@ -82,7 +83,7 @@ async def test_a_gateway_not_heard_of_is_waited_for_if_others_may_exist() -> Non
         before = refused.get()
         async with mine.client(base_url=url, max_retries=1) as client:
             asking = asyncio.create_task(ask(client))
-            await until(lambda: refused.get() > before)
+            await eventually(lambda: refused.get() > before)
             other.gateway.peers = {mine.gateway.name: mine.address}
             await asking
         for key in (f"{other.gateway.name}-{'0' * 32}", mine.key.upper(), f"{mine.key}0", mine.key[1:]):
@@ -121,7 +122,7 @@ async def test_what_is_forwarded_is_bounded_as_what_is_not() -> None:
         go = gate(mine)
         async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
             two = [asyncio.create_task(ask(client)) for _ in range(2)]
-            await until(lambda: mine.replicas["replica-1"].sampling == 2)
+            await eventually(lambda: mine.replicas["replica-1"].sampling == 2)
             with pytest.raises(openai.RateLimitError, match=r"agents\.max_parallel_calls"):
                 await ask(client)
             go.set()
@@ -143,7 +144,7 @@ async def test_as_many_requests_are_forwarded_at_once_as_come() -> None:
         go = gate(mine)
         async with mine.client(base_url=f"{other.address}/s/{mine.key}/v1") as client:
             asking = [asyncio.create_task(ask(client)) for _ in range(many)]
-            await until(lambda: mine.replicas["replica-1"].sampling == many or any(each.done() for each in asking))
+            await eventually(lambda: mine.replicas["replica-1"].sampling == many or any(each.done() for each in asking))
             go.set()
             await asyncio.gather(*asking)
 
@@ -164,7 +165,7 @@ async def test_made_up_keys_ask_few_at_a_time_and_a_real_one_once() -> None:
     real, *made_up = (f"01234567-{number:032x}" for number in range(500))
     lookups = gateway_module.KeyLookups(Session())
     checks = [asyncio.create_task(lookups.check("http://other", key)) for key in [*[real] * 20, *made_up]]
-    await until(lambda: any(check.done() for check in checks))
+    await eventually(lambda: any(check.done() for check in checks))
     go.set()
     outcomes = await asyncio.gather(*checks, return_exceptions=True)
     assert outcomes[:20] == [None] * 20
@@ -227,7 +228,7 @@ async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> N
         async with httpx.AsyncClient(base_url=f"{other.address}/s/{mine.key}/v1") as client:
             with pytest.raises(httpx.ReadTimeout):
                 await client.post("/chat/completions", json={"messages": HI}, timeout=0.2)
-            await until(lambda: mine.episode.session.calls[0].readers == 0)
+            await eventually(lambda: mine.episode.session.calls[0].readers == 0)
         go.set()
 
 

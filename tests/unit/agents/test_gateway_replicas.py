@@ -12,9 +12,10 @@ import pytest
 from headrace.net.replica_client import ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
 from headrace.replay import Replica
 from headrace_services.agents import fleet as fleet_module
-from tests.support.gateways import ask, elsewhere, gate, open_episode, replica, unavailable, until
+from tests.support.gateways import ask, elsewhere, gate, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import user
+from tests.support.waiting import eventually
 
 
 async def test_a_call_whose_replica_is_lost_is_sampled_elsewhere() -> None:
@@ -108,7 +109,7 @@ async def test_a_call_of_another_timeline_than_its_replicas_is_not_awaited() -> 
     async with open_episode(replicas=2) as opened, opened.client() as client:
         gate(opened)
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.replicas["replica-1"].sampling)
+        await eventually(lambda: opened.replicas["replica-1"].sampling)
         opened.replicas["replica-2"].before = lambda request: asyncio.sleep(0)
         opened.fleet.note([replica("replica-1", timeline="after"), replica("replica-2")])
         await asking
@@ -121,7 +122,7 @@ async def test_a_call_whose_answer_may_still_count_is_waited_for() -> None:
     async with open_episode(replicas=2) as opened, opened.client() as client:
         go = gate(opened)
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.replicas["replica-1"].sampling)
+        await eventually(lambda: opened.replicas["replica-1"].sampling)
         other = replica("replica-2")
         for news in (
             [],  # the buffer is away
@@ -147,11 +148,11 @@ async def test_a_departed_replicas_client_closes_after_its_calls() -> None:
         assert not first.is_closed
         go = gate(opened)
         asking = [asyncio.create_task(ask(client, [user(f"{number}")])) for number in range(4, 8)]
-        await until(lambda: first.sampling and second.sampling)
+        await eventually(lambda: first.sampling and second.sampling)
         opened.fleet.note([replica("replica-2")])
-        await until(lambda: second.sampling == 4)
+        await eventually(lambda: second.sampling == 4)
         opened.fleet.note([replica("replica-2")])
-        await until(lambda: first.is_closed)
+        await eventually(lambda: first.is_closed)
         assert set(opened.fleet._clients) == set(opened.fleet._calls) == {"replica-2"}
         go.set()
         await asyncio.gather(*asking)
@@ -172,7 +173,7 @@ async def test_with_no_healthy_replica_calls_wait_and_clocks_stand_still() -> No
     async with open_episode(clock=lambda: now[0]) as opened, opened.client() as client:
         opened.fleet.note([replica("replica-1", "STALE")])
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.episode.session.calls)
+        await eventually(lambda: opened.episode.session.calls)
         now[0] = 1000.0
         opened.episode.look()
         assert not opened.episode.over.done()
@@ -188,7 +189,7 @@ async def test_a_replica_of_another_timeline_or_older_weights_is_not_asked(other
     async with open_episode() as opened, opened.client() as client:
         opened.fleet.note([other])
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.episode.session.calls and opened.episode.session.calls[0].reserved)
+        await eventually(lambda: opened.episode.session.calls and opened.episode.session.calls[0].reserved)
         assert not opened.replicas["replica-1"].policy.asked
         opened.fleet.note([replica("replica-1")])
         await asking

@@ -17,15 +17,16 @@ from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import gateway as gateway_module
 from headrace_services.agents import metrics
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
-from tests.support.gateways import HI, Open, ask, gate, open_episode, until
+from tests.support.gateways import HI, Open, ask, gate, open_episode
 from tests.support.toy_sessions import LIMITS, user
+from tests.support.waiting import eventually
 
 
 async def test_a_client_that_times_out_and_retries_gets_the_first_answer() -> None:
     async with open_episode() as opened, opened.client(max_retries=3, timeout=0.2) as client:
         go = gate(opened)
         asking = asyncio.create_task(ask(client))
-        await until(lambda: opened.episode.session.joined == 1)
+        await eventually(lambda: opened.episode.session.joined == 1)
         go.set()
         await asking
         ending = await opened.episode.end()
@@ -36,10 +37,10 @@ async def ask_and_go(opened: Open, client: httpx.AsyncClient) -> None:
     """Ask, and close the connection before there is an answer."""
     asking = asyncio.create_task(client.post("/chat/completions", json={"messages": HI}))
     calls = opened.episode.session.calls
-    await until(lambda: [call.readers for call in calls] == [1])
+    await eventually(lambda: [call.readers for call in calls] == [1])
     asking.cancel()
     await asyncio.wait([asking])
-    await until(lambda: calls[0].readers == 0)
+    await eventually(lambda: calls[0].readers == 0)
 
 
 async def test_a_client_that_leaves_midway_gets_the_whole_answer_next_time() -> None:
@@ -47,7 +48,7 @@ async def test_a_client_that_leaves_midway_gets_the_whole_answer_next_time() -> 
         go = gate(opened)
         await ask_and_go(opened, client)
         go.set()
-        await until(lambda: opened.kept)
+        await eventually(lambda: opened.kept)
         assert not opened.episode.session.calls[0].delivered
         answer = await client.post("/chat/completions", json={"messages": HI})
         assert answer.json()["choices"][0]["message"] == opened.kept[0].answer
@@ -59,7 +60,7 @@ async def test_a_call_that_nobody_came_back_for_is_dropped() -> None:
         go = gate(opened)
         await ask_and_go(opened, client)
         go.set()
-        await until(lambda: opened.kept)
+        await eventually(lambda: opened.kept)
         await client.post("/chat/completions", json={"messages": [user("something else")]})
         ending = await opened.episode.end()
     assert len(ending.calls) == 1
@@ -119,7 +120,7 @@ async def test_who_goes_before_the_last_part_of_an_answer_was_not_given_it(strea
         asked = {"messages": HI, "stream": stream}
         async with client.stream("POST", "/chat/completions", json=asked) as response:
             await anext(response.aiter_raw())
-        await until(lambda: opened.episode.session.calls[0].readers == 0)
+        await eventually(lambda: opened.episode.session.calls[0].readers == 0)
         assert not opened.episode.session.calls[0].delivered
         ending = await opened.episode.end()
     assert ending.dropped == {"abandoned": 1}
@@ -140,7 +141,7 @@ async def test_lost_duplicates_leave_exactly_the_answers_used() -> None:
         async def before(request: SampleRequest) -> None:
             joined = opened.episode.session.joined
             if next(asked) % 3 == 0:  # slower than its client is patient
-                await until(lambda: opened.episode.session.joined > joined)
+                await eventually(lambda: opened.episode.session.joined > joined)
 
         for toy in opened.replicas.values():
             toy.before = before
@@ -178,7 +179,7 @@ async def test_equal_requests_that_were_told_to_wait_get_an_answer_each(forwarde
         address = front.address if forwarded else opened.address
         async with opened.client(base_url=f"{address}/s/{opened.key}/v1", max_retries=9) as client:
             asking = [asyncio.create_task(ask(client)) for _ in range(many)]
-            await until(lambda: refused.get() >= before + many - at_once)
+            await eventually(lambda: refused.get() >= before + many - at_once)
             go.set()
             answers = await asyncio.gather(*asking)
         ending = await opened.episode.end()

@@ -287,6 +287,18 @@ def test_a_call_that_opts_out_is_context(program: Program) -> None:
     assert [call.trained for call in program.session.end().calls] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("trains", "paths"),
+    [([True, False, True], 1), ([True, False], 1), ([False, True, False], 1), ([False, False], 0), ([True, True], 1)],
+)
+def test_a_path_ends_at_the_last_trained_call(program: Program, trains: list[bool], paths: int) -> None:
+    messages: list[Message] = []
+    for train in trains:
+        messages.append(user("and?"))
+        messages.append(program.ask(messages, train=train).answer)
+    assert program.session.end().paths == paths
+
+
 def test_calls_are_numbered_anew_without_those_that_are_dropped(program: Program) -> None:
     lost = program.begin([user("lost")])
     program.carry_out(lost)
@@ -358,8 +370,8 @@ def test_a_retry_joins_no_call_that_a_retry_of_its_count_has_come_for(program: P
         program.session.note_delivery(first)
     got = [program.session.ask(program.asked([user("hi")], retry=count), 0.0) for count in (1, 1, 2, 2, 2)]
     assert [is_new for _, is_new in got] == [False, True, False, False, True]
-    assert got[0][0] is first
-    assert {each for each, _ in got[2:4]} == {first, got[1][0]}
+    # the second has no reader that retried yet
+    assert [each for each, _ in got] == [first, got[1][0], got[1][0], first, got[4][0]]
 
 
 def test_a_retry_of_a_refused_request_joins_no_call_with_a_client(program: Program) -> None:
@@ -448,12 +460,27 @@ def test_calls_that_fail_are_limited() -> None:
     assert ending.dropped == {"failed": 16}
 
 
-def test_an_answer_that_is_cut_off_is_a_limit_that_refused_nothing() -> None:
+@pytest.mark.parametrize(("max_tokens", "is_limit"), [(None, True), (2, True), (1, False)])
+def test_an_answer_cut_off_by_the_run_is_a_limit_but_no_refusal(max_tokens: int | None, is_limit: bool) -> None:
     program = Program(session(dataclasses.replace(LIMITS, new_tokens=1)), ToyPolicy())
-    assert program.ask([user("hello")]).completion.finish_reason == "length"
+    completion = program.ask([user("hello")], max_tokens=max_tokens).completion
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
     ending = program.session.end()
-    assert ending.limit is not None
+    assert (ending.limit is not None) is is_limit
     assert not ending.refused
+
+
+@pytest.mark.parametrize("limit", ["tokens", "context"])
+def test_the_last_token_that_a_limit_has_room_for_is_sampled(limit: str) -> None:
+    prompt = len(ToyPolicy().render([user("hello")], (), answered=False))
+    for room in (0, 1):
+        program = Program(session(dataclasses.replace(LIMITS, **{limit: prompt + room})), ToyPolicy())
+        call = program.begin([user("hello")])
+        if room:
+            assert program.place(call).max_new_tokens == 1
+        else:
+            with pytest.raises(Refused):
+                program.place(call)
 
 
 def test_parallel_calls_do_not_overshoot_the_tokens_of_an_episode() -> None:
@@ -563,11 +590,6 @@ def test_a_record_has_no_more_bytes_than_its_call_says(
     assert len(single.encode()) <= call.nbytes
 
 
-def test_a_calls_own_max_tokens_is_no_limit_of_the_run(program: Program) -> None:
-    assert program.ask([user("hello")], max_tokens=1).completion.finish_reason == "length"
-    assert program.session.end().limit is None
-
-
 def test_after_its_end_every_request_is_refused(program: Program) -> None:
     call = program.begin([user("hi")])
     program.session.end()
@@ -600,6 +622,13 @@ def test_a_program_that_asks_nothing_has_hung(program: Program) -> None:
     program.carry_out(call, now=30.0)
     assert program.session.hung(39.0) is None
     assert "agents.think_s" in program.session.hung(40.0)
+    program.session.note_delivery(call)
+    program.session.ask(program.asked([user("hi")], retry=1), 39.0)
+    assert program.session.hung(48.0) is None, "it asked again for an answer that it had"
+    failed, _ = program.session.ask(program.asked([user("other")]), 48.0)
+    program.session.note_failure(failed, 70.0, again=True)
+    assert program.session.hung(79.0) is None
+    assert "agents.think_s" in program.session.hung(80.0)
 
 
 def test_an_episode_ends_at_last(program: Program) -> None:
@@ -609,6 +638,7 @@ def test_an_episode_ends_at_last(program: Program) -> None:
 
 
 def test_a_call_without_an_answer_is_given_up(program: Program) -> None:
+    program.ask([user("answered")])
     call, _ = program.session.ask(program.asked([user("hi")]), 5.0)
     assert not list(program.session.overdue(24.0))
     ((late, why),) = program.session.overdue(25.0)
@@ -623,6 +653,14 @@ def test_a_call_whose_client_has_gone_runs_on_for_a_while(program: Program) -> N
     assert [each for each, _ in program.session.overdue(9.0)] == [call]
     program.session.ask(program.asked([user("hi")]), 8.0)
     assert not list(program.session.overdue(9.0)), "somebody came back for it"
+    program.session.ask(program.asked([user("hi")], retry=1), 10.0)
+    program.session.note_departure(call, 11.0)
+    assert not list(program.session.overdue(14.0)), "one of two has stayed"
+    program.session.note_departure(call, 12.0)
+    assert not list(program.session.overdue(14.9))
+    assert [each for each, _ in program.session.overdue(15.0)] == [call]
+    program.carry_out(call, 16.0)
+    assert not list(program.session.overdue(99.0)), "it has its answer"
 
 
 def test_a_program_that_met_a_limit_has_to_end() -> None:

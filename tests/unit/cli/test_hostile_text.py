@@ -19,7 +19,7 @@ from headrace.config import Config
 from headrace.launch.summary import RunSummary, ServiceLine
 from headrace.records.origin import GroupLineage
 from headrace.replay import Replica, Runner, RunState
-from headrace.replay.bias import meters_of
+from headrace.replay.bias import read_meters
 from headrace.run.samples import StoredCall, by_group
 from headrace_services.trainer.telemetry.batch_samples import show as show_samples
 from tests.support.stored_samples import hostile_episode, hostile_sample, sample
@@ -61,7 +61,7 @@ def test_status() -> None:
         logprob_error=1.25,
     )
     runner = Runner(id=HOSTILE, alive=True, leases=0, seen_s_ago=0.0, info={"url": HOSTILE})
-    show_status(out, state, [replica], [runner], meters_of({}), None)
+    show_status(out, state, [replica], [runner], read_meters({}), None)
     assert harmless(out.getvalue())
     assert f"quarantined   {SHOWN}: its refit failed\n" in out.getvalue()
     assert " 1.25 " in out.getvalue()

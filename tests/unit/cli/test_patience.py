@@ -14,7 +14,11 @@ from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience
         ({"timeout_s": 20}, False, (50, "run.hang_timeout_s")),
         ({"timeout_s": 100}, False, (100 + LONGEST_PROBE_GAP_S, "env.mine.timeout_s")),
         ({"timeout_s": 100}, True, (50, "run.hang_timeout_s")),
-        ({"timeout_s": 20, "episodes": True}, False, (7200 + LONGEST_PROBE_GAP_S, "replay.group_deadline_s")),
+        (
+            {"timeout_s": 20, "episodes": True},
+            False,
+            (7410 + LONGEST_PROBE_GAP_S, "agents.episode_s and replay.group_deadline_s"),
+        ),
         ({"timeout_s": 20, "episodes": True}, True, (50, "run.hang_timeout_s")),
     ],
 )

@@ -6,9 +6,16 @@ import signal
 
 import pytest
 
-from headrace.base.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError
+from headrace.base.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError, StoppedByAlarm
 from headrace.launch.supervisor import Finished, GiveUp, Restart, RestartPolicy
-from headrace.net.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR, Ending
+from headrace.net.service import (
+    EXIT_ALARM,
+    EXIT_BUFFER_UNAVAILABLE,
+    EXIT_INTERNAL_ERROR,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    Ending,
+)
 
 POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 
@@ -53,6 +60,8 @@ def test_a_crash_is_a_restart(code: int, ends_run: bool) -> None:
 
 def test_an_error_that_the_user_must_fix_is_never_restarted() -> None:
     assert decide(EXIT_USER_ERROR) == GiveUp("exit code 1")
+    alarm = Ending.of(StoppedByAlarm("the policy collapsed"))
+    assert decide(EXIT_ALARM, ending=alarm) == GiveUp("the policy collapsed")
 
 
 def test_a_lost_buffer_may_come_back_but_one_that_never_was_does_not() -> None:

@@ -36,7 +36,6 @@ def config(env: dict[str, Any] | None = None, **sections: Any) -> Config:
             {"replay": {"max_bytes": 2 * 8 * 2**22}},
             r"agents\.max_episode_bytes 4194304.* is more than replay\.max_bytes",
         ),
-        ({"agents": {"episode_s": 300}}, r"replay\.group_deadline_s 600 is less than replay\.max_attempts 3 times"),
         (
             {
                 "trainer": {"validation_deadline_s": 100},
@@ -63,7 +62,9 @@ def test_what_would_never_work_is_refused(sections: dict[str, Any], said: str) -
     [
         {},
         {"agents": {"on_limit": -1.0}},
-        {"agents": {"episode_s": 300}, "replay": {"group_deadline_s": 900}},
+        {
+            "agents": {"episode_s": 3600, "think_s": 3000}
+        },  # longer than a group may be silent: a program that runs is progress
         {
             "agents": {"branches": "refuse"},
             "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False},
@@ -75,6 +76,21 @@ def test_what_would_never_work_is_refused(sections: dict[str, Any], said: str) -
 )
 def test_what_works_is_accepted(sections: dict[str, Any]) -> None:
     assert config(**sections).has_episodes is ("env" not in sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "warned"),
+    [
+        ({"max_new_tokens": 16384}, True),
+        ({"max_new_tokens": 16384, "agents": {"call_s": 1800, "episode_s": 3600}}, False),
+        ({"max_new_tokens": 512}, False),
+        ({"max_new_tokens": 16384, "env": {"math": {}}}, False),
+    ],
+)
+def test_a_call_without_time_for_a_long_answer_is_warned_of(sections: dict[str, Any], warned: bool) -> None:
+    generation = {"generation": {"max_new_tokens": sections.pop("max_new_tokens")}}
+    warnings = config(policy={"max_total_sequence_length": 32768, **generation}, **sections).warnings
+    assert any("agents.call_s" in warning for warning in warnings) is warned
 
 
 def test_runners_do_not_share_a_port() -> None:

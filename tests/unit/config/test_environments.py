@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.config import Config
-from headrace.config.environments import read_environment
+from headrace.config.environments import CustomConfig, read_environment
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_an_environment_is_built_in_served_or_started(
     given: dict[str, Any], served: bool, started: bool, address: str | None
 ) -> None:
     env = read_environment(given)
-    assert (env.is_served, env.is_started, env.address) == (served, started, address)
+    assert (isinstance(env, CustomConfig), env.is_started, env.address) == (served, started, address)
 
 
 @pytest.mark.parametrize(

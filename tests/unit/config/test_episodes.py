@@ -28,7 +28,7 @@ def test_a_program_with_a_grader_and_public_fields() -> None:
 
 def test_a_function_runs_episodes_without_being_told() -> None:
     env = config({"game": {"type": "function", "function": "games.chess:play"}}).env["game"]
-    assert (env.runs_episodes, env.is_served, type(env)) == (True, False, FunctionConfig)
+    assert (env.runs_episodes, type(env)) == (True, FunctionConfig)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config import LossConfig, ValueLossConfig, load
+from headrace.config.loss import Clip, ClippedRatio, ClippedWeight, NoRatio, OnPolicyRatio, PolicyTerm
 from headrace.config.yaml_text import dump
 
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
@@ -54,6 +56,17 @@ def given(tmp_path: Path, text: str = "{}") -> Path:
         ({"force_on_policy_ratio": True, "prev_logprobs_source": "generation"}, "force_on_policy_ratio"),
         ({"proximal": "recompute", "disable_ppo_ratio": True}, "disable_ppo_ratio"),
         ({"proximal": "recompute", "force_on_policy_ratio": True}, "force_on_policy_ratio"),
+        ({"force_on_policy_ratio": True, "disable_ppo_ratio": True}, "disable_ppo_ratio"),
+        *(
+            ({form: True, **unread}, next(iter(unread)))
+            for form in ("disable_ppo_ratio", "force_on_policy_ratio")
+            for unread in (
+                {"ratio_clip_min": 0.1},
+                {"ratio_clip_max": 0.28},
+                {"ratio_clip_c": 3.0},
+                {"sequence_level_importance_ratios": True, "token_level_loss": False},
+            )
+        ),
         ({"constant_length": 100, "token_level_loss": False}, "constant_length 100"),
         ({"ratio_clip_c": 1.0}, "ratio_clip_c"),
         ({"truncated_importance_sampling_ratio": 0.0}, "truncated_importance_sampling_ratio"),
@@ -83,6 +96,8 @@ def test_keys_that_contradict_each_other_are_one_line_that_names_them(
         {**IS, **ICEPOP, "force_on_policy_ratio": True},
         {"constant_length": 1024},
         {"disable_ppo_ratio": True},
+        {"disable_ppo_ratio": True, **GSPO, **IS},
+        {"force_on_policy_ratio": True, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None},
         {"ratio_clip_max": ".inf", "ratio_clip_min": 1.0, "probability_difference_mask": 0.2},
     ],
     ids=lambda keys: "+".join(keys),
@@ -90,6 +105,22 @@ def test_keys_that_contradict_each_other_are_one_line_that_names_them(
 def test_published_recipes_and_ours_are_accepted_and_come_back(tmp_path: Path, keys: dict[str, object]) -> None:
     config = load(given(tmp_path), overrides(keys), {})
     assert load(given(tmp_path, dump(config)), [], {}) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "term"),
+    [
+        ({}, ClippedRatio(Clip(0.8, 1.2), None, of_sequences=False)),
+        ({"ratio_clip_max": 0.5, "ratio_clip_c": 3.0}, ClippedRatio(Clip(0.8, 1.5), 3.0, of_sequences=False)),
+        (GSPO, ClippedRatio(Clip(0.8, 1.2), None, of_sequences=True)),
+        ({"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0}, ClippedWeight(Clip(0.0, 6.0))),
+        ({"force_on_policy_ratio": True}, OnPolicyRatio()),
+        ({"disable_ppo_ratio": True, **GSPO, **IS}, NoRatio()),
+    ],
+    ids=["ratio", "dual clip", "sequences", "cispo", "on policy", "no ratio"],
+)
+def test_the_keys_choose_one_form_of_the_policy_term(keys: dict[str, Any], term: PolicyTerm) -> None:
+    assert LossConfig(**keys).policy_term == term
 
 
 def test_decoupled_ppo_weighs_by_importance_without_being_told() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.config import Config
+from headrace.config.loss import NoRatio, OnPolicyRatio
 from headrace_services.trainer.learning.optimizer import LearningRate
 from tests.unit.config.nemo_cases import read, refusal
 
@@ -148,6 +149,26 @@ def test_a_truncation_without_a_bound_truncates_nothing_there_as_here(tmp_path: 
     assert config.loss_fn.truncated_importance_sampling_ratio_min is None
     said = {key: says for says, keys in translation.replaced.items() for key in keys}
     assert "nothing is truncated" in said["loss_fn.truncated_importance_sampling_type"]
+
+
+@pytest.mark.parametrize("form", ["force_on_policy_ratio", "disable_ppo_ratio"])
+def test_a_clip_beside_a_ratio_that_is_not_clipped_is_left_out(tmp_path: Path, form: str) -> None:
+    clip = "ratio_clip_min: 0.2, ratio_clip_max: 0.28, ratio_clip_c: 3.0, ratio_eps_max: 0.3"
+    sequences = "sequence_level_importance_ratios: true, token_level_loss: false"
+    config, translation = read(tmp_path, f"loss_fn: {{{form}: true, {clip}, {sequences}}}")
+    assert (
+        config.loss_fn.policy_term == {"force_on_policy_ratio": OnPolicyRatio(), "disable_ppo_ratio": NoRatio()}[form]
+    )
+    said = {key: says for says, keys in translation.replaced.items() for key in keys}
+    assert form in said["loss_fn.ratio_clip_max"]
+    assert form in said["loss_fn.sequence_level_importance_ratios"]
+    weighed = f"loss_fn: {{{form}: true, use_importance_sampling_correction: true, {sequences}}}"
+    assert read(tmp_path, weighed)[0].loss_fn.sequence_level_importance_ratios
+
+
+def test_a_ratio_of_1_wins_over_none_as_their_gradients_are_equal(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, "loss_fn: {force_on_policy_ratio: true, disable_ppo_ratio: true}")
+    assert config.loss_fn.policy_term == OnPolicyRatio()
 
 
 def test_transformer_engine_s_fused_adam_is_adamw(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def config(env: dict[str, Any], *train: dict[str, Any]) -> Config:
 def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
     env = config(ECHO, TASKS).env["echo"]
     assert isinstance(env, VerifiersConfig)
-    assert (env.runs_episodes, env.public, env.is_served) == (True, ["task"], False)
+    assert (env.runs_episodes, env.public) == (True, ["task"])
 
 
 @pytest.mark.parametrize(

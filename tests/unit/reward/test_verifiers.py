@@ -20,15 +20,15 @@ from headrace.base.errors import ConfigError
 from headrace.config.environments import VerifiersConfig
 from headrace.env.kit.scripted_policy import ScriptedPolicy
 from headrace.env.programs import Programs
-from headrace.env.verifiers.program import VerifiersProgram, check, score_of
+from headrace.env.verifiers.program import VerifiersProgram, check, read_score
 from headrace.env.verifiers.verifiers_worker import (
     Relay,
     Tasks,
     UnsupportedEnvironment,
     find_policy,
     find_retry,
+    make_row,
     outcome,
-    row_of,
     sources,
 )
 
@@ -211,7 +211,7 @@ def test_a_task_set_that_raises_says_so() -> None:
     ],
 )
 def test_a_row_says_which_task_and_how_it_begins_and_no_more(data: dict[str, Any], messages: Any) -> None:
-    row = row_of(task(3, answer="42", **data))
+    row = make_row(task(3, answer="42", **data))
     assert row["task"] == {"index": 3, "key": "k3"}
     assert [(each["role"], each["content"]) for each in row["messages"]] == messages
     assert "42" not in json.dumps(row)
@@ -251,7 +251,7 @@ async def test_an_episode_is_a_connection_that_asks_and_is_answered(tmp_path: Pa
 
 
 def test_a_failure_has_the_traceback_of_its_process() -> None:
-    failed = score_of({"status": "FAILED", "message": "it broke", "traceback": "there"})
+    failed = read_score({"status": "FAILED", "message": "it broke", "traceback": "there"})
     assert (failed.message, failed.traceback, failed.metadata) == ("it broke", "there", {})
 
 

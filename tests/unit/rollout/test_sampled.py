@@ -32,10 +32,10 @@ def output(ids: list[int], logprobs_of: list[int] | None = None) -> Any:
 def written(
     replica: str, ids: list[int], labels: list[tuple[str, int]], prefix: Trajectory | None = None
 ) -> Trajectory:
-    sampled = SampledTokens(lease(prefix), 0, replica)
+    sampled = SampledTokens(lease(prefix), 0, replica, clock=iter((7.0, 8.0)).__next__)
     for token in ids:
         sampled.add(output([token]))
-    return sampled.record(labels, "length", "", 1.0, len(sampled.ids))
+    return sampled.record(labels, "length", "", len(sampled.ids))
 
 
 def test_three_replicas_write_one_trajectory() -> None:

@@ -117,8 +117,6 @@ cases = st.builds(
 def configs(draw: st.DrawFn, **fixed: object) -> LossConfig:
     """Any configuration that is accepted."""
     keys: dict[str, object] = {
-        "ratio_clip_min": draw(st.sampled_from([0.0, 0.2, 1.0])),
-        "ratio_clip_max": draw(st.sampled_from([0.0, 0.28, 5.0, float("inf")])),
         "reference_policy_kl_penalty": draw(st.sampled_from([0.0, 0.01, 0.5])),
         "reference_policy_kl_type": draw(st.sampled_from(["k1", "k2", "k3"])),
         "kl_input_clamp_value": draw(st.sampled_from([None, 0.4, 20.0])),
@@ -133,6 +131,10 @@ def configs(draw: st.DrawFn, **fixed: object) -> LossConfig:
     reduction = "sequence" if form == "sequence" else draw(st.sampled_from(["token", "constant", "sequence"]))
     if form == "cispo" and reduction == "sequence":
         reduction = "constant"
+    clipped = form not in ("reinforce", "forced")
+    if clipped:
+        keys["ratio_clip_min"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
+        keys["ratio_clip_max"] = draw(st.sampled_from([0.0, 0.28, 5.0, float("inf")]))
     keys |= {"ratio_clip_c": 1.5} if form == "dual" else {}
     keys |= {"sequence_level_importance_ratios": True} if form == "sequence" else {}
     keys |= {"use_cispo": True} if form == "cispo" else {}
@@ -141,7 +143,7 @@ def configs(draw: st.DrawFn, **fixed: object) -> LossConfig:
     keys |= {"token_level_loss": False} if reduction == "sequence" else {}
     keys |= {"constant_length": 7} if reduction == "constant" else {}
     ratios = ["plain", "corrected"] + ([] if form == "forced" else ["generation"])
-    ratios += [] if form in ("forced", "reinforce") else ["recompute", "interpolate"]
+    ratios += ["recompute", "interpolate"] if clipped else []
     ratio = draw(st.sampled_from(ratios))
     keys |= {"prev_logprobs_source": "generation"} if ratio == "generation" else {}
     keys |= {"proximal": ratio} if ratio in ("recompute", "interpolate") else {}

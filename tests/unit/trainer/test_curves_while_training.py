@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config
+from headrace.run.history import CURVES
 from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.distributed.liveness import Progress
-from headrace_services.trainer.telemetry import plots
 from headrace_services.trainer.telemetry import telemetry as module
 from headrace_services.trainer.telemetry.http import build_app
 from headrace_services.trainer.telemetry.telemetry import Telemetry
@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.config = Config.model_validate({"run": {"id": "run", "dir": str(folder)}})
-        self.page, self.picture = (self.config.run_folder / name for name in (plots.CURVES, "curve.png"))
+        self.page, self.picture = (self.config.run_folder / name for name in (CURVES, "curve.png"))
         self._journal = Journal(self.config.run_folder / JOURNAL)
         self.telemetry = Telemetry(self.config, self._journal, lambda: "1 prompts failed")
         self._steps = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.records.origin import TokenRange, origin_of
+from headrace.records.origin import TokenRange, trace_origin
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
 from headrace.replay import Evaluated
@@ -136,7 +136,7 @@ def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
 
 
 def test_the_lineage_of_an_episode_is_that_of_its_trained_calls() -> None:
-    origin = origin_of(TREE, Score("SCORED", 1.0, environment="math", build="7"))
+    origin = trace_origin(TREE, Score("SCORED", 1.0, environment="math", build="7"))
     assert (origin.tokens, origin.finish_reason, origin.reward) == (6, "length", 1.0)
     assert origin.ranges == (
         TokenRange(0, 2, "a", 3),

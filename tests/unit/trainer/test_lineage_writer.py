@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError, ServiceError
-from headrace.records.origin import GroupLineage, Origin, TokenRange, origin_of
+from headrace.records.origin import GroupLineage, Origin, TokenRange, trace_origin
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Span, Trajectory
 from headrace.run.checkpoints import Start, append_start
@@ -140,7 +140,7 @@ def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
         replica="r1",
     )
     score = Score("SCORED", 1.0, environment="math", build="2.1")
-    assert origin_of(trajectory, score, 0.25) == Origin(
+    assert trace_origin(trajectory, score, 0.25) == Origin(
         index=1,
         attempt=2,
         tokens=5,
@@ -151,10 +151,10 @@ def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
         reward=1.0,
         advantage=0.25,
     )
-    assert origin_of(trajectory, None).reward is None
+    assert trace_origin(trajectory, None).reward is None
     # begun by one replica, gone on by another under the same weights, in two turns with an observation between them
     passed_on = msgspec.structs.replace(trajectory, writers=(("r0", 0, 1), ("r1", 1, 5)), turns=((0, 3), (4, 5)))
-    assert origin_of(passed_on, None).ranges == (
+    assert trace_origin(passed_on, None).ranges == (
         TokenRange(0, 1, "r0", 3),
         TokenRange(1, 2, "r1", 3),
         TokenRange(2, 3, "r1", 4),

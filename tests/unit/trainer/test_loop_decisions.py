@@ -73,6 +73,7 @@ def test_a_checkpoint_is_published_before_the_fleet_gets_its_weights() -> None:
 
 def test_the_initial_model_needs_no_checkpoint() -> None:
     assert at(version=0, refitted=False, reply=None) is Action.REFIT
+    assert dataclasses.replace(PLAN, save_period=1).saves(1, final=False)
 
 
 def test_the_fleet_gets_a_version_before_it_is_validated_or_trained() -> None:
@@ -90,6 +91,7 @@ def test_older_weights_are_not_replaced_while_they_are_validated() -> None:
     assert at(**running) is Action.AWAIT_VALIDATION
     assert at(**{**running, "validating": 2, "awaited_since": 81.0}) is Action.AWAIT_VALIDATION
     assert at(**{**running, "validating": 2, "awaited_since": 80.0}) is Action.ABANDON_VALIDATION
+    assert at(version=5, reply=None, validating=2) is Action.AWAIT_VALIDATION  # one validation at a time
 
 
 def test_a_validation_whose_fleet_died_is_given_up_at_once() -> None:
@@ -119,6 +121,7 @@ def test_an_empty_fleet_is_waited_for_up_to_the_deadline() -> None:
     assert at(**nobody, healthy_at=70.1) is Action.WAIT
     assert at(**nobody, healthy_at=70.0) is Action.FAIL
     assert at(refitted=False, members=1, healthy=0, healthy_at=0.0) is Action.REFIT
+    assert at(healthy_at=0.0) is Action.WAIT  # a fleet that is there, however long the look at it took
 
 
 def test_the_failure_names_the_key_and_the_step() -> None:
@@ -174,7 +177,7 @@ def test_a_stop_comes_before_everything() -> None:
 
 
 def test_a_stop_saves_what_was_trained_since_the_last_checkpoint() -> None:
-    assert at(stop=True, version=4, refitted=False) is Action.CHECKPOINT
+    assert at(stop=True, version=3, refitted=False) is Action.CHECKPOINT  # no version of save_period
     state = dataclasses.replace(AT_WORK, stop=True, version=4)
     assert decide(dataclasses.replace(PLAN, save_period=None), state).action is Action.STOP
 
@@ -185,7 +188,8 @@ def test_when_versions_are_validated() -> None:
     assert dataclasses.replace(PLAN, val_at_start=True).validates(0, final=False)
     assert not dataclasses.replace(PLAN, val_period=0, val_at_end=False).validates(5, final=True)
     assert dataclasses.replace(PLAN, val_period=0).validates(7, final=True)
-    late = dataclasses.replace(PLAN, val_start_at=6, val_at_start=True)
+    assert dataclasses.replace(PLAN, val_period=1).validates(7, final=False)
+    late = dataclasses.replace(PLAN, val_start_at=10, val_at_start=True)
     assert [version for version in range(12) if late.validates(version, final=version == 11)] == [0, 10, 11]
 
 
@@ -310,6 +314,12 @@ def test_a_run_too_many_of_whose_prompts_failed_ends_as_an_error(counts: dict[st
     assert at(counts=counts, stop=True, saved=True) is Action.STOP
 
 
+def test_a_run_that_bears_no_failure_goes_on_without_one() -> None:
+    plan = dataclasses.replace(PLAN, max_failed_share=0.0)
+    assert decide(plan, dataclasses.replace(AT_WORK, counts={"trained": 100})).action is Action.WAIT
+    assert decide(plan, dataclasses.replace(AT_WORK, counts={"trained": 99, "failed": 1})).action is Action.CONDEMN
+
+
 def test_the_error_says_how_many_failed_and_what_to_do() -> None:
     reason = decide(PLAN, dataclasses.replace(AT_WORK, counts={"failed": 60, "trained": 60})).reason
     assert "60 of the 120 prompts" in reason
@@ -345,21 +355,40 @@ def test_a_run_that_only_evaluates_ends_with_its_validation() -> None:
     assert then(**asked) is Action.FINISH
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_plan_has_no_checkpoints_or_validations_that_are_off(enabled: bool) -> None:
+    saving = {"enabled": enabled, "save_period": 3, "checkpoint_must_save_by": "00:00:01:00"}
+    config = Config.model_validate(
+        {
+            "checkpointing": saving,
+            "grpo": {"val_period": 7},
+            "data": {"validation": None},
+            "trainer": {"validation_deadline_s": 8},
+        }
+    )
+    plan = Plan.of(config, can_validate=enabled)
+    assert (plan.save_period, plan.must_save_by_s, plan.val_period) == ((3, 60.0, 7) if enabled else (None, None, None))
+    assert plan.validation_deadline_s == 8
+
+
 @pytest.mark.parametrize(
     ("states", "failed", "expected", "after", "hopeless"),
     [
-        (["STALE"], 3, 1, 3, True),
-        (["STALE"], 2, 1, 3, False),
-        (["STALE"], 9, 1, None, False),  # never given up
-        (["STALE", "QUARANTINED"], 3, 2, 3, True),
-        (["STALE"], 3, 2, 3, False),  # another is still to come
-        (["STALE", "LOADING"], 3, 2, 3, False),
-        (["STALE", "DEAD"], 3, 2, 3, False),
-        ([], 3, 1, 3, False),
+        (["STALE"], [3], 1, 3, True),
+        (["STALE"], [2], 1, 3, False),
+        (["STALE"], [9], 1, None, False),  # never given up
+        (["STALE", "QUARANTINED"], [3, 0], 2, 3, True),
+        (["STALE"], [3], 2, 3, False),  # another is still to come
+        (["STALE", "STALE"], [3, 2], 2, 3, False),
+        (["STALE", "STALE"], [1], 2, 1, False),  # of one nothing was heard
+        (["STALE", "LOADING"], [3, 0], 1, 3, False),  # one more than expected is still to come
+        (["STALE", "DEAD"], [3, 0], 2, 3, False),
+        ([], [], 1, 3, False),
     ],
 )
 def test_a_fleet_is_hopeless_once_all_of_it_has_failed_often_enough(
-    states: list[str], failed: int, expected: int, after: int | None, hopeless: bool
+    states: list[str], failed: list[int], expected: int, after: int | None, hopeless: bool
 ) -> None:
     fleet = [replica(str(i), state, -1) for i, state in enumerate(states)]
-    assert is_hopeless(fleet, {"0": failed}, expected, after) is hopeless
+    failures = {str(i): times for i, times in enumerate(failed)}
+    assert is_hopeless(fleet, failures, expected, after) is hopeless

@@ -61,9 +61,37 @@ def test_batch_metrics_say_what_the_batch_was_like() -> None:
     assert metrics["truncation_rate"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("completions", "share"),
+    [
+        ([[1, 2, 3, 4, 5]], 0.0),
+        ([[7] * 10], 6 / 7),
+        ([[1, 2, 3, 4, 1, 2, 3, 4], [5, 6, 7, 8]], 1 / 6),
+        ([[1, 2, 3]], None),
+        ([[2**31 - 1] * 5], 1 / 2),
+    ],
+)
+def test_repetition_is_the_share_of_runs_had_before(completions: list[list[int]], share: float | None) -> None:
+    batch, groups = reservation("a"), [group("a")]
+    metrics = batch_metrics(batch, groups, [extent(trajectory([9], each)) for each in completions], truncated=0)
+    assert metrics.get("repetition") == (None if share is None else pytest.approx(share))
+
+
+def test_calls_are_looked_at_for_repetition_one_by_one() -> None:
+    again = episode([call(-1, [1], [4, 5, 6, 7]), call(0, [2], [4, 5, 6, 7]), call(1, [3], [8] * 5, trained=False)])
+    assert (extent(again).runs, extent(again).repeated) == (2, 0)
+
+
 def test_an_episode_takes_its_calls_contexts_and_shared_parts_once() -> None:
     assert extent(BRANCHES) == Extent(
-        prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2, rendered_again=3
+        prompt=3,
+        wrote=5,
+        paths=[4, 3 + 2 + 2 + 1 + 1 + 2],
+        calls=3,
+        roots=2,
+        rendered_again=3,
+        runs=0,
+        repeated=0,
     )
     batch, groups = reservation("a"), [group("a")]
     extents = [extent(BRANCHES), extent(trajectory([1], [2]))]

@@ -61,7 +61,6 @@ FORMS: tuple[dict[str, object], ...] = (
     {"use_cispo": True},
     {"disable_ppo_ratio": True},
     {"force_on_policy_ratio": True},
-    {"force_on_policy_ratio": True, "disable_ppo_ratio": True},
 )
 REDUCTIONS: tuple[dict[str, object], ...] = (
     {},

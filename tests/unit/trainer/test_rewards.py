@@ -27,11 +27,11 @@ from tests.support.trainer import batch, on_ranks
 from tests.unit.trainer.advantage_cases import batches, by_trajectory, configured, estimates, made, of_length
 
 NONE = np.zeros(1, dtype=bool)
-TO_1 = RewardScalingConfig(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
+TO_1 = RewardScalingConfig(enabled=True, source_min=1.0, source_max=3.0, target_min=-1.0, target_max=1.0)
 
 
 def test_rewards_are_scaled_as_nemo_rl_does() -> None:
-    found = scale_rewards(np.array([[-5.0, 0.0], [0.5, 2.0], [1.0, 7.0]]), TO_1)
+    found = scale_rewards(np.array([[-5.0, 1.0], [1.5, 3.0], [2.0, 7.0]]), TO_1)
     np.testing.assert_allclose(found, [[-1.0, -1.0], [-0.5, 1.0], [0.0, 1.0]])
 
 
@@ -120,7 +120,7 @@ def test_a_truncated_completion_stays_in_the_baseline_of_the_others() -> None:
 
 
 def test_components_are_scaled_and_ordered_by_name() -> None:
-    scores = [{"format": 2.0, "correct": 0.0}, {"correct": 1.0, "format": -9.0}]
+    scores = [{"format": 3.0, "correct": 1.0}, {"correct": 2.0, "format": -9.0}]
     found = scaled_components(scores, ["math", "math"], [1.0, 2.0], TO_1)
     assert list(found) == ["correct", "format"]
     np.testing.assert_allclose(found["correct"], [-1.0, 0.0])

@@ -12,7 +12,7 @@ from rich.console import Console
 from headrace.base.errors import ServiceError
 from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
-from headrace.run.samples import SampleFiles, sample_of
+from headrace.run.samples import SampleFiles, make_sample
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
@@ -126,17 +126,17 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 )
 def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> None:
     rewards = [0.25, 1.0, 0.0, 0.5, 0.75]
-    samples = [sample_of(PROMPT, TRAJECTORY, Score("SCORED", reward)) for reward in rewards]
+    samples = [make_sample(PROMPT, TRAJECTORY, Score("SCORED", reward)) for reward in rewards]
     assert [sample.reward for sample in choose(samples, count)] == chosen
 
 
 def test_a_sample_without_a_reward_has_the_reason_and_the_traceback() -> None:
-    failed = sample_of(PROMPT, TRAJECTORY, Score("FAILED", message="KeyError", traceback="line 3"))
+    failed = make_sample(PROMPT, TRAJECTORY, Score("FAILED", message="KeyError", traceback="line 3"))
     assert (failed.status, failed.message, failed.traceback) == ("FAILED", "KeyError", "line 3")
 
 
 def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
-    one = sample_of(PROMPT, TRAJECTORY, SCORE)
+    one = make_sample(PROMPT, TRAJECTORY, SCORE)
     plain, coloured = io.StringIO(), io.StringIO()
     show(Console(file=plain, width=100), "validation of version 4", [one])
     show(Console(file=coloured, width=100, force_terminal=True), "validation of version 4", [one])

@@ -6,13 +6,14 @@ with, per token, `l` the clipped policy term, `w` the importance weight or 1, `k
 (all three in `terms`); and `nll = Σ M [reward > 0] (-logprobs) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
 count. NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
 
-The policy term is a token's advantage times a clipped ratio of probabilities. With `logprobs` the policy's current log-probability:
+The policy term is a token's advantage times a clipped ratio of probabilities. It has one of four forms (`LossConfig.policy_term`). With
+`logprobs` the policy's current log-probability:
 
-    PPO, GRPO, GSPO    r = exp(logprobs - prev)    r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
-                       l = max(-A r, -A r_c)       dual clip: min(l, -A c) where A < 0
-    CISPO              l = -A sg(r_c) logprobs
-    forced on policy   r = r_c = exp(logprobs - sg(logprobs)), which is 1 with the gradient of logprobs
-    without a ratio    r = r_c = logprobs
+    ClippedRatio     r = exp(logprobs - prev)    r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
+                     l = max(-A r, -A r_c)       dual clip: min(l, -A c) where A < 0
+    ClippedWeight    l = -A sg(r_c) logprobs
+    OnPolicyRatio    r = r_c = exp(logprobs - sg(logprobs)), which is 1 with the gradient of logprobs
+    NoRatio          r = r_c = logprobs
 
 The last two have no clip and no dual clip: `l` is always below `-A c`. The denominator `prev` of the ratio:
 
@@ -31,7 +32,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossConfig
+from headrace.config.loss import ClippedRatio, ClippedWeight, LossConfig, NoRatio, OnPolicyRatio, PolicyTerm
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 from headrace_services.trainer.learning.losses.terms import (
     EPSILON,
@@ -87,7 +88,8 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     advantages = torch.where(counted, tokens.advantages, 0.0)
 
     # The denominator of the ratio, and the importance weights.
-    if config.force_on_policy_ratio:
+    term = config.policy_term
+    if isinstance(term, OnPolicyRatio):
         prev = logprobs.detach()
     elif config.proximal == "interpolate":
         prev = rollout + (logprobs.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
@@ -99,11 +101,11 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     if config.probability_difference_mask is not None:
         dropped = outside_probability_band(config.probability_difference_mask, logprobs, rollout, advantages)
     log_ratio = logprobs - prev
-    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
+    if isinstance(term, ClippedRatio) and term.of_sequences:
         log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
     # a non-finite weight becomes 0, but must not hide a non-finite log-probability
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
-    terms = surrogate(config, logprobs, log_ratio, advantages, live)
+    terms = surrogate(term, logprobs, log_ratio, advantages, live)
     policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
 
     # The penalty for leaving the reference policy, and the likelihood of completions with a positive reward.
@@ -168,41 +170,48 @@ class Surrogate:
     high: Tensor
 
 
-def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
+def surrogate(term: PolicyTerm, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
     """Compute the policy terms of tokens [N]. `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
     """
     # an advantage of 0 gives a term of 0, however large the ratio, but NaN must not be hidden
     live = live & ((advantages != 0) | log_ratio.isnan())
-    if config.force_on_policy_ratio or config.disable_ppo_ratio:
-        ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
-        never = torch.zeros_like(live)
-        loss = torch.where(live, -advantages * ratio, 0.0)
-        return Surrogate(loss, ratio.detach(), ratio.detach(), never, never)
-    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    match term:
+        case OnPolicyRatio():
+            return _unclipped((logprobs - logprobs.detach()).exp(), advantages, live)
+        case NoRatio():
+            return _unclipped(logprobs, advantages, live)
     ratio = log_ratio.detach().exp()
+    low, high = term.clip
     clamped = ratio.clamp(low, high)
-    if config.use_cispo:
-        loss = -advantages * torch.where(live, clamped, 0.0) * logprobs
-        return Surrogate(loss, ratio, clamped, ratio < low, ratio > high)
-    below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-    used = _choose_ratio(config, log_ratio, ratio, advantages, live)
-    return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
+    match term:
+        case ClippedWeight():
+            loss = -advantages * torch.where(live, clamped, 0.0) * logprobs
+            return Surrogate(loss, ratio, clamped, ratio < low, ratio > high)
+        case ClippedRatio():
+            below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+            used = _choose_ratio(term, log_ratio, ratio, advantages, live)
+            return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
 
 
-def _choose_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
+def _unclipped(ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
+    never = torch.zeros_like(live)
+    return Surrogate(torch.where(live, -advantages * ratio, 0.0), ratio.detach(), ratio.detach(), never, never)
+
+
+def _choose_ratio(term: ClippedRatio, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
     """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
     infinite, and 0 · inf is NaN.
     """
-    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    low, high = term.clip
     cut = torch.where(advantages > 0, ratio > high, (advantages < 0) & (ratio < low))
     bound = torch.where(advantages > 0, torch.full_like(ratio, high), low)
-    if config.ratio_clip_c is not None:
-        over = (advantages < 0) & (ratio > config.ratio_clip_c)
-        cut, bound = cut | over, torch.where(over, config.ratio_clip_c, bound)
+    if term.dual_clip is not None:
+        over = (advantages < 0) & (ratio > term.dual_clip)
+        cut, bound = cut | over, torch.where(over, term.dual_clip, bound)
     cut, bound = cut | ~live, torch.where(live, bound, 1.0)
     return torch.where(cut, bound, torch.where(cut, 0.0, log_ratio).exp())
 
