@@ -31,6 +31,7 @@ from tests.support.light_services import forked
 from tests.support.metrics import expressions, families, names_in, pages, reader_token, scrape
 from tests.support.ports import free_ports
 from tests.support.processes import descendants, gone
+from tests.support.shells import LOUD
 from tests.support.up import DEMO, ROOT, Up, demo_arguments
 from tests.support.waiting import wait_until
 
@@ -90,11 +91,12 @@ STEPS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """A finished run: its folder, what it was started with, what its second start said, and what its first start, which was killed,
-    left behind. `metrics` is what the services of the first one showed to Prometheus."""
+    """A finished run: its folder, what it was started with, what its first start, which was killed, and its second one said, and what
+    they left behind. `metrics` is what the services of the first one showed to Prometheus."""
 
     folder: Path
     arguments: list[str]
+    said_first: str
     said: str
     left: list[str]
     metrics: str
@@ -103,14 +105,15 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     """The demo, killed in the middle of training and then finished. The reward is that of the quickstart's own environment, the validation
-    accuracy that of the built-in one. What is killed was started as a person starts it; later, trainer and replica are forked, which
-    spares half of what a start takes."""
+    accuracy that of the built-in one. What is killed was started as a person starts it, in a hostile shell; later, trainer and replica
+    are forked, which spares half of what a start takes."""
     place = tmp_path_factory.mktemp("runs")
     # a third of the demo's steps, at three times its rate
     shortened = ("policy.optimizer.kwargs.lr=3e-4", "grpo.val_period=0", "checkpointing.save_period=2")
     arguments = demo_arguments(place, warm_model, *shortened)
     arguments += own_reward(place)
-    first = Up(DEMO, *arguments, output=place / "first.out", cwd=place)
+    environ = {**os.environ, **LOUD.environ(place)}
+    first = Up(DEMO, *arguments, output=place / "first.out", environ=environ, cwd=place, before=LOUD.before)
     try:
         first.wait_for("step 2:")
         token = reader_token(place / "demo")
@@ -122,7 +125,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     arguments.append(f"grpo.max_num_steps={STEPS}")
     second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=forked(place / "services"))
     assert second.process.wait(timeout=500) == 0, second.said()
-    return Demo(place / "demo", arguments, second.said(), left + leftovers(place), shown)
+    return Demo(place / "demo", arguments, first.said(), second.said(), left + leftovers(place), shown)
 
 
 def test_dashboard_and_alerts_read_what_services_show(demo: Demo) -> None:
@@ -146,6 +149,11 @@ def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> N
     assert accuracy[STEPS] >= accuracy[0] + 0.25
     audit(run, demo.arguments, STEPS)
     assert (run / "curve.png").stat().st_size > 1000
+
+
+def test_it_begins_in_a_hostile_shell_as_in_any_other(demo: Demo) -> None:
+    assert "restarting" not in demo.said_first
+    assert [line["step"] for line in journal(demo.folder) if line["kind"] == "train"][:3] == [0, 1, 2]
 
 
 def test_its_last_start_says_where_it_went_on_and_ends_with_its_table(demo: Demo) -> None:

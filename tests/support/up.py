@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.support.ports import free_ports
@@ -38,8 +38,10 @@ class Up:
         environ: Mapping[str, str] = os.environ,
         cwd: Path | None = None,
         stdout: int | None = None,
+        before: Callable[[], object] | None = None,
     ) -> None:
-        """`stdout` takes the place of the file, which then has standard error alone."""
+        """`stdout` takes the place of the file, which then has standard error alone. `before` happens to the process before it becomes
+        the command."""
         self._output = output
         with output.open("wb") as out:
             command = [sys.executable, "-m", "headrace.cli", "up", str(config), *arguments]
@@ -48,6 +50,7 @@ class Up:
                 stdout=out if stdout is None else stdout,
                 stderr=out,
                 cwd=cwd,
+                preexec_fn=before,
                 env={**environ, "OMP_NUM_THREADS": "1"},
             )
 

@@ -1,23 +1,22 @@
 """`headrace up` in hostile shells: the run is the same as in any other, and the variables are in the table of docs/operations.md.
 
-By day one shell with many variables; `make test-all` has others, and every variable alone. What is refused is in
+By day the demo of tests/e2e begins in one with many variables; here are others, and every variable alone. What is refused is in
 tests/unit/cli/test_shell.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.support.shells import LOUD, SHELLS, Shell
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,107 +46,17 @@ env:
 reward: {{workers: 1}}
 """
 
-NOTHING = "/nonexistent/nothing"
-# Variables that change nothing, each alone and all of a shell together. FOLDER is a folder of the test.
-SHELLS: dict[str, dict[str, str]] = {
-    "quiet": {
-        "LD_PRELOAD": f"{NOTHING}.so",
-        "VLLM_PLUGINS": "",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "VLLM_USE_V1": "0",
-        "VLLM_ATTENTION_BACKEND": "FLASHINFER",
-        "VLLM_API_KEY": "canary",
-        "HF_TOKEN": "canary",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "GRPC_VERBOSITY": "debug",
-        "GRPC_ENABLE_FORK_SUPPORT": "1",
-        "SSL_CERT_FILE": NOTHING,
-        "SSL_CERT_DIR": NOTHING,
-        "REQUESTS_CA_BUNDLE": NOTHING,
-        "PYTHONOPTIMIZE": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONIOENCODING": "ascii",
-        "PYTHONSTARTUP": NOTHING,
-        "LC_ALL": "C",
-        "LANG": "nonsense",
-        "TERM": "dumb",
-        "NO_COLOR": "1",
-        "COLUMNS": "1",
-        "TORCH_SHOW_CPP_STACKTRACES": "1",
-        "WANDB_MODE": "disabled",
-        "WANDB_API_KEY": "canary",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MKL_NUM_THREADS": "7",
-        "TMPDIR": "FOLDER/with a space",
-    },
-    "loud": {
-        "VLLM_WORKER_MULTIPROC_METHOD": "forkserver",
-        "VLLM_CONFIGURE_LOGGING": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_HOST_IP": "10.9.9.9",
-        "VLLM_PORT": "5599",
-        "HF_HOME": "/proc/nothing",
-        "TRANSFORMERS_CACHE": "/proc/nothing",
-        "HOME": "/proc",
-        "XDG_CACHE_HOME": "/proc/nothing",
-        "XDG_CONFIG_HOME": "/proc/nothing",
-        "MPLBACKEND": "TkAgg",
-        "MPLCONFIGDIR": "/proc/nothing",
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "",
-        "PYTHONFAULTHANDLER": "1",
-        "LC_ALL": "tr_TR.UTF-8",
-        "TORCH_COMPILE_DISABLE": "0",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "TORCH_LOGS": "+dynamo",
-        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": NOTHING,
-        "TZ": "Nonsense/Zone",
-        "OMP_WAIT_POLICY": "ACTIVE",
-        "OMP_PROC_BIND": "true",
-        "MLFLOW_TRACKING_URI": "http://mlflow.invalid",
-        "TMPDIR": "FOLDER/" + "x" * 200,
-    },
-    # slow ones
-    "night": {
-        "GRPC_TRACE": "all",
-        "PYTHONDEVMODE": "1",
-        "TMPDIR": "/proc/nothing",
-        "FORCE_COLOR": "1",
-    },
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shell:
-    """Variables, and what happens to the process before it becomes `headrace up`."""
-
-    variables: Mapping[str, str]
-    before: Callable[[], object] = lambda: None
-
-
-def limited() -> None:
-    """A narrow shell: new files are its user's alone, few may be open, there are no core dumps and no input."""
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.close(0)
-
 
 def shells() -> list[object]:
-    """That of every day, the others, and each variable alone."""
-    many = [
-        pytest.param(Shell(SHELLS["loud"], limited), id="loud"),
-        pytest.param(Shell(SHELLS["quiet"]), id="quiet", marks=pytest.mark.nightly),
-    ]
+    """Each variable of `SHELLS` alone, and all of a shell together."""
+    many = [pytest.param(LOUD, id="loud"), pytest.param(Shell(SHELLS["quiet"]), id="quiet")]
     alone = [
-        pytest.param(Shell({name: value}), id=f"{name}={value:.20}", marks=pytest.mark.nightly)
+        pytest.param(Shell({name: value}), id=f"{name}={value:.20}")
         for variables in SHELLS.values()
         for name, value in variables.items()
     ]
     streams = [
-        pytest.param(Shell({}, lambda number=number: os.close(number)), id=f"{number}>&-", marks=pytest.mark.nightly)
-        for number in range(3)
+        pytest.param(Shell({}, lambda number=number: os.close(number)), id=f"{number}>&-") for number in range(3)
     ]
     return [*many, *alone, *streams]
 
@@ -158,22 +67,20 @@ def answers() -> dict[str, float]:
     return {}
 
 
+@pytest.mark.nightly  # tests/e2e/test_demo.py is begun in the loud one
 @pytest.mark.parametrize("shell", shells())
 def test_a_run_is_the_same_in_a_hostile_shell(
     shell: Shell, tmp_path: Path, tiny_model: Path, answers: dict[str, float]
 ) -> None:
     config, said = tmp_path / "run.yaml", tmp_path / "up.out"
     config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model))
-    variables = {name: value.replace("FOLDER", str(tmp_path)) for name, value in shell.variables.items()}
-    if variables.get("TMPDIR", "").startswith(str(tmp_path)):
-        Path(variables["TMPDIR"]).mkdir()
     with said.open("wb") as out:
         run = subprocess.Popen(
             [sys.executable, "-m", "headrace.cli", "up", str(config)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **shell.environ(tmp_path)},
             preexec_fn=shell.before,
         )
         try:
