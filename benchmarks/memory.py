@@ -12,6 +12,7 @@ SDPA's, not flash attention for sequences of different lengths; both keep the sa
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -28,19 +29,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from headrace.config import Config
 from headrace_services.trainer.distributed import sharding
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.memory.models import KNOWN, micro_batch, models_of
-from headrace_services.trainer.memory.parts import CUDA_PART, GIB, NCCL_PART, total, trainer_phases
+from headrace_services.trainer.memory.parts import BUCKETS, CUDA_PART, GIB, NCCL_PART, total, trainer_phases
 from headrace_services.trainer.network import backbone, policy_model
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
 CPU = torch.device("cpu")
 # The phases that a step has here, in their order.
-PHASES = ("loss", "layers", "root")
+PHASES = ("inference", "refit", "loss", "layers", "root")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +93,21 @@ class Tracker(MemTracker):
         self.phase = ""
         self.peaks: dict[str, int] = {}
 
+    def begin(self, phase: str) -> None:
+        """Begin a phase, which counts what is alive from now on."""
+        self.phase = phase
+
     def _update_peak_stats(self, peak_state: Any) -> None:
         found = self._curr_mem_snap.get(CPU, {}).get("Total", 0)
         self.peaks[self.phase] = max(found, self.peaks.get(self.phase, 0))
 
-    def _nothing(self, *_: Any) -> None: ...
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing
+    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
+
+    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+
+    def _post_bw_hook(self, module: nn.Module, args: Any) -> None: ...
 
 
 def planned(case: Case) -> dict[str, int]:
@@ -112,16 +123,19 @@ def planned(case: Case) -> dict[str, int]:
             device=0,
             bucket=0,
             sent=2,
+            inference=case.tokens,
         )
-    unseen = (CUDA_PART, NCCL_PART)
-    return {
-        phase: total({part: count for part, count in found[f"policy: {phase}"].items() if part not in unseen})
-        for phase in PHASES
+    unseen = (CUDA_PART, NCCL_PART, BUCKETS)
+    seen = {
+        name.removeprefix("policy: "): {part: count for part, count in parts.items() if part not in unseen}
+        for name, parts in found.items()
     }
+    seen["inference"] = max(seen["inference, layers"], seen["inference, logits"], key=total)
+    return {phase: total(seen[phase]) for phase in PHASES}
 
 
 def tracked(case: Case) -> dict[str, int]:
-    """The tracker's bytes by phase, in the second micro-batch of a step that is not the first."""
+    """The tracker's bytes by phase, in a step of two micro-batches that is not the first."""
     with _first_of(case.ranks), tempfile.TemporaryDirectory() as folder, _as_on_a_gpu():
         config = case.config(folder)
         policy = PolicyModel(config)
@@ -134,16 +148,25 @@ def tracked(case: Case) -> dict[str, int]:
             ids = torch.zeros(1, case.tokens, dtype=torch.int64)
             rows = PackedRows(ids, place[None], place[:-1], ids[0, 1:], (0,), ((TreeSpan(0, 1, (case.tokens - 1,)),),))
             with tracker, _phases(policy.model, tracker):
-                for step in range(2):
-                    for last in (False, True):
-                        tracker.phase, tracker.peaks = "loss", {}
-                        policy.placed.expect_backward(last=last)
-                        output = policy.forward(rows, LogitsWarper.of(config.policy.generation), entropy=True)
-                        output.logprobs.sum().backward()
-                        del output
-                    if step == 0:
-                        optimizer.step(1.0)
-            return tracker.peaks
+                warper = LogitsWarper.of(config.policy.generation)
+
+                def micro_batch(*, last: bool) -> None:
+                    tracker.begin("loss")
+                    policy.placed.expect_backward(last=last)
+                    policy.forward(rows, warper, entropy=True).logprobs.sum().backward()
+
+                micro_batch(last=True)
+                optimizer.step(1.0)
+                tracker.peaks.clear()  # the first step makes the moments
+                for phase in ("", "refit"):  # at first DTensor makes whole tensors to see what comes of its operations
+                    tracker.begin(phase)
+                    collections.deque(policy.weights(torch.bfloat16), maxlen=0)  # none of them is kept
+                tracker.begin("inference")
+                with torch.no_grad():
+                    policy.forward(rows, warper)
+                micro_batch(last=False)
+                micro_batch(last=True)
+            return {phase: tracker.peaks[phase] for phase in PHASES if phase in tracker.peaks}
 
 
 @contextlib.contextmanager
@@ -172,11 +195,17 @@ def _as_on_a_gpu() -> Iterator[None]:
             (sharding, "shards_alone", alone),
             (backbone, "shards_alone", alone),
             (backbone, "several_ranks", lambda: True),
-            (backbone, "fill", lambda model, device: None),
+            (backbone, "fill", _fill),
             (policy_model, "compute_entropy", entropy),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _fill(model: Any, device: torch.device) -> None:
+    """Leave the model on the meta device, with what loading tells of its checkpoint: which of its tensors that has one by one."""
+    found = get_model_conversion_mapping(model)
+    model._weight_conversions = [each for each in found if isinstance(each, WeightConverter)]
 
 
 @contextlib.contextmanager
@@ -202,7 +231,7 @@ def _phases(model: Any, tracker: Tracker) -> Iterator[None]:
 
 
 def _entered(tracker: Tracker, phase: str, _: Tensor) -> None:
-    tracker.phase = phase
+    tracker.begin(phase)
 
 
 CASES = [

@@ -31,8 +31,9 @@ One YAML file configures a run. Every service reads the same file.
 
 - `headrace config show FILE` prints the complete, resolved configuration.
 - `headrace config check FILE` checks the configuration and what it names: data files and their fields, prompt files, models, environments,
-  ports, names of metrics. It counts and measures all prompts, and reports duplicates, prompts that are too long, and text that the
-  tokenizer has no token for. Each problem is one line with the file and line that it comes from.
+  ports, names of metrics, [the memory of the GPUs](memory.md#whether-a-run-fits). It counts and measures all prompts, and reports
+  duplicates, prompts that are too long, and text that the tokenizer has no token for. Each problem is one line with the file and line
+  that it comes from.
 - `headrace up` makes the same checks before it starts anything, but does not read all prompts. The trainer does this before it loads the
   model.
 

@@ -30,7 +30,7 @@ UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
 
 # how long an example takes says how busy the machine is
-settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 settings.register_profile("night", settings.get_profile("day"), max_examples=400)
 
 
@@ -89,9 +89,11 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """What the files of the tests import takes longer than to collect the tests, so one process imports it for all that share them."""
-    for spec in specs:
-        spec.python = forks.interpreter()
+    """What the files of the tests import takes longer than to collect the tests, so one process imports it for all that share them, unless
+    a PYTHONPATH may put something else in its place."""
+    if "PYTHONPATH" not in os.environ:
+        for spec in specs:
+            spec.python = forks.interpreter()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

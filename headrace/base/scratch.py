@@ -15,6 +15,10 @@ from pathlib import Path
 _LONGEST_FOLDER_OF_SOCKETS = 40
 # A file in each scratch folder. The process that made the folder holds its lock (`flock`), which the kernel drops when the process ends.
 _MARK = ".headrace-scratch"
+# A file in a scratch folder whose name ends so stands for shared memory, which outlives its processes: what has the rest of the name and a
+# hyphen before its own.
+_SHARED = ".shared-memory"
+SHARED_MEMORY = Path("/dev/shm")
 # what the names of all scratch folders begin with that are in the folder for temporary files
 TEMPORARY = "headrace-"
 
@@ -29,7 +33,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)  # once more, because NFS keeps files that are open
         stack.callback(os.close, _mark(folder))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(_remove, folder)
         yield folder
 
 
@@ -43,9 +47,22 @@ def remove_abandoned(prefix: str = TEMPORARY, parent: Path | None = None) -> Non
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_uid == os.geteuid():  # root may open everybody's
-                    shutil.rmtree(mark.parent, ignore_errors=True)
+                    _remove(mark.parent)
             finally:
                 os.close(lock)
+
+
+def note_shared_memory(folder: Path, name: str) -> None:
+    """Note that shared memory whose names begin with `name` and a hyphen ends with the scratch folder."""
+    (folder / f"{name}{_SHARED}").touch()
+
+
+def _remove(folder: Path) -> None:
+    for note in folder.glob(f"*{_SHARED}"):
+        for left in SHARED_MEMORY.glob(f"{glob.escape(note.name.removesuffix(_SHARED))}-*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mark(folder: Path) -> int:

@@ -283,6 +283,8 @@ def ask(config: Config, found: NamedModel) -> None:
     with runs.locked(config), settled(config) as (config, saved, reserved):
         device_plan.record(plan, device_plan.plan_threads(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
+        if why := device_plan.why_on_cpu(config):
+            say(console, f"warning: the trainer uses the CPU: {why}")
         try:
             with open_display(console) as display:
                 asyncio.run(Pipeline(config, saved, plan, reserved, display).run())

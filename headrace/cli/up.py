@@ -60,6 +60,8 @@ def up(
             say(line)
         for change in changes:
             say(f"changed: {change}")
+        if why := device_plan.why_on_cpu(loaded):
+            say(f"warning: the trainer uses the CPU: {why}")
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
         say(f"CPU threads: {threads}")

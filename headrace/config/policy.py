@@ -108,7 +108,9 @@ class VLLMConfig(Section):
     """Passed to the vLLM engine."""
 
     precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null: policy.precision")
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field("auto", description="auto: the type of the weights")
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field(
+        "auto", description="auto: the type of the weights; fp8 makes trainer and replicas differ, which is warned of"
+    )
     attention_backend: str | None = Field(
         None, description="by vLLM's names (FLASH_ATTN, FLASHINFER, TRITON_ATTN, …); null: vLLM's choice"
     )

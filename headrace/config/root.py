@@ -160,6 +160,12 @@ class Config(Section):
         return self.policy.train_global_batch_size or self.algorithm.batch_size
 
     @property
+    def trainer_precisions(self) -> dict[str, str]:
+        """The precisions in which the trainer computes its models, by the key that sets each."""
+        value = {} if self.value.precision is None else {"value.precision": self.value.precision}
+        return {"policy.precision": self.policy.precision, **value}
+
+    @property
     def value_batch(self) -> int:
         """Trajectories in an optimizer step of the value model."""
         return self.value.train_global_batch_size or self.policy_batch
@@ -193,10 +199,28 @@ class Config(Section):
             )
             if applies and answer / limit > _FAST_ANSWER
         ]
-        problems = [*(cut_off if new >= context else []), *slow]
-        return problems + [
+        ignored = [
             f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
             for key in self.algorithm.reward_shaping.ignored
+        ]
+        return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored]
+
+    @property
+    def _fp8_warnings(self) -> list[str]:
+        if self.policy.generation.vllm_cfg.kv_cache_dtype != "fp8":
+            return []
+        loss = self.loss_fn
+        corrected = loss.use_importance_sampling_correction or loss.prev_logprobs_source == "generation"
+        channel = self.weight_channel
+        largest = channel.verify_tolerance or 2.0
+        mean = channel.verify_mean_tolerance or min(0.2, largest)
+        remedy = "" if corrected else " loss_fn.use_importance_sampling_correction: true corrects for that;"
+        return [
+            "policy.generation.vllm_cfg.kv_cache_dtype fp8: replicas keep keys and values without calibrated scales, each with an error of "
+            "up to a sixteenth, so they sample from another distribution than the trainer computes (0.06 nats a token in a tiny model);"
+            f"{remedy} refits are verified, and the train-inference alarm is silent, up to {mean:g} nats on average (weight_channel."
+            f"verify_mean_tolerance) and {largest:g} at most (weight_channel.verify_tolerance). Set it to auto, or watch "
+            "token_mult_prob_error"
         ]
 
     @property

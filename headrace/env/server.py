@@ -129,7 +129,7 @@ class BatchScorer:
     NOT_STARTED.
 
     `capacity` is the number of samples to work on at a time, and overrides the environment's. `on_free` is called when more can be
-    started.
+    started. `awaited` names what the score of a sample is waiting for, for the message of one that is late.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class BatchScorer:
         repeats: Repeats | None = None,
         capacity: int | None = None,
         on_free: Callable[[], None] = lambda: None,
+        awaited: Callable[[Sample], str] = lambda sample: "",
     ) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
@@ -153,6 +154,7 @@ class BatchScorer:
         self._in_slot = environment.max_batch_size if environment.scores_batches else 1
         self._concurrency = environment.concurrency if capacity is None else math.ceil(capacity / self._in_slot)
         self._slots = Slots(self._concurrency, on_free)
+        self._awaited = awaited
         self._draining = False
         self._calls: set[asyncio.Future[Any]] = set()  # in progress
         self._cut = asyncio.Event()
@@ -190,11 +192,13 @@ class BatchScorer:
             tasks = [asyncio.create_task(self._one(sample, self._slots.take())) for sample in begun]
         refused = [self._refusal()] * (len(samples) - len(begun))
         scores = await self._scores(tasks, timeout_s)
-        late = self._late(timeout_s)
-        found = [score or [late] * len(part) for part, score in zip(parts, scores, strict=True)]
-        for part, score in zip(parts, scores, strict=True):
+        found = [
+            score or [self._late(sample, timeout_s) for sample in part]
+            for part, score in zip(parts, scores, strict=True)
+        ]
+        for part, score, late in zip(parts, scores, found, strict=True):
             if score is None:
-                self._failures.note(part, [late] * len(part))
+                self._failures.note(part, late)
         return [*(score for part in found for score in part), *refused]
 
     async def drain(self, grace_s: float) -> None:
@@ -235,11 +239,14 @@ class BatchScorer:
     def _not_started(self, message: str) -> Score:
         return Score("NOT_STARTED", message=message, environment=self.environment.label)
 
-    def _late(self, timeout_s: float | None) -> Score:
+    def _late(self, sample: Sample, timeout_s: float | None) -> Score:
         label = self.environment.label
         if self._cut.is_set():
             return self._not_started(f"{label} was shut down before the sample was scored")
-        return Score("TIMED_OUT", message=f"no answer from {label} within {timeout_s or 0:.1f} s", environment=label)
+        message = f"no answer from {label} within {timeout_s or 0:.1f} s"
+        if awaited := self._awaited(sample):
+            message += f"; it waits for {awaited}"
+        return Score("TIMED_OUT", message=message, environment=label)
 
     async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()

@@ -29,10 +29,23 @@ _THREADS = "threads"
 def of(config: Config) -> DevicePlan | None:
     """Return the plan for this machine; None if the run uses no GPU. Devices on which nothing runs come first, unless CUDA_VISIBLE_DEVICES
     gives an order. Raises `ServiceError` if there are too few devices, or one that can't compute what is configured."""
+    versions = devices.installed_versions()
+    for_cuda = devices.is_for_cuda(versions, "torch"), devices.engine_is_for_cuda(versions)
+    if not any(map(_may_use, (config.trainer.device, config.rollout.device), for_cuda)):
+        return None  # whatever the driver reports
+    if why_on_cpu(config) is not None:
+        return DevicePlan()  # no process is left to try the devices
     inventory = devices.visible(os.environ)
     if devices.VISIBLE not in os.environ:
         inventory = dataclasses.replace(inventory, devices=devices.idle_first(inventory.devices))
-    return plan_devices(config, inventory, devices.installed_versions())
+    return plan_devices(config, inventory, versions)
+
+
+def why_on_cpu(config: Config) -> str | None:
+    """Return why the run goes on without this machine's GPUs, as `devices.why_on_cpu`; None if it asks for a GPU by name."""
+    if config.trainer.device != "auto" or config.rollout.device == "cuda":
+        return None
+    return devices.why_on_cpu(os.environ, devices.installed_versions())
 
 
 def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
@@ -59,9 +72,8 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
         ) from error
     of_replicas = [device for slice_ in found.replicas for device in slice_]
     devices.check_for_engine(of_replicas)
-    devices.check_precision(found.trainer, "policy.precision", config.policy.precision)
-    if config.value.precision is not None:
-        devices.check_precision(found.trainer, "value.precision", config.value.precision)
+    for key, precision in config.trainer_precisions.items():
+        devices.check_precision(found.trainer, key, precision)
     devices.check_precision(of_replicas, *config.policy.rollout_precision)
     return found
 
@@ -72,6 +84,8 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
 def fit(config: Config, plan: DevicePlan) -> tuple[DevicePlan, list[str]]:
     """Return the plan with the shares of a shared device that the run needs, and warnings. Raises `ServiceError` with the numbers, and the
     smallest change that helps, for a run that needs more memory than its devices have free."""
+    if not plan.trainer and not plan.replicas:
+        return plan, []
     verdict = compare(config, site_of(plan))
     if verdict.problem is not None:
         raise ServiceError(verdict.problem)
@@ -125,8 +139,12 @@ def assume(config: Config, gpus: int | None, per_host: int, memory: int) -> Site
     return Site(device if ranks else None, device if replicas else None, gpus or needed, per_host, shared)
 
 
+def _may_use(device: str, is_for_cuda: bool) -> bool:
+    return device == "cuda" or (device == "auto" and is_for_cuda)
+
+
 def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
-    return device == "cuda" or (device == "auto" and is_for_cuda and bool(inventory.devices))
+    return _may_use(device, is_for_cuda) and (device == "cuda" or bool(inventory.devices))
 
 
 def plan_threads(config: Config, plan: DevicePlan | None) -> Threads:

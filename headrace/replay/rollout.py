@@ -148,11 +148,11 @@ class RolloutClient(LeaseClient):
         """Tell the buffer that the replica can take part. Raises `Fenced` if the epoch is no longer announced."""
         await self._connection.call("acknowledge", replica=replica, epoch=epoch)
 
-    async def verify(self, replica: str, epoch: str, logprobs: Sequence[float]) -> RefitVerdict:
+    async def verify(self, replica: str, epoch: str, logprobs: Sequence[float], finding: str = "") -> RefitVerdict:
         """Report the replica's log-probabilities of the probe's tokens under the epoch's weights. The buffer compares them with the
-        trainer's (`begin_epoch`); a replica becomes HEALTHY in no other way. A replica that differs by more than the tolerances is STALE.
-        Raises `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
-        reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs)
+        trainer's (`begin_epoch`); a replica becomes HEALTHY in no other way. A replica that differs by more than the tolerances is STALE,
+        for a reason that includes its `finding`. Raises `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
+        reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs, finding=finding)
         return msgspec.convert(unpack(reply), RefitVerdict)
 
     async def refuse(self, replica: str, epoch: str, reason: str, *, interrupted: bool = False) -> None:

@@ -44,7 +44,8 @@ from headrace_services.refit.backends import Backend
 from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank
 from headrace_services.refit.manifest import ADAPTER, Manifest
 from headrace_services.refit.proof import AdapterProof, WeightProof
-from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted
+from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
+from headrace_services.refit.state_watch import StateWatch, find_layers
 from headrace_services.refit.transfer import ReceivedTensor, receive
 
 logger = logging.getLogger(__name__)
@@ -293,6 +294,7 @@ class WeightChannelExtension:
 
     weight_transfer_engine: WeightChannelEngine
     vllm_config: VllmConfig
+    _watching: tuple[str, StateWatch, contextlib.ExitStack] | None = None
 
     def join_group(self, init_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
@@ -301,6 +303,28 @@ class WeightChannelExtension:
     def receive_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
         engine = self.weight_transfer_engine
         return self._failure_of(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
+
+    def watch_states(self, count: int, length: int) -> None:
+        """Sketch the states between the `count` layers of the model for the next `length` tokens, until `read_states`."""
+        model = self.weight_transfer_engine.model
+        if (found := find_layers(model, count)) is None:
+            return
+        name, layers, backbone = found
+        watch, stack = StateWatch(layers, backbone, length), contextlib.ExitStack()
+        for module in model.modules():
+            if getattr(module, "do_not_compile", True) is False:  # vLLM's mark of a compiled module
+                module.do_not_compile = True
+                stack.callback(setattr, module, "do_not_compile", False)
+        stack.enter_context(watch.watching())
+        self._watching = name, watch, stack
+
+    def read_states(self) -> WatchedStates:
+        """Return what was seen since `watch_states`, which ends here."""
+        if self._watching is None:
+            return WatchedStates(problem="the engine's model has no list of as many layers as the trainer's")
+        (name, watch, stack), self._watching = self._watching, None
+        stack.close()
+        return WatchedStates(name, [], watch.problem) if watch.problem else WatchedStates(name, watch.sketches)
 
     def attention_backends(self) -> list[str]:
         """Return the names of the backends that compute this worker's attention."""

@@ -54,14 +54,15 @@ def rollout_dtype(config: Config) -> str:
     return config.policy.rollout_precision[1]
 
 
+def only_rounds(config: Config) -> bool:
+    """Whether what makes trainer and replicas differ is rounding to bfloat16, and nothing else."""
+    return not is_exact(config) and config.policy.generation.vllm_cfg.kv_cache_dtype != "fp8"
+
+
 def is_bounded_by_rounding(config: Config) -> bool:
-    """Whether `tolerance` can use what rounding changes: only rounding makes trainer and replicas differ, and no key sets both bounds."""
-    channel, kv_cache_dtype = config.weight_channel, config.policy.generation.vllm_cfg.kv_cache_dtype
-    return (
-        not is_exact(config)
-        and kv_cache_dtype == "auto"
-        and None in (channel.verify_tolerance, channel.verify_mean_tolerance)
-    )
+    """Whether `tolerance` can use what rounding changes: nothing else makes a difference, and no key sets both bounds."""
+    channel = config.weight_channel
+    return only_rounds(config) and None in (channel.verify_tolerance, channel.verify_mean_tolerance)
 
 
 def tolerance(config: Config, rounding: Differences | None = None) -> Differences:

@@ -21,6 +21,7 @@ from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
+from headrace_services.refit.states import Sketches, first_difference
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -48,6 +49,15 @@ class RefitFailure(msgspec.Struct, frozen=True):
 
     kind: Literal["failed", "interrupted", "hangs"]
     reason: str
+
+
+class WatchedStates(msgspec.Struct, frozen=True):
+    """What a worker saw between the model's layers: the answer of `WeightChannelExtension.read_states`. `layers` is the name of the list of
+    layers. `problem` is why there are no sketches."""
+
+    layers: str = ""
+    sketches: Sketches = []
+    problem: str | None = None
 
 
 class TransferInterrupted(WeightChannelError):
@@ -181,6 +191,7 @@ class WeightReceiver:
             await self._join(epoch, rendezvous)
             await self._install(epoch, rendezvous)
             logprobs = await self._probe(epoch, rendezvous)
+            finding = await self._compare_states(epoch, rendezvous)
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
             if self._held is None:
@@ -189,15 +200,16 @@ class WeightReceiver:
                 interrupted = isinstance(error, TransferInterrupted)
                 await self._replay.refuse(self._replica, epoch.id, str(error), interrupted=interrupted)
             return False
-        return await self._prove(epoch, logprobs)
+        return await self._prove(epoch, logprobs, finding)
 
-    async def _prove(self, epoch: Epoch, logprobs: Float32) -> bool:
+    async def _prove(self, epoch: Epoch, logprobs: Float32, finding: str) -> bool:
         """Report the probe. Pause the engine unless that verifies the weights."""
         verdict: RefitVerdict | None = None
         verified, self._held = False, None
         try:
             with contextlib.suppress(Fenced):
-                verdict = self.verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist())
+                verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist(), finding)
+                self.verdict = verdict
                 verified = verdict.verified
         finally:
             if not verified:
@@ -207,10 +219,11 @@ class WeightReceiver:
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
         elif verdict is not None:
             logger.warning(
-                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by up to %.3g, on average by %.3g",
+                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by up to %.3g, on average by %.3g%s",
                 epoch.version,
                 verdict.difference,
                 verdict.mean,
+                finding and f"; {finding}",
             )
         else:
             logger.warning("version %d is not verified: its epoch is over", epoch.version)
@@ -287,6 +300,31 @@ class WeightReceiver:
             self._held = None  # these can't be the trainer's weights
             raise WeightChannelError("computing the probe: its log-probabilities are not finite")
         return logprobs
+
+    async def _compare_states(self, epoch: Epoch, rendezvous: Rendezvous) -> str:
+        """Say where the engine's states begin to differ from the trainer's, if the last probe failed and the trainer has sent its own. The
+        engine computes the probe once more, without compiled code and CUDA graphs, in which no layer can be watched. Nothing else runs
+        in it, because it has been paused since the failure."""
+        reference, length = rendezvous.states, rendezvous.probe_token_ids.size
+        if reference is None or self.verdict is None or self.verdict.verified:
+            return ""
+        asked = {"count": reference.layers, "length": length}
+        try:
+            watch = self._engine.collective_rpc("watch_states", kwargs=asked)
+            await self._call("watching the layers", watch, rendezvous.timeout_s)
+            try:
+                probe = self._prompt_logprobs(f"states-{epoch.id}", rendezvous.probe_token_ids)
+                await self._call("computing the states", probe, rendezvous.timeout_s)
+            finally:
+                read = self._engine.collective_rpc("read_states")
+                answers = await self._call("reading the states", read, rendezvous.timeout_s)
+        except WeightChannelError as error:
+            return f"which layer differs first can't be told: {error}"
+        # after each layer, all workers have the same states
+        seen = msgspec.convert(answers, list[WatchedStates])[0]
+        if seen.problem is not None:
+            return f"which layer differs first can't be told: {seen.problem}"
+        return first_difference(reference, seen.sketches, seen.layers)
 
     async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
         """Return the log-probabilities [len - 1] of tokens 1.., computed by the engine and never read from the prefix cache."""

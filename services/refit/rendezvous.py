@@ -16,6 +16,7 @@ from headrace.base.errors import CodecError
 from headrace.records.trajectory import Int32
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.manifest import Manifest
+from headrace_services.refit.states import StateReference
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,8 +42,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
     If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group `group_id` at
     the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has `workers` ranks, one per worker
     process. Each phase ends after `timeout_s`, and forming a group after `connect_s`. A member reports its log-probabilities of
-    `probe_token_ids[1:]` at temperature 1, and doesn't know the trainer's. Members prove with `secret` that they received this message
-    (`channel`).
+    `probe_token_ids[1:]` at temperature 1, and doesn't know the trainer's. A member that has failed the probe before compares its states
+    with the trainer's `states`, if they are there. Members prove with `secret` that they received this message (`channel`).
     """
 
     group_id: str
@@ -57,6 +58,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     connect_s: AboveZero
     manifest: Manifest
     probe_token_ids: Int32
+    states: StateReference | None = None
 
     def derive_group(self, members: Sequence[str]) -> str:
         """Return the id of the group that these members use; a pure function, so that all compute the same id."""

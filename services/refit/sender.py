@@ -44,6 +44,7 @@ from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, 
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
 from headrace_services.refit.rendezvous import Announcement, Rendezvous
+from headrace_services.refit.states import StateReference
 from headrace_services.refit.transfer import send
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class _Refit:
     probe_ids: Int32
     probe_logprobs: Float32
     tolerance: Differences
+    states: StateReference | None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     verified: set[str] = dataclasses.field(default_factory=set)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -169,10 +171,12 @@ class WeightSender:
         *,
         adapter: WeightSource | None = None,
         tolerance: Differences | None = None,
+        states: StateReference | None = None,
     ) -> RefitReport:
         """Send `version` to every live replica without it: all of `source`, or only the `adapter`, which is its last part. The adapter is
         enough if every receiver has the rest, which doesn't change, from an earlier refit. A replica is verified if its log-probabilities
         of `probe_ids` [L] are the trainer's, `probe_logprobs` [L - 1] (temperature 1), up to `tolerance` (None: the configuration's).
+        With the trainer's `states`, replicas that failed the probe before say where theirs begin to differ.
 
         Returns when each member has verified, refused or died, or a deadline has passed. The caller decides whether that is good enough. It
         also brings late replicas to the current version.
@@ -193,7 +197,8 @@ class WeightSender:
             )
         bounds = tolerance or self._tolerance
         manifest = self._manifest(source)
-        refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds)
+        probe = probe_ids, probe_logprobs, bounds, states
+        refit = _Refit(version, timeline, source, adapter, source, manifest, *probe)
         already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
             epoch, outcome = await self._attempt(refit)
@@ -305,6 +310,7 @@ class WeightSender:
             connect_s=self._config.timeout_s if backend == "gloo" else self._config.connect_s,
             manifest=refit.manifest,
             probe_token_ids=refit.probe_ids,
+            states=refit.states,
         )
 
     def _say_how(self, backend: Backend, problem: str | None) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.config.environments import EnvConfig
-from headrace.env.environment import Environment
+from headrace.env.environment import Environment, Sample
 from headrace.env.server import BatchScorer
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.v1 import environment_pb2, trajectory_pb2
@@ -23,6 +23,10 @@ class Hosted(Environment):
         """Return why the environment can't score now, or None if it can."""
         return None
 
+    def awaited(self, sample: Sample) -> str:
+        """Name what the score of `sample` is waiting for; "" if that is nothing but the environment."""
+        return ""
+
     async def aclose(self) -> None:
         """End everything that the environment has started."""
 
@@ -36,7 +40,7 @@ class HostedBackend:
     def __init__(self, env: EnvConfig, environment: Hosted) -> None:
         self._env = env
         self._environment = environment
-        self._scorer = BatchScorer(environment)
+        self._scorer = BatchScorer(environment, awaited=environment.awaited)
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None

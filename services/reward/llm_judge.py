@@ -73,6 +73,10 @@ class _NoVerdict(Exception):
     """Raised when the judge's answer is not a verdict."""
 
 
+class _Late(Exception):
+    """Raised when the judge had not answered completely in time."""
+
+
 class VerdictStore:
     """The verdicts of an environment's judges, by the content of the request, and the number of requests. Both count for the whole run, in
     every process. Without a file, the store is in memory."""
@@ -137,8 +141,8 @@ class LLMJudge(Hosted):
                 judge.base_url,
                 client_context(judge.tls_ca, "judges.tls_ca") if judge.base_url.startswith("https:") else None,
                 most=_MAX_ANSWER_BYTES,
-                connect_s=env.timeout_s,
-                silent_s=env.timeout_s,
+                connect_s=env.timeout_s / 2,  # not reached in this time: nothing is charged
+                total_s=env.timeout_s,
                 connections=env.concurrency,
                 proxy=find_proxy(judge.base_url),
             )
@@ -156,6 +160,8 @@ class LLMJudge(Hosted):
         for place, answer in enumerate(answers):
             if isinstance(answer, _NotNow):
                 return Score("NOT_STARTED", message=self._describe(place, answer))
+            if isinstance(answer, _Late):
+                return Score("TIMED_OUT", message=self._describe(place, answer))
             if isinstance(answer, _NoVerdict):
                 return Score("FAILED", message=self._describe(place, answer))
             if isinstance(answer, BaseException):
@@ -172,6 +178,11 @@ class LLMJudge(Hosted):
             },
         )
 
+    def awaited(self, sample: Sample) -> str:
+        content = question(sample)
+        asked = [place for place, judge in enumerate(self.env.judges) if self._key(judge, content) in self._asking]
+        return ", ".join(self._name(place) for place in asked)
+
     async def aclose(self) -> None:
         for task in self._asking.values():
             task.cancel()
@@ -180,9 +191,12 @@ class LLMJudge(Hosted):
             await client.aclose()
         self._store.close()
 
-    def _describe(self, place: int, error: Exception) -> str:
+    def _name(self, place: int) -> str:
         judge = self.env.judges[place]
-        return f"judge {place} ({judge.model} at {judge.base_url}): {error}"
+        return f"judge {place} ({judge.model} at {judge.base_url})"
+
+    def _describe(self, place: int, error: Exception) -> str:
+        return f"{self._name(place)}: {error}"
 
     async def _verdict(self, place: int, content: str) -> Verdict:
         """Return the verdict of one judge: from an earlier request with the same content, one under way, or a new one. A request continues
@@ -227,6 +241,10 @@ class LLMJudge(Hosted):
             raise _NotNow(f"can't be reached ({error}{url_through_proxy(judge.base_url)})") from error
         except AnswerTooLarge as error:
             raise _NoVerdict(f"answered more than {_MAX_ANSWER_BYTES} bytes") from error
+        except TimeoutError as error:
+            raise _Late(
+                f"gave no complete answer within {self.env.timeout_s:g} s (env.{self.name}.timeout_s)"
+            ) from error
         except OSError as error:
             raise _NoVerdict(f"gave no answer ({error})") from error
         if status in _OVERLOADED:

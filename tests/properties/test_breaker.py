@@ -367,14 +367,14 @@ class TestDeadlines:
     def setting(self) -> Setting:
         return Setting(prompts=2, n=2, age=1, attempts=1, scoring_attempts=1)
 
-    async def test_law_6_what_ages_in_a_broken_environment_is_not_charged(self, world: World) -> None:
+    async def test_law_6_silence_in_a_broken_environment_is_not_charged(self, world: World) -> None:
         await world.call("enqueue", [make_group(0)], world.model.timeline, False)
         (lease,) = await world.call("lease", "replica", 1)
         await breaks(world, ["math"] * 3)
         for _ in range(5):
             await wait(world, 5_000, lease.token)
         held = world.model.groups[lease.group.id]
-        assert (held.state, held.failures) == ("queued", 0)
+        assert (held.state, held.replica, held.failures) == ("open", "", 0)
 
 
 class TestGivingUp:

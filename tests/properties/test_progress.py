@@ -170,16 +170,6 @@ async def test_law_6_a_group_that_silences_every_replica_fails(world: World) -> 
     assert "attempt 3 of 3" in group["reason"]
 
 
-async def test_law_6_silence_while_the_environment_is_broken_is_free(world: World) -> None:
-    silent, *others = await begin(world, 4, Setting(attempts=1))
-    await world.call("push_many", [(other, make_trajectory(other, index)) for other in others for index in range(2)])
-    jobs = await world.call("take_scoring", {"math": 8})
-    await world.call("score_many", [(job, Score("INVALID", message="no such field")) for job in jobs])
-    await beat(world, [silent], DEADLINE_S)
-    group = await world.client.group(silent.group.id) or {}
-    assert (group["state"], group["replica"], group["failures"]) == ("open", "", 0)
-
-
 async def test_law_6_no_deadline_runs_while_a_group_waits(world: World) -> None:
     (lease,) = await begin(world)
     await push(world, lease)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 
@@ -10,13 +11,26 @@ from headrace_services.refit.engine_extension import WeightChannelEngine, Weight
 
 BACKEND = "faulty-load"
 TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"
+LAYER = "model.layers.1"
 
 
 class FaultyLoadEngine(WeightChannelEngine):
     """`fault`: `tensor`, the bias of TENSOR; `copy`, the packed matrix of COPY; `head`, the packed copy of a tied head; `adapter`, what
-    COPY has of an adapter; `load`: nothing is old, but loading fails in the last of the workers."""
+    COPY has of an adapter; `load`: nothing is old, but loading fails in the last of the workers. `layer` and `logits` compute another
+    model with the right weights: the output of LAYER, or all logits, are larger than they should be."""
 
     fault: str | None = None
+    _wrong: RemovableHandle | None = None
+
+    def compute(self) -> None:
+        """As `fault` says, from now on."""
+        self.model.logits_processor.scale = 1.5 if self.fault == "logits" else 1.0
+        if self._wrong is not None:
+            self._wrong.remove()
+            self._wrong = None
+        if self.fault == "layer":
+            layer = self.model.get_submodule(LAYER)
+            self._wrong = layer.register_forward_hook(lambda module, arguments, output: (output[0] * 1.5, *output[1:]))
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
         layer = self.model.get_submodule(COPY)
@@ -51,6 +65,7 @@ class FaultyLoadEngine(WeightChannelEngine):
 class FaultyLoadExtension(WeightChannelExtension):
     def inject(self, fault: str | None) -> None:
         self.weight_transfer_engine.fault = fault
+        self.weight_transfer_engine.compute()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FaultyLoadEngine)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# (status, body) for a request: its parsed body.
-Answers = Callable[[dict[str, Any]], tuple[int, bytes]]
+# (status, body) for a request: its parsed body. Of a body without an end, the parts.
+Answers = Callable[[dict[str, Any]], tuple[int, bytes | Iterator[bytes]]]
 
 
 class _Server(ThreadingHTTPServer):
@@ -34,12 +35,15 @@ class JudgeServer:
                 outer.headers.append(dict(self.headers))
                 status, answer = answers(body)
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
+                parts = [answer] if isinstance(answer, bytes) else answer
+                self.send_header("Content-Length", str(len(answer) if isinstance(answer, bytes) else 2**16))
                 self.send_header("Content-Type", "application/json")
                 if status in (301, 302, 307, 308):
                     self.send_header("Location", f"http://127.0.0.1:{outer.port}/v1/elsewhere")
                 self.end_headers()
-                self.wfile.write(answer)
+                with contextlib.suppress(ConnectionError):
+                    for part in parts:
+                        self.wfile.write(part)
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -1,6 +1,7 @@
 /* Stands in for NVIDIA's libnvidia-ml.so.1 where there is no GPU. STANDIN_GPUS names the devices, separated by spaces: a GPU's UUID, or
  * that of a divided one and its instances, `GPU-a=MIG-x,MIG-y` (`-` for a place that holds none). STANDIN_CUDA: what the driver runs;
- * STANDIN_INIT: the code that it starts with. A `GPU-busy` has memory in use, and a `GPU-silent` doesn't tell its own. */
+ * STANDIN_INIT: the code that it starts with. A `GPU-old` is of 7.5, a `GPU-ancient` of 6.1. A `GPU-busy` has memory in use, and
+ * a `GPU-silent` doesn't tell its own. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,9 +49,9 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
     return SUCCESS;
 }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
-    int old = !strncmp(handle, "GPU-old", 7);
-    *major = old ? 7 : 9;
-    *minor = old ? 5 : 0;
+    int old = !strncmp(handle, "GPU-old", 7), ancient = !strncmp(handle, "GPU-ancient", 11);
+    *major = ancient ? 6 : old ? 7 : 9;
+    *minor = ancient ? 1 : old ? 5 : 0;
     return SUCCESS;
 }
 int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {

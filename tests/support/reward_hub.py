@@ -45,7 +45,7 @@ class Hub:
     async def attached(self, name: str, capacity: int) -> None:
         """Return when processes with this capacity in all are attached as `name`."""
         async with asyncio.timeout(WAIT_S):
-            while (await self.environments())[name].description.capacity != capacity:  # noqa: ASYNC110  # as in `until`
+            while (await self.environments())[name].description.capacity != capacity:  # noqa: ASYNC110  # as in `eventually`
                 await asyncio.sleep(0.01)
 
 

@@ -33,5 +33,5 @@ def wait_until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
     while time.monotonic() < deadline:
         if answer := condition():
             return answer
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"nothing within {within_s} s")

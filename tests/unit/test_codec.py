@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
 from headrace.records.codec import read_schema
-from headrace.records.score import SCORE_BYTES, Score
+from headrace.records.score import LARGEST_REWARD, SCORE_BYTES, Score
 from headrace.records.trajectory import Call, EpisodeTrajectory, Group, Span, Trajectory, decode_trajectory
 from tests.support.records import CALL, EPISODE, GROUP, SCORE, TRAJECTORY
 
@@ -272,6 +272,7 @@ def test_a_trajectory_of_no_known_schema_is_refused(schema: Any) -> None:
         ({"spans": [[3, 0]]}, "length 3, got 2 - at `.*spans"),
         ({"spans": [[3, 0, True]]}, "got `bool` - at `.*spans"),
         ({"turns": [[0, 5]]}, "do not lie in"),
+        ({"turns": [[-1, 2]]}, "do not lie in"),
         ({"writers": [["r0", 0, 3]]}, "writers end at 3, the completion at 4"),
         ({"writers": [["r0", 0, 2], ["r1", 3, 4]]}, "writers .* do not cover"),
         ({"writers": [["r0", 0, 0], ["r1", 0, 4]]}, "writers .* do not cover"),
@@ -314,18 +315,25 @@ def test_law_7_a_failure_carries_no_reward(status: Any) -> None:
         Score.decode(changed(SCORE, lambda fields: fields.update(status=status)))
 
 
-def test_a_score_without_a_finite_reward_is_refused() -> None:
-    for reward in (None, float("nan"), float("inf")):
-        with pytest.raises(CodecError):
-            Score(status="SCORED", reward=reward)
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 2 * LARGEST_REWARD, -2 * LARGEST_REWARD])
+def test_a_score_without_a_reward_to_train_on_is_refused(value: float | None) -> None:
+    Score("SCORED", -LARGEST_REWARD, components={"exact": LARGEST_REWARD})
     with pytest.raises(CodecError):
-        Score(status="SCORED", reward=1.0, components={"exact": float("nan")})
+        Score("SCORED", value)
+    if value is not None:
+        with pytest.raises(CodecError):
+            Score("SCORED", 1.0, components={"form": 0.0, "exact": value})
 
 
 def test_a_stored_failure_may_have_the_traceback_in_its_metadata() -> None:
     early = Score("FAILED", message="KeyError", metadata={"traceback": "line 3", "seen": 1}, environment="adder")
     read = Score.decode(changed(early, lambda fields: fields.pop("traceback")))
     assert read == Score("FAILED", message="KeyError", metadata={"seen": 1}, environment="adder", traceback="line 3")
+    scored = Score(
+        "SCORED", 1.0, metadata={"traceback": "line 3"}
+    )  # what an environment says of a reward stays as it is
+    both = Score("FAILED", message="KeyError", metadata={"traceback": "line 3"}, traceback="line 4")
+    assert [Score.decode(score.encode()) for score in (scored, both)] == [scored, both]
 
 
 def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:

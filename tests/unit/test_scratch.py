@@ -71,6 +71,24 @@ def test_folders_of_killed_processes_alone_are_removed_by_the_next(tmp_path: Pat
     assert names(tmp_path) == []
 
 
+def test_noted_shared_memory_ends_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, parent = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir()
+    parent.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", shared)
+    for name in ("own-tp:0-[0-1]", "own-tp:0-[0-1]_1", "killed-[0]", "living-x", "owner-x", "psm_12"):
+        (shared / name).write_text("x")
+    with owner("a-", parent) as (killed, left), owner("a-", parent) as (_, held):
+        scratch.note_shared_memory(left, "killed")
+        scratch.note_shared_memory(held, "living")
+        killed.kill()
+        killed.wait()
+        with scratch_folder("a-", parent) as own:
+            scratch.note_shared_memory(own, "own")
+            assert names(shared) == ["living-x", "own-tp:0-[0-1]", "own-tp:0-[0-1]_1", "owner-x", "psm_12"]
+        assert names(shared) == ["living-x", "owner-x", "psm_12"]
+
+
 def test_only_our_dead_folders_of_every_kind_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "folder_for_sockets", lambda: tmp_path)
     (tmp_path / "headrace-runs" / "mine").mkdir(parents=True)

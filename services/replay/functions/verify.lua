@@ -1,7 +1,8 @@
 -- verify: compare a replica's log-probabilities of the probe under the epoch's weights with the trainer's (begin_epoch). The only way to
 -- HEALTHY.
 -- KEYS     the run
--- ARGV     replica, epoch, logprobs (nats, one for each of the trainer's)
+-- ARGV     replica, epoch, logprobs (nats, one for each of the trainer's), finding (where the replica's states begin to differ from the
+--          trainer's, if it has compared them)
 -- Returns  msgpack: verified, difference (the largest) and mean, in nats, and what the epoch allows of each, tolerance and mean_tolerance.
 --          If verified, the replica is HEALTHY at the epoch's version. Otherwise it is STALE, because one of the two exceeds its tolerance
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (not finite, or another number of them)
@@ -18,7 +19,7 @@ local function differences(ours, theirs, tolerance)
   return largest, sum / #ours, first
 end
 
-register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 * BATCH)}, function(run, call)
+register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 * BATCH), finding = text}, function(run, call)
   local replica = call.replica
   local epoch = require_epoch(run, call.epoch, {transfer = true})
   local did = require_member(run, replica, {acknowledged = true, verified = true})
@@ -33,8 +34,8 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 
   elseif not verified then
     local reason = 'log-probabilities of the probe differ by ' .. difference .. ', tolerance ' .. reference.tolerance
       .. (first and ' (first at token ' .. first + 1 .. ')' or '')  -- the first token has no log-probability
-      .. ', and by ' .. mean .. ' in the mean, tolerance ' .. reference.mean_tolerance
-    redis.call('HSET', run.base .. 'members', replica, 'refused ' .. reason)
+      .. ', and by ' .. mean .. ' in the mean, tolerance ' .. reference.mean_tolerance .. (call.finding ~= '' and '; ' .. call.finding or '')
+    redis.call('HSET', run.base .. 'members', replica, 'refused ' .. words(reason))
     set_stale(run, replica, reason)
   end
   return cmsgpack.pack({

@@ -80,6 +80,9 @@ class Fleet:
         if self._probe is None:
             self._probe = await self._make_probe()
         token_ids, logprobs, accepted = self._probe
+        states = None
+        if self._failed_refits:  # only then, because it takes another pass of the model
+            states = await self._context.torch(lambda: lead.probe_states(token_ids.tolist()))
         adapter = Weights(lead, adapter_alone=True) if self._config.policy.lora_cfg.adapter_alone else None
         report = await self._retry(
             lambda: self._context.sender.refit(
@@ -90,6 +93,7 @@ class Fleet:
                 logprobs,
                 adapter=adapter,
                 tolerance=accepted,
+                states=states,
             )
         )
         self.refitted = True

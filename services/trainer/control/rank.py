@@ -29,6 +29,7 @@ from headrace.records.trajectory import AnyTrajectory, Float32, Group
 from headrace.replay import Reservation
 from headrace.run.checkpoints import find_change
 from headrace_services.refit.probe import rollout_dtype
+from headrace_services.refit.states import StateReference
 from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
@@ -208,6 +209,10 @@ class TrainerRank:
     @command
     def probe_rounded(self, token_ids: Sequence[int]) -> Float32 | None:
         return self.learner.probe_rounded(np.asarray(token_ids, dtype=np.int32))
+
+    @command
+    def probe_states(self, token_ids: Sequence[int]) -> StateReference | None:
+        return self.learner.probe_states(np.asarray(token_ids, dtype=np.int32))
 
     @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
 from headrace_services.refit import nccl
 from headrace_services.trainer.distributed.liveness import Progress, RankWatch
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = datetime.timedelta(days=30)
@@ -177,23 +180,61 @@ def _own_name() -> tuple[str, str | None]:
         return name, None
 
 
+def _check_gpu(device: str) -> None:
+    """Raise `ServiceError` if torch can't use the GPUs that the driver lists. Where "auto" may go on on the CPU, hide them and log why:
+    torch itself only warns, or fails later on a GPU that it has no kernels for."""
+    if device == "cpu" or torch.version.cuda is None:
+        return
+    versions = devices.installed_versions()
+    why = devices.why_on_cpu(os.environ, versions) if device == "auto" else None
+    if why is None:
+        devices.read_inventory().check_driver()
+        why = _why_unseen()
+        if why and (device == "cuda" or not devices.engine_is_for_cpu(versions)):
+            raise ServiceError(why)
+    if why:
+        log.warning("the trainer uses the CPU: %s", why)
+        os.environ[devices.VISIBLE] = ""
+
+
+def _why_unseen() -> str | None:
+    """Return why torch sees no GPU where the driver lists some; None where it sees one."""
+    listed = devices.visible(os.environ).devices
+    if not listed or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+    else:
+        reason = "it gives no reason"
+    return (
+        f"the driver lists {', '.join(map(str, listed))}, and torch {torch.__version__} can't use it ({reason}); see whether this process "
+        "may open /dev/nvidia* and the kernel module nvidia_uvm is loaded, or set trainer.device=cpu"
+    )
+
+
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the ranks while the context is open.
 
-    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, or if the other ranks can't be reached.
+    Raises `ServiceError` if `trainer.num_processes` and the environment disagree, if this rank's GPU can't compute in a configured
+    precision, or if the other ranks can't be reached.
     """
     if "WORLD_SIZE" not in os.environ and config.trainer.num_processes > 1:
         raise ServiceError(
             f"trainer.num_processes is {config.trainer.num_processes}, but this process was not started by torchrun; use "
             f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
-    if config.trainer.device != "cpu" and torch.version.cuda is not None:
-        devices.read_inventory().check_driver()  # torch only warns, and sees no GPU then
+    _check_gpu(config.trainer.device)
     nccl.prepare_environment(config.weight_channel.connect_s)
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        own = devices.visible(os.environ).devices[place : place + 1]
+        for key, precision in config.trainer_precisions.items():
+            devices.check_precision(own, key, precision)
+        torch.cuda.set_device(place)
         if config.trainer.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(config.trainer.gpu_memory_fraction)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -21,6 +22,8 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config, threads
 from headrace.records.trajectory import Float32, Int32
 from headrace.run.checkpoints import cannot_write_checkpoint
+from headrace_services.refit import states
+from headrace_services.refit.probe import ROUNDING_MULTIPLE, is_exact, only_rounds
 from headrace_services.trainer.data import ModelTokens
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms import required_passes
@@ -126,6 +129,32 @@ class Learner:
             return None
         with self.policy.placed.rounded():
             return self.probe(token_ids)
+
+    def probe_states(self, token_ids: Int32) -> states.StateReference | None:
+        """Return the states between the model's layers in `probe`, and how much those of an honest replica may differ; None for a model
+        whose layers are not known."""
+        own = self._watched(token_ids)
+        if own is None:
+            return None
+        bounds = np.full(len(own), states.EXACT if is_exact(self.config) else states.NOT_KNOWN, dtype=np.float32)
+        if only_rounds(self.config) and self.policy.placed.can_round:
+            with self.policy.placed.rounded():
+                rounded = self._watched(token_ids)
+            assert rounded is not None
+            changed = [states.apart(*pair) for pair in zip(rounded, own, strict=True)]
+            bounds = (ROUNDING_MULTIPLE * np.maximum.accumulate(changed)).astype(np.float32)
+        return states.StateReference(own.flatten(), bounds)
+
+    def _watched(self, token_ids: Int32) -> Float32 | None:
+        """Return the sketches [points, places * DIRECTIONS] of a pass."""
+        watch = self.policy.placed.watch(token_ids.size)
+        if watch is None:
+            return None
+        with watch.watching():
+            self.probe(token_ids)
+        if watch.problem is not None:
+            return None
+        return np.array([readings[0] for readings in watch.sketches], dtype=np.float32)
 
     def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return the name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""

@@ -30,7 +30,7 @@ from headrace.base.devices import SHARES, DeviceMemory, Site
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.memory.models import micro_batch, models_of, packs, to_download
+from headrace_services.trainer.memory.models import NotPlanned, micro_batch, models_of, packs, to_download
 from headrace_services.trainer.memory.parts import (
     CONTEXT,
     CUDA_PART,
@@ -52,8 +52,8 @@ Changes = dict[str, Any]  # values by configuration key
 Step = Callable[[Config, Site], Iterator[Changes]]
 # The most of a device that a replica may be given.
 MOST = 0.95
-# More than this share of what there is may not fit after all: torch's allocator leaves gaps.
-TIGHT = 0.9
+# How far the plan may be from what a run takes, as a share of it (docs/memory.md, Accuracy).
+ERROR = 0.1
 SHARE = "trainer.gpu_memory_fraction"
 _VLLM = "policy.generation.vllm_cfg"
 UTILIZATION = f"{_VLLM}.gpu_memory_utilization"
@@ -102,8 +102,8 @@ class Use:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """Whether a run fits. `shares` are the trainer's and the replica's on a device that they share. `problem` names what doesn't fit, with
-    numbers, and the change that would help; None if all fits. `change` is that change, as `key=value`; None if none was needed or found.
-    `warnings` are for what fits with little to spare."""
+    numbers; None if all fits, or what is missing is within the plan's error, which is among the `warnings`. Both name the smallest `change`
+    with which all fits by the plan, as `key=value`; None if none was needed or found."""
 
     problem: str | None = None
     change: tuple[str, ...] | None = None
@@ -113,20 +113,24 @@ class Verdict:
 
 def judge(config: Config, site: Site) -> Verdict:
     """Compare what `config` needs with the devices of `site`. Raises `ServiceError` if the configuration of a model can't be read."""
-    shares, uses = _uses(config, site)
-    worst = max(uses, key=lambda use: use.over, default=None)
-    if worst is None or worst.over <= 0:
-        tight = [use for use in uses if use.outside and use.tensors > TIGHT * (use.room - use.outside)]
-        warnings = tuple(f"{use}: little is left for the gaps that torch's allocator leaves" for use in tight)
-        return Verdict(shares=shares, warnings=warnings)
+    try:
+        shares, uses = _uses(config, site)
+    except NotPlanned as error:
+        return Verdict(warnings=(f"the run's memory is not compared with its GPUs: {error}",))
+    over = [use for use in uses if use.over > 0]
+    if not over:
+        return Verdict(shares=shares)
     found = smallest_change(config, site)
-    problem = "; ".join(str(use) for use in uses if use.over > 0)
-    if found is None:
-        return Verdict(
-            f"{problem}. No change of memory keys makes it fit: take GPUs with more memory, or a smaller model"
-        )
-    change = tuple(f"{key}={_written(value)}" for key, value in found.items())
-    return Verdict(f"{problem}. The smallest change that fits: {' '.join(change)}", change)
+    change = None if found is None else tuple(f"{key}={_written(value)}" for key, value in found.items())
+    said = "; ".join(map(str, over))
+    remedy = (
+        "No change of memory keys makes it fit: take GPUs with more memory, or a smaller model"
+        if change is None
+        else f"The smallest change that fits: {' '.join(change)}"
+    )
+    if any(use.over > ERROR * use.room for use in over):
+        return Verdict(f"{said}. {remedy}", change)
+    return Verdict(None, change, shares, (f"{said}. That is within the error of the plan, so it may fit. {remedy}",))
 
 
 def fits(config: Config, site: Site) -> bool:
@@ -236,8 +240,8 @@ def _shared(config: Config, site: Site, trainer: Use) -> tuple[tuple[float, floa
     given = (config.trainer.gpu_memory_fraction, engine.gpu_memory_utilization)
     usual = (given[0] or SHARES[0], given[1] or SHARES[1])
     tried = [usual]
-    for part in (TIGHT, 1.0):  # with some to spare, if the replica can do with the rest
-        fraction = given[0] or min(1.0, math.ceil(100 * trainer.tensors / part / device.total) / 100)
+    for spare in (ERROR, 0.0):  # with some to spare, if the replica can do with the rest
+        fraction = given[0] or min(1.0, math.ceil(100 * (1 + spare) * trainer.tensors / device.total) / 100)
         utilization = given[1] or _rest(config, trainer, fraction)
         tried += [(fraction, utilization)] if utilization > 0 else []
     for shares in tried:

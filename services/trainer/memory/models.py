@@ -177,6 +177,11 @@ class ModelSize:
         return max(map(math.prod, self.shapes))
 
     @functools.cached_property
+    def largest_adapted(self) -> int:
+        """The number of elements of the largest weight that has an adapter; 0 without one."""
+        return max((a[1] * b[0] for a, b in zip(self.adapter[::2], self.adapter[1::2], strict=True)), default=0)
+
+    @functools.cached_property
     def layer(self) -> int:
         """The number of parameters of the largest layer, with its part of the adapter: FSDP2's unit."""
         own = max((sum(map(math.prod, layer)) for layer in self.layers), default=0)
@@ -270,6 +275,10 @@ def micro_batch(policy: PolicyConfig, *, training: bool) -> int:
     return packing.tokens or (packing.paths or 1) * policy.max_total_sequence_length
 
 
+class NotPlanned(ServiceError):
+    """A model of this architecture has no plan: its layers are of another kind than those that are known."""
+
+
 def to_download(config: Config) -> str | None:
     """Return which model's configuration must be downloaded before its memory can be planned; None if all are here."""
     missing = [
@@ -298,7 +307,15 @@ def _size(
     wanted = (name, repr(dict(overrides)), auto, trained, routers, adapter)
     if wanted not in _SIZES:
         own = _configuration(key, name, copy.deepcopy(dict(overrides)))
-        _SIZES[wanted] = ModelSize.of(own, auto, trained=trained, routers=routers, lora=lora)
+        try:
+            _SIZES[wanted] = ModelSize.of(own, auto, trained=trained, routers=routers, lora=lora)
+        except ServiceError:
+            raise
+        except Exception as error:  # any architecture may come, and the trainer may know it all the same
+            raise NotPlanned(
+                f"{key} {name!r}: the memory of a {type(own).__name__.removesuffix('Config')} model can't be planned "
+                f"({type(error).__name__}: {error})"
+            ) from error
     return _SIZES[wanted]
 
 

@@ -6,7 +6,7 @@ peak is that of the largest **phase**:
     loss        the activations of all layers, and the logits of a chunk with their gradients
     layers      the same activations, the layer whose gradients are computed, and the buffers in which FSDP2 reduces those of the one before
     root        the gradients of embedding and head, and the buffer in which they are reduced; no activations
-    inference   a layer and a chunk's logits, of passes without gradients
+    inference   a layer, and then a chunk's logits, of passes without gradients
     refit       two buckets and the largest weight; no gradients
 
 Parameters, gradients and the optimizer's state follow from the shapes of the parameters and are exact. Activations are what autograd keeps
@@ -39,10 +39,11 @@ NCCL = GIB // 2
 # The same of a replica's engine, with the CUDA graphs that it captures (`enforce_eager` false).
 GRAPHS = GIB
 CUDA_PART, NCCL_PART = "CUDA's context and kernels", "NCCL's channels"
+BUCKETS = "refit: two buckets"
 KV_CACHE, REPLICA_REFIT = "KV cache", "a refit: two buckets, the largest weight and a layer"
 # Bytes for each logit of a chunk. With gradients: log-probabilities, their gradient and that of the logits, in float32. Without: logits
-# and log-probabilities. A filter sorts them: values, ids (int64), probabilities and their sums, and masks.
-_GRADIENTS, _FORWARD, _FILTER = 12, 8, 24
+# and log-probabilities. While a filter sorts them: logits, log-probabilities, values, ids (int64), and CUDA's workspace for both of these.
+_GRADIENTS, _FORWARD, _FILTER = 12, 8, 32
 
 
 @functools.lru_cache(1024)
@@ -74,7 +75,7 @@ def activations(size: ModelSize, width: int, tokens: int, *, recompute: bool) ->
 
 def logits(model: ModelUse, tokens: int, *, gradients: bool = True) -> int:
     """Return the most bytes that a chunk's logits take, in a pass with or without `gradients`."""
-    each = (_GRADIENTS if gradients else _FORWARD) + (_FILTER if model.filters else 0)
+    each = _FILTER if model.filters else _GRADIENTS if gradients else _FORWARD
     return min(tokens, model.chunk or tokens) * model.size.vocabulary * each
 
 
@@ -118,6 +119,22 @@ def _step(model: ModelUse, tokens: int, *, shards: int, ranks: int, whole: bool)
     }
 
 
+def _inference(model: ModelUse, tokens: int, ranks: int) -> dict[str, Parts]:
+    """Return the phases of a pass without gradients, each with what it takes beside parameters and moments."""
+    size, width = model.size, model.bytes
+    root, layer = (width * size.root, width * size.layer) if _gathers(model, ranks) else (0, 0)
+    states = tokens * width * (4 * size.hidden + 2 * size.experts * size.hidden + 4 * size.mlp)
+    return {
+        # as the next layer is gathered, the one before and the buffer in which the next one comes are there too
+        "inference, layers": {"layers gathered or cast": root + 3 * layer, "activations of a layer": states},
+        "inference, logits": {
+            "layers gathered or cast": root + layer,
+            "states": tokens * width * size.hidden,
+            "logits of a chunk": logits(model, tokens, gradients=False),
+        },
+    }
+
+
 def trainer_phases(
     models: Mapping[str, ModelUse],
     tokens: int,
@@ -150,14 +167,9 @@ def trainer_phases(
             for phase, parts in _step(model, own, shards=shards, ranks=ranks, whole=whole).items():
                 phases[f"{name}: {phase}"] = {f"{name}: {part}": count for part, count in parts.items()}
         if inference:
-            gathers = _gathers(model, ranks)
-            phases[f"{name}: inference"] = {
-                f"{name}: layers gathered or cast": model.bytes * (size.root + 3 * size.layer) if gathers else 0,
-                f"{name}: activations of a layer": inference * model.bytes * (4 * size.hidden + 3 * size.mlp),
-                f"{name}: logits of a chunk": logits(model, inference, gradients=False),
-            }
+            phases |= {f"{name}: {phase}": parts for phase, parts in _inference(model, inference, ranks).items()}
     policy = next(iter(models.values()))
-    phases["refit"] = _refit(policy.size, sent, bucket, gathers=ranks > 1)
+    phases["refit"] = _refit(policy.size, sent, bucket, shards=shards, gathers=ranks > 1)
     held[CUDA_PART] = CONTEXT
     if ranks > 1:
         held[NCCL_PART] = NCCL
@@ -175,12 +187,14 @@ def buckets(size: ModelSize, width: int, bucket: int) -> int:
     return sum(max(bucket, nbytes) for nbytes in largest)
 
 
-def _refit(size: ModelSize, sent: int, bucket: int, *, gathers: bool) -> Parts:
-    """Return what a refit takes of the trainer. A weight is gathered in the replicas' dtype, or, where it is merged with an adapter, in
-    float32, as is what it is merged to."""
-    merged = 4 if size.adapter else 0
-    weight = ((merged or sent) if gathers else 0) + merged
-    return {"refit: two buckets": buckets(size, sent, bucket), "refit: the largest weight": weight * size.largest}
+def _refit(size: ModelSize, sent: int, bucket: int, *, shards: int, gathers: bool) -> Parts:
+    """Return what a refit takes of the trainer: the largest weight, cast to the replicas' dtype and gathered. With an adapter it is
+    gathered in float32, and where the two are merged there is also their sum. Experts that are one weight are copied to one for each."""
+    width = 4 if size.adapter else sent
+    weight = width * (size.largest + (0 if size.adapter else size.largest // shards)) if gathers else 0
+    merged = 4 * size.largest_adapted * (2 if gathers else 1)
+    fused = width * max((math.prod(shape) for shape in set(size.shapes) if len(shape) == 3), default=0)
+    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": max(weight, merged) + fused}
 
 
 def replica_memory(

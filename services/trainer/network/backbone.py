@@ -45,6 +45,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from headrace.base.errors import ServiceError
 from headrace.base.model_name import is_no_hub_name
 from headrace.config import Config
+from headrace_services.refit.state_watch import StateWatch
 from headrace_services.trainer.distributed.host_copies import host_copies, saved_tensors
 from headrace_services.trainer.distributed.ranks import is_first_rank, several_ranks
 from headrace_services.trainer.distributed.sharding import (
@@ -223,7 +224,7 @@ class PlacedModel:
         self._in_bfloat16 = bfloat16 and (several_ranks() or shards_alone(device, bfloat16=bfloat16))
         self._autocast = bfloat16 and not self._in_bfloat16
         routed = any(hasattr(module, "experts") for module in model.modules())
-        self._model, self._layers = model, [] if routed else layers
+        self._model, self._layers, self._routed = model, layers, routed
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         self._once_a_step = several_ranks() and reduces_once(
             config.trainer.reduce_gradients, sum(parameter.numel() for parameter in trained), memory
@@ -241,14 +242,19 @@ class PlacedModel:
     def can_round(self) -> bool:
         """Whether `rounded` has an effect that can be compared: the model's layers are known, and no rounding sends a token to other
         experts."""
-        return bool(self._layers)
+        return bool(self._layers) and not self._routed
+
+    def watch(self, length: int) -> StateWatch | None:
+        """Return what can watch the states between the layers in a pass of `length` tokens; None for a model whose layers are not
+        known."""
+        return StateWatch(self._layers, self._model.base_model, length) if self._layers else None
 
     @contextlib.contextmanager
-    def rounded(self) -> Iterator[None]:
+    def rounded(self, seed: int = 0) -> Iterator[None]:
         """In the context, the model computes in bfloat16, and the states after its embedding and after each layer have a random error as
         large as that of rounding: as another honest implementation would. (A model that is sharded in bfloat16 can't be computed in
         float32, to compare with that.)"""
-        random, autocast = torch.Generator().manual_seed(0), self._autocast
+        random, autocast = torch.Generator().manual_seed(seed), self._autocast
 
         def err(module: nn.Module, arguments: Any, output: Any) -> Any:
             states = output if isinstance(output, Tensor) else output[0]

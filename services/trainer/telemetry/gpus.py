@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pynvml
 
@@ -16,15 +15,29 @@ GIB = 1024**3
 STOP_S = 10.0  # a driver that hangs must not keep a finished trainer from exiting
 
 
-def readings() -> Iterator[tuple[int, float, float]]:
-    """Yield index, utilization in percent and used memory in GiB of each GPU that reports both. NVML must be initialized. Raises
-    `pynvml.NVMLError`."""
+def readings() -> Iterator[tuple[str, float]]:
+    """Yield the metrics of each GPU: utilization in percent, and used memory in GiB. What the driver doesn't report of a GPU is left out:
+    of a divided one (MIG) its utilization, of one that shares the host's memory (GB10, Jetson) its memory. NVML must be initialized.
+    Raises `pynvml.NVMLError`."""
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        with contextlib.suppress(pynvml.NVMLError_NotSupported):  # a divided GPU (MIG) has no utilization
-            use = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-            # version 2 leaves out what the driver reserves, as nvidia-smi does
-            yield index, use, pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used / GIB
+        for name, read in _READ.items():
+            try:
+                yield f"gpu/{index}/{name}", read(handle)
+            except pynvml.NVMLError_NotSupported:
+                continue
+
+
+def _utilization(handle: object) -> float:
+    return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+
+def _memory(handle: object) -> float:
+    # version 2 leaves out what the driver reserves, as nvidia-smi does
+    return float(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used / GIB)
+
+
+_READ: dict[str, Callable[[object], float]] = {"util": _utilization, "mem_gb": _memory}
 
 
 class GPUMonitor:
@@ -33,7 +46,7 @@ class GPUMonitor:
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._seen: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._seen: dict[str, list[float]] = defaultdict(list)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gpu-monitor", daemon=True)
 
@@ -56,17 +69,15 @@ class GPUMonitor:
         """Return the `gpu/*` metrics: mean utilization and largest memory of each GPU that was sampled since the last call."""
         with self._lock:
             seen, self._seen = self._seen, defaultdict(list)
-        metrics: dict[str, float] = {}
-        for index, values in seen.items():
-            metrics[f"gpu/{index}/util"] = sum(use for use, _ in values) / len(values)
-            metrics[f"gpu/{index}/mem_gb"] = max(memory for _, memory in values)
-        return metrics
+        return {
+            name: sum(values) / len(values) if name.endswith("/util") else max(values) for name, values in seen.items()
+        }
 
     def sample(self) -> None:
         found = list(readings())
         with self._lock:
-            for index, use, memory in found:
-                self._seen[index].append((use, memory))
+            for name, value in found:
+                self._seen[name].append(value)
 
     def _watch(self) -> None:
         failing = False

@@ -59,9 +59,9 @@ class Deaf:
         await self.hears.wait()
         return await self._replay.replicas()
 
-    async def runner_heartbeat(self, runner: str, tokens: Sequence[str]) -> Any:
+    async def runner_heartbeat(self, runner: str, tokens: Sequence[str], progress: Sequence[int]) -> Any:
         await self.hears.wait()
-        return await self._replay.runner_heartbeat(runner, tokens)
+        return await self._replay.runner_heartbeat(runner, tokens, progress)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replay, name)

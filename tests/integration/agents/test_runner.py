@@ -348,28 +348,27 @@ async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage
         assert runner.status.outcomes["timed_out"] == N
 
 
-async def test_law_6_a_tool_may_take_longer_than_a_group_may_be_silent(stage: Stage, limits: Limits) -> None:
-    done = asyncio.Event()
+async def test_law_6_a_tool_that_takes_long_is_no_silence(stage: Stage) -> None:
+    done, silent = asyncio.Event(), [0.0]
 
     async def takes_long(episode: Episode) -> EpisodeOutcome:
         await done.wait()
         return await two_turns(episode)
 
+    async def progressed() -> bool:
+        """It has been silent for less time than a moment ago."""
+        silent.append((await stage.replay.group("e0-train-0"))["silent_s"])
+        return silent[-1] < silent[-2]
+
     programs = Played(takes_long)
-    await tighten(stage.replay, limits, group_deadline_s=1.0)
     await stage.enqueue(0)
     async with stage.runner(programs):
-        await until(lambda: programs.open == N)
-        over, _ = await stage.replay.redis.time()
-
-        async def is_over() -> bool:
-            return (await stage.replay.redis.time())[0] > over + 2
-
-        await eventually(is_over)
+        await eventually(lambda: programs.open == N)
+        for _ in range(3):
+            await eventually(progressed)
         done.set()
         await stage.until(ready=1)
     assert len(programs.began) == N
-    assert (await stage.replay.stats())["requeues"] == {}
 
 
 async def test_law_6_a_program_that_outlives_its_clock_is_silence(stage: Stage, limits: Limits) -> None:
@@ -382,13 +381,13 @@ async def test_law_6_a_program_that_outlives_its_clock_is_silence(stage: Stage, 
         return scored()
 
     async def is_taken() -> bool:
-        return (await stage.replay.stats())["requeues"].get("deadline") == 1
+        return "deadline" in (await stage.replay.stats())["requeues"]
 
     programs = Played(stays)
     await tighten(stage.replay, limits, group_deadline_s=1.0)
     await stage.enqueue(0)
     async with stage.runner(programs):
-        await until(lambda: programs.open == N)
+        await eventually(lambda: programs.open == N)
         stage.now[0] += stage.config.agents.episode_s
         try:
             await eventually(is_taken)

@@ -188,7 +188,8 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
 ) -> None:
     (tmp_path / "kept").mkdir()
     where = [f"checkpointing.checkpoint_dir={tmp_path / 'kept'}"] if elsewhere else []
-    run = up(100_000, *ENDLESS, *where, rollout="refusable_rollout", trainer="talking_trainer")
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    run = up(100_000, *ENDLESS, *where, **light)
     run.wait_for("step 1:")
     left = run.started()
     shutil.rmtree(folder, ignore_errors=True)
@@ -203,7 +204,8 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
 
 @pytest.mark.parametrize("last", ["run test in", "step 1:"])
 def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path, last: str) -> None:
-    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer", stdout=subprocess.PIPE)
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    run = up(100_000, *ENDLESS, stdout=subprocess.PIPE, **light)
     assert run.process.stdout is not None
     while last.encode() not in (line := run.process.stdout.readline()):
         assert line, run.said()
@@ -240,7 +242,7 @@ def has_started(run: Up, name: str) -> bool:
 
 
 def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start, folder: Path, real: bool) -> None:
-    light = {"rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
     run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
     for name in ("rollout-1", "rollout-2"):  # one that is still starting would be refused, too

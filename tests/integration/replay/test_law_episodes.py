@@ -530,7 +530,8 @@ async def test_law_3_a_score_of_no_build_stays_when_a_grader_scores_others(repla
     assert kept.reward == 7.0
 
 
-async def test_law_3_a_group_scored_by_two_builds_is_generated_again(replay: ReplayClient) -> None:
+async def test_law_3_a_group_scored_by_two_builds_is_generated_again(replay: ReplayClient, limits: Limits) -> None:
+    await tighten(replay, limits, replica_dead_s=3600.0)  # nobody sends heartbeats, however long it takes
     await enqueue(replay, "e")
     await healthy_replica(replay)
     for again in range(9):
@@ -607,6 +608,7 @@ async def test_law_1_a_silent_runner_loses_its_leases_and_siblings_stay(replay: 
 
     await eventually(dead)
     await tighten(replay, limits)
+    await healthy_replica(replay)  # on a busy machine the first has died too
     assert not (await replay.runner_heartbeat(runner, [lease.token])).alive
     with pytest.raises(LeaseLost):
         await append(replay, lease, 0, 1, first=2)

@@ -136,10 +136,10 @@ async def test_law_6_liveness_a_group_that_kills_its_replicas_fails(replay: Repl
 
 async def test_law_6_liveness_a_silent_replica_is_taken_its_group(replay: ReplayClient, limits: Limits) -> None:
     """It renews the lease and saves the same tokens, and so holds up nobody. What it did before stays."""
-    await tighten(replay, limits, group_deadline_s=0.5)
-    replica, other = await begin(replay, 1), await healthy_replica(replay)
+    replica = await begin(replay, 1)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 0))
+    await tighten(replay, limits, group_deadline_s=0.5)
     await replay.save(lost, prefix(lost, 1))
 
     async def taken() -> bool:
@@ -148,7 +148,7 @@ async def test_law_6_liveness_a_silent_replica_is_taken_its_group(replay: Replay
         return told and isinstance(refused, LeaseLost)
 
     await eventually(taken)
-    (lease,) = await replay.lease(other, 1)
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
     assert (lease.attempt, lease.missing, set(lease.prefixes)) == (1, (1,), {1})
     assert "replay.group_deadline_s" in (await group_of(replay, lost))["reason"]
 

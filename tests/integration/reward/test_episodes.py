@@ -401,7 +401,7 @@ async def test_an_outcome_that_no_message_holds_is_failed() -> None:
     [
         ("nowhere.at_all:play", "env.odd.function nowhere.at_all:play"),
         ("tests.support.odd_program:plya", "no function plya"),
-        ("tests.support.reward_hub:until", None),
+        ("tests.support.waiting:eventually", None),
         ("os:getcwd", "with one argument"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from headrace import Sample
 from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.config.environments import LLMJudgeConfig
+from headrace.env.wire import sample_to_wire, score_from_wire
 from headrace.launch.exposure import check
 from headrace.records.score import Score
-from headrace_services.reward.llm_judge import LLMJudge, VerdictStore, question
+from headrace_services.reward.hosted import HostedBackend
+from headrace_services.reward.llm_judge import LLMJudge, Verdict, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub
@@ -160,13 +163,42 @@ async def test_a_judge_that_is_away_costs_nothing_and_a_late_one_times_out() -> 
     (away,) = await scored(env, sample("please"))
     assert (away.status, away.reward) == ("NOT_STARTED", None)
     assert "can't be reached" in away.message
-    answered = threading.Event()
-    with JudgeServer(lambda request: (answered.wait(TIMEOUT_S), good(request))[1]) as slow:
+
+
+def dripping(over: threading.Event) -> Iterator[bytes]:
+    while not over.wait(0.02):
+        yield b" "
+
+
+@pytest.mark.parametrize("hub_is_first", [True, False])
+@pytest.mark.parametrize("drips", [True, False])
+async def test_a_late_judge_is_given_up_and_named(hub_is_first: bool, drips: bool) -> None:
+    over = threading.Event()
+
+    def slow(request: dict[str, Any]) -> tuple[int, bytes | Iterator[bytes]]:
+        return (200, dripping(over)) if drips else (over.wait(TIMEOUT_S), good(request))[1]
+
+    with JudgeServer(good) as quick, JudgeServer(slow) as server:
+        env = env_of(quick, server, timeout_s=TIMEOUT_S if hub_is_first else 0.3)
+        store = VerdictStore(None)
+        judge = LLMJudge("polite", LLMJudgeConfig.model_validate(env), store)
+        store.keep(judge._key(judge.env.judges[0], question(sample("please"))), Verdict("polite", 9))
+        backend = HostedBackend(judge.env, judge)
         try:
-            (late,) = await scored(env_of(slow, timeout_s=0.3), sample("please"))
+            if hub_is_first:
+                (late,) = await backend.score([sample_to_wire(sample("please"))], 0.3)
+                status, message = score_from_wire(late).status, late.message
+            else:
+                score = await judge.score(sample("please"))
+                assert isinstance(score, Score)
+                status, message = score.status, score.message
+                assert not judge._asking  # the call is over, and the next one asks anew
         finally:
-            answered.set()
-    assert (late.status, late.reward) in (("TIMED_OUT", None), ("FAILED", None))
+            over.set()
+            await judge.aclose()
+    assert status == "TIMED_OUT"
+    assert f"judge 1 (model-1 at {server.base_url})" in message
+    assert "judge 0" not in message
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.net.service import EXIT_INTERNAL_ERROR
+from headrace_services.trainer import launch
 
 
 @pytest.mark.parametrize(
@@ -24,5 +25,15 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end
     script.write_text(
         f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {end}\nelif {code}:\n    time.sleep(600)\n"
     )
-    launch = [sys.executable, "-m", "headrace_services.trainer.launch", "2", str(script)]
-    assert subprocess.run(launch, timeout=240).returncode == code
+    command = [sys.executable, "-m", "headrace_services.trainer.launch", "2", str(script)]
+    assert subprocess.run(command, timeout=240).returncode == code
+
+
+def test_ranks_of_several_machines_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launch, "torchrun", seen.append)
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500"]
+    assert launch.main(["6", *meeting, "-m", "headrace.cli", "trainer"]) == 0
+    assert launch.main(["6", "-m", "headrace.cli", "trainer"]) == 0
+    assert seen[0] == ["--nproc-per-node", "6", *meeting, "-m", "headrace.cli", "trainer"]
+    assert seen[1][0] == "--standalone"

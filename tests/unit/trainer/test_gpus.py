@@ -16,10 +16,10 @@ MIB = 1024**2
 
 @dataclasses.dataclass
 class FakeGPU:
-    """A GPU by its index; `use` is None where the driver reports none."""
+    """A GPU by its index; what the driver doesn't report is None."""
 
     use: int | None
-    memory: int
+    memory: int | None
 
 
 @dataclasses.dataclass
@@ -59,6 +59,8 @@ class FakeNVML:
 
     def DeviceGetMemoryInfo(self, gpu: FakeGPU, version: int) -> SimpleNamespace:
         assert version == pynvml.nvmlMemory_v2
+        if gpu.memory is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return SimpleNamespace(used=gpu.memory, reserved=MIB, total=80 * 1024 * MIB)
 
 
@@ -70,12 +72,29 @@ def test_a_step_gets_mean_use_and_largest_memory_since_the_last(monkeypatch: pyt
     first.use, first.memory = 100, 2048 * MIB
     monitor.sample()
     metrics = monitor.take()
-    assert metrics == {"gpu/0/util": 75.0, "gpu/0/mem_gb": 2.0}, "a GPU that reports no utilization is left out"
+    assert metrics == {"gpu/0/util": 75.0, "gpu/0/mem_gb": 2.0, "gpu/1/mem_gb": 0.5}
     assert unknown(metrics) == []
     first.use, first.memory, second.use = 10, 512 * MIB, 0
     monitor.sample()
     assert monitor.take() == {"gpu/0/util": 10.0, "gpu/0/mem_gb": 0.5, "gpu/1/util": 0.0, "gpu/1/mem_gb": 0.5}
     assert monitor.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "metrics"),
+    [
+        (FakeGPU(40, None), {"gpu/0/util": 40.0}),  # GB10, Jetson
+        (FakeGPU(None, 512 * MIB), {"gpu/0/mem_gb": 0.5}),  # divided (MIG)
+        (FakeGPU(None, None), {}),
+    ],
+)
+def test_what_a_driver_does_not_report_is_left_out_alone(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU, metrics: dict[str, float]
+) -> None:
+    FakeNVML([gpu, FakeGPU(1, MIB)]).install(monkeypatch)
+    monitor = GPUMonitor(10.0)
+    monitor.sample()
+    assert monitor.take() == {**metrics, "gpu/1/util": 1.0, "gpu/1/mem_gb": 1 / 1024}
 
 
 def test_a_failure_is_logged_once_and_the_next_look_tries_again(

@@ -50,6 +50,10 @@ def test_law_3_a_batch_is_complete_groups() -> None:
         (reservation("a", "a"), [group("a"), group("a")]),
         (whole, [group("a"), group("b", n=3)]),
         (msgspec.structs.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
+        (
+            msgspec.structs.replace(whole, trajectories=whole.trajectories[:1] * 2 + whole.trajectories[2:]),
+            [group("a"), group("b")],
+        ),
     ):
         with pytest.raises(ServiceError, match="law 3"):
             check_reservation(wrong, groups, 2)

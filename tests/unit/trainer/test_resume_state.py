@@ -17,6 +17,7 @@ CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cur
 
 def test_start_rewinds_where_the_buffer_knows_the_checkpoint() -> None:
     assert restore_reason(CHECKPOINT, run_state()) is None
+    assert restore_reason(CHECKPOINT, run_state(next_step=4)) is None
     # one that was set back to an older checkpoint
     assert restore_reason(CHECKPOINT, run_state(next_step=9, committed=8)) is None
     assert restore_reason(None, run_state(committed=-1, next_step=3)) is None
@@ -48,8 +49,8 @@ def test_start_restores_where_the_checkpoint_before_is_in_doubt() -> None:
 
 
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
-    with pytest.raises(ServiceError, match="has published version 4"):
-        restore_reason(None, run_state())
+    with pytest.raises(ServiceError, match="has published version 1"):
+        restore_reason(None, run_state(committed=1))
 
 
 @pytest.mark.parametrize(

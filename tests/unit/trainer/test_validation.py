@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from headrace.records.score import Score
@@ -15,17 +16,19 @@ from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.unit.trainer.loop_cases import group, trajectory
 
 
-def evaluated(name: str, rewards: Sequence[float], version: int, task: str = "sums") -> Evaluated:
-    written = trajectory(group_id=name, spans=(Span(version, 0, 2),))
+def evaluated(name: str, rewards: Sequence[float], version: int, task: str = "sums", **changes: object) -> Evaluated:
+    written = trajectory(group_id=name, spans=(Span(version, 0, 1), Span(version + 1, 1, 2)), **changes)
     return Evaluated(group(name, len(rewards), task), tuple((written, Score("SCORED", reward)) for reward in rewards))
 
 
 def test_law_7_failed_validation_groups_are_counts_never_zeros() -> None:
-    groups = [evaluated("a", [1.0], 4), evaluated("b", [0.0], 4, "words")]
+    cut_off = {"finish_reason": "length", "loss_mask": np.array([1, 0], np.uint8)}
+    groups = [evaluated("a", [1.0], 5), evaluated("b", [0.0], 3, "words", **cut_off)]
     metrics = summarize(groups, failed=2, pending=3)
     assert metrics["accuracy"] == 0.5
     assert (metrics["evaluated"], metrics["failed"], metrics["pending"]) == (2, 2, 3)
-    assert (metrics["version_min"], metrics["version_max"]) == (4, 4)
+    assert (metrics["version_min"], metrics["version_max"]) == (3, 6)
+    assert (metrics["mean_length"], metrics["truncation_rate"]) == (1.5, 0.5)
     assert (metrics["accuracy/sums"], metrics["accuracy/words"]) == (1.0, 0.0)
     assert summarize([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
     assert "pass_k" not in metrics

@@ -101,6 +101,20 @@ def test_other_bounds_need_no_rounding(policy: dict[str, Any], channel: dict[str
     assert not is_bounded_by_rounding(Config.model_validate({"policy": policy, "weight_channel": channel}))
 
 
+@pytest.mark.parametrize(("kv_cache_dtype", "warned"), [("auto", False), ("bfloat16", False), ("fp8", True)])
+def test_what_no_bound_follows_is_warned_of(kv_cache_dtype: str, warned: bool) -> None:
+    vllm_cfg = {"kv_cache_dtype": kv_cache_dtype}
+    config = Config.model_validate({"policy": {"precision": "bfloat16", "generation": {"vllm_cfg": vllm_cfg}}})
+    assert any("policy.generation.vllm_cfg.kv_cache_dtype fp8" in line for line in config.warnings) is warned
+    assert is_bounded_by_rounding(config) is not warned
+    if warned:
+        corrected = config.model_copy(
+            update={"loss_fn": config.loss_fn.model_copy(update={"use_importance_sampling_correction": True})}
+        )
+        assert "importance_sampling" in config.warnings[0]
+        assert "importance_sampling" not in corrected.warnings[0]
+
+
 def test_differences_are_the_largest_and_the_mean() -> None:
     assert differences(row(-1, -2, -3), row(-1.5, -2, -2)) == (1.0, 0.5)
 
