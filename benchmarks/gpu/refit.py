@@ -47,6 +47,7 @@ def in_flight(stage: Stage) -> None:
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
     config = engine.config(stage, recompute, *([] if stage.on_gpu else ["policy.precision=float32"]))
     limit = engine.copy_rate(stage, to_host=True)
+    stage.forget()
     with running_engine(config) as running, server() as buffer:
         model = AutoModelForCausalLM.from_pretrained(stage.model, dtype=torch.float32).to(stage.torch_device)
         asyncio.run(_measure(stage, config, running, buffer.url, Source(model), limit))

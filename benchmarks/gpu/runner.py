@@ -56,7 +56,7 @@ class Runner:
     def outcome(self, part: Part, chosen: Collection[Part], again: Collection[Part]) -> Outcome:
         """Return the outcome that is kept of the part, or run it."""
         kept = None if part in again else self._kept(part)
-        if kept is not None and (kept.problem is None or part not in chosen):
+        if kept is not None and (kept.verdict == "passed" or part not in chosen):
             say(f"{part.name}: kept from an earlier call ({kept.verdict})")
             return kept
         if why := self._not_now(part, chosen):
@@ -83,7 +83,8 @@ class Runner:
         limit = min(part.limit_s(self._about["device"]), self._over - time.monotonic())
         say(f"{part.name} (about {part.minutes:g} min, at most {limit / 60:.1f})")
         rows, began = Rows(folder / ROWS), time.monotonic()
-        problem = run_part(command_of(part, self._about, folder), folder / LOG, limit, part.environ, rows)
+        environ = {"HF_HUB_OFFLINE": "1", **part.environ}  # the model is here
+        problem = run_part(command_of(part, self._about, folder), folder / LOG, limit, environ, rows)
         outcome = Outcome(part, tuple(rows.read()), problem, time.monotonic() - began, last_lines(folder / LOG))
         if not outcome.failed:
             outcome = dataclasses.replace(outcome, said="")

@@ -127,11 +127,11 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, star
 
 
 def test_what_is_done_is_kept_and_the_rest_is_run(tmp_path: Path, started: list[str]) -> None:
-    done, failed = part("ends"), part("raises")
-    before = outcomes(tmp_path, [done, failed])
+    done, *rest = part("ends"), part("raises"), part("is out of bounds"), part("lacks a package")
+    before = outcomes(tmp_path, [done, *rest])
     started.clear()
-    after = outcomes(tmp_path, [done, failed, part("ends, too")])
-    assert started == ["raises", "ends, too"]
+    after = outcomes(tmp_path, [done, *rest, part("ends, too")])
+    assert started == ["raises", "is out of bounds", "lacks a package", "ends, too"]
     assert after["ends"] == before["ends"]
 
 
