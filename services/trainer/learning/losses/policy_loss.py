@@ -80,7 +80,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
             kept = kept & ~values.detach().isneginf()
     counted = kept & (weight > 0)
     whole = config.sequence_level_importance_ratios or config.truncated_importance_sampling_type == "seq-mask-tis"
-    inside = kept & (tokens.multipliers > 0)[tokens.trajectory] if whole else counted
+    inside = kept if whole else counted
     logprobs, prev, old, rollout = (
         torch.where(inside, values, 0.0) for values in (output.logprobs, prev, old_logprobs, tokens.rollout_logprobs)
     )
@@ -175,11 +175,11 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
     """
     # an advantage of 0 gives a term of 0, however large the ratio, but NaN must not be hidden
     live = live & ((advantages != 0) | log_ratio.isnan())
-    if config.force_on_policy_ratio or config.disable_ppo_ratio:
-        ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
-        never = torch.zeros_like(live)
-        loss = torch.where(live, -advantages * ratio, 0.0)
-        return Surrogate(loss, ratio.detach(), ratio.detach(), never, never)
+    # a forced ratio is exp(logprobs - sg(logprobs)): no bound cuts it
+    if config.disable_ppo_ratio and not config.force_on_policy_ratio:
+        ratio, never = logprobs.detach(), torch.zeros_like(live)
+        loss = torch.where(live, -advantages * logprobs, 0.0)
+        return Surrogate(loss, ratio, ratio, never, never)
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
     ratio = log_ratio.detach().exp()
     clamped = ratio.clamp(low, high)
