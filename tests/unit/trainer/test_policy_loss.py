@@ -78,13 +78,14 @@ def log(*ratios: float) -> Tensor:
 
 
 def test_ratio_is_clipped_only_where_that_lowers_the_objective() -> None:
-    old = row(-1, -1, -1, -1)
-    parts, gradient = run(LossConfig(**NO_KL), old + log(1.5, 1.5, 0.5, 0.5), old, row(2, -2, 2, -2))
+    old = -torch.ones(6, dtype=torch.float64)
+    ratios, advantages = log(1.5, 1.5, 1.5, 0.5, 0.5, 0.5), row(2, -2, -2, 2, 2, -2)
+    parts, gradient = run(LossConfig(**NO_KL), old + ratios, old, advantages)
     # A=2: min(3, 2.4); A=-2: min(-3, -2.4); A=2: min(1, 1.6); A=-2: min(-1, -1.6)
-    close(parts.loss, -(2.4 - 3 + 1 - 1.6) / 4)
-    close(gradient, 0, 3 / 4, -1 / 4, 0)
-    assert float(parts.sums["clip_fraction_high"]) == pytest.approx(0.25)
-    assert float(parts.sums["clip_fraction_low"]) == pytest.approx(0.25)
+    close(parts.loss, -(2.4 - 3 - 3 + 1 + 1 - 1.6) / 6)
+    close(gradient, 0, 3 / 6, 3 / 6, -1 / 6, -1 / 6, 0)
+    assert float(parts.sums["clip_fraction_high"]) == pytest.approx(1 / 6)
+    assert float(parts.sums["clip_fraction_low"]) == pytest.approx(1 / 6)
     assert float(parts.minima["probs_ratio_min"]) == pytest.approx(0.5)
     assert float(parts.maxima["probs_ratio_clamped_max"]) == pytest.approx(1.2)
 
@@ -257,7 +258,7 @@ def test_a_kl_penalty_in_the_reward_is_not_in_the_loss_too() -> None:
 def test_positive_examples_are_those_of_the_whole_batch() -> None:
     config = LossConfig(**NO_KL, positive_example_nll_weight=0.5)
     logprobs = row(-1, -2, -4)
-    parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), lengths=(2, 1), rewards=row(1, -1))
+    parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), lengths=(2, 1), rewards=row(1, 0))
     close(parts.loss, 0.5 * 1.5)
     close(parts.sums["positive_nll_loss"], 1.5)
     close(gradient, -0.25, -0.25, 0)
@@ -291,10 +292,14 @@ def test_metrics_compare_trainer_and_generator_for_any_ratio() -> None:
 @given(config=loss_cases.configs(), case=loss_cases.cases)
 def test_without_old_log_probabilities_those_of_the_only_pass_serve(config: LossConfig, case: Case) -> None:
     given = dataclasses.replace(case, old_logprobs=case.logprobs).tokens()
-    expected = policy_loss(config, case.output(), given, case.counts)
-    found = policy_loss(config, case.output(), dataclasses.replace(given, old_logprobs=None), case.counts)
+    outputs = case.output(), case.output()
+    expected = policy_loss(config, outputs[0], given, case.counts)
+    found = policy_loss(config, outputs[1], dataclasses.replace(given, old_logprobs=None), case.counts)
     assert found.loss.equal(expected.loss)
     assert found.sums == expected.sums
+    for parts in (expected, found):
+        parts.loss.backward()
+    assert outputs[1].logprobs.grad.equal(outputs[0].logprobs.grad)
 
 
 # -- how a batch is split and ordered ----------------------------------------------------------------------------------

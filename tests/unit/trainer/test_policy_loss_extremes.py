@@ -224,6 +224,9 @@ def test_a_token_that_top_k_or_top_p_left_out_has_no_policy_term(
     total = 1 if config.token_level_loss is False else 2
     expected = policy_loss(config, PolicyOutput(leaf[1:].detach(), unfiltered[1:]), alone, counts(total)).loss
     assert float(parts.loss.detach()) == pytest.approx(float(expected))
+    measured = policy_loss(config, PolicyOutput(leaf[1:].detach(), unfiltered[1:]), alone, counts(2)).sums
+    for name in ("probs_ratio", "approx_entropy", "gen_kl_error", "sampling_importance_ratio"):
+        assert float(parts.sums[name]) == pytest.approx(float(measured[name]))
     parts.loss.backward()
     assert leaf.grad is not None
     assert leaf.grad[0] == 0
@@ -248,7 +251,7 @@ NOTHING = (math.nan, math.inf, -math.inf, 1e30)
 @pytest.mark.parametrize(
     "keys",
     [{}, {"use_cispo": True}, {"token_level_loss": False, "sequence_level_importance_ratios": True}, {"proximal": "interpolate"},
-     {"force_on_policy_ratio": True}],
+     {"force_on_policy_ratio": True}, {"kl_input_clamp_value": None}],
     ids=lambda keys: "+".join(keys) or "default",
 )  # fmt: skip
 def test_tokens_of_uncounted_trajectories_are_never_looked_at(keys: dict[str, object]) -> None:

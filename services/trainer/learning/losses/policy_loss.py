@@ -81,7 +81,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
             kept = kept & ~values.detach().isneginf()
     counted = kept & (weight > 0)
     whole = config.sequence_level_importance_ratios or config.truncated_importance_sampling_type == "seq-mask-tis"
-    inside = kept & (tokens.multipliers > 0)[tokens.trajectory] if whole else counted
+    inside = kept if whole else counted
     logprobs, prev, old, rollout = (
         torch.where(inside, values, 0.0) for values in (output.logprobs, prev, old_logprobs, tokens.rollout_logprobs)
     )
