@@ -439,9 +439,10 @@ class WakeupSubscription:
             self._readers.pop(channel).result()  # the next wait subscribes again
 
     async def aclose(self) -> None:
-        for reader in self._readers.values():
+        readers = [*self._readers.values()]  # one that waits meanwhile takes its own away
+        for reader in readers:
             reader.cancel()
-        for reader in self._readers.values():
+        for reader in readers:
             with contextlib.suppress(asyncio.CancelledError, ReplayError):  # a refusal matters to who waits
                 await reader
 

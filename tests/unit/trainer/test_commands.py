@@ -25,6 +25,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "gather_batch": (),
     "probe": ([1, 2, 3],),
     "probe_rounded": ([1, 2, 3],),
+    "probe_states": ([1, 2, 3],),
     "weights": (True,),
     "damage": ("runs/a",),
     "save": ("runs/a",),
