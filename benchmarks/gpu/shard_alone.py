@@ -1,5 +1,5 @@
 """One rank shards its models over itself on a CPU too, as it does in bfloat16 on a GPU: parameters are DTensors, and layers are computed in
-bfloat16. `HEADRACE_BENCHMARK_SHARDS_ALONE=1` switches it on in the parts, and in the trainers that they start.
+bfloat16. `BENCHMARK_SHARDS_ALONE=1` switches it on in the parts, and in the trainers that they start.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from headrace.config import Config
 from headrace_services.trainer.distributed import sharding
 from headrace_services.trainer.network import backbone
 
-VARIABLE = "HEADRACE_BENCHMARK_SHARDS_ALONE"
+VARIABLE = "BENCHMARK_SHARDS_ALONE"
 
 
 def asked() -> bool:
