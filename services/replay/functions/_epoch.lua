@@ -78,7 +78,7 @@ local function set_stale(run, id, reason)
   end
 end
 
--- Whether the replica holds the epoch's weights, verified. Another epoch of the same version, for replicas that joined late, is not its own.
+-- Whether the replica holds the epoch's weights, verified. Another epoch of that version, for replicas that joined late, is not its own.
 local function holds(run, id, epoch)
   local state, version, timeline = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'version', 'timeline'))
   return state == 'HEALTHY' and tonumber(version) == epoch.version and timeline == epoch.timeline

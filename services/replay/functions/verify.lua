@@ -34,7 +34,8 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 
   elseif not verified then
     local reason = 'log-probabilities of the probe differ by ' .. difference .. ', tolerance ' .. reference.tolerance
       .. (first and ' (first at token ' .. first + 1 .. ')' or '')  -- the first token has no log-probability
-      .. ', and by ' .. mean .. ' in the mean, tolerance ' .. reference.mean_tolerance .. (call.finding ~= '' and '; ' .. call.finding or '')
+      .. ', and by ' .. mean .. ' in the mean, tolerance ' .. reference.mean_tolerance
+      .. (call.finding ~= '' and '; ' .. call.finding or '')
     redis.call('HSET', run.base .. 'members', replica, 'refused ' .. words(reason))
     set_stale(run, replica, reason)
   end
