@@ -266,12 +266,12 @@ def main() -> None:
 def row(case: Case) -> str:
     """A line of the table."""
     ours, theirs = planned(case), tracked(case)
-    cells = [f"{ours[phase] / GIB:.1f}, {theirs.get(phase, 0) / GIB:.1f}" for phase in PHASES]
+    cells = [f"{ours[phase] / GIB:.1f}, {theirs[phase] / GIB:.1f}" if phase in theirs else "-" for phase in PHASES]
     apart = max(ours.values()) / max(theirs.values()) - 1
     kind = f"LoRA {case.dim}" if case.dim else "full"
     checkpointing = "on" if case.recompute else "off"
     return (
-        f"| {case.model.split('/')[1]}, {case.ranks} | {kind} | {checkpointing} | {' | '.join(cells)} | {apart:+.1%} |"
+        f"| {case.model.split('/')[1]}, {case.ranks} | {kind} | {checkpointing} | {' | '.join(cells)} | {apart:+.0%} |"
     )
 
 

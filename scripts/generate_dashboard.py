@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 OUTPUT = Path(__file__).resolve().parent.parent / "deploy" / "observability" / "grafana" / "headrace.json"
 WIDTH, HEIGHT = 8, 7  # of a panel, on Grafana's grid of 24 columns
 
-_STEP = "headrace_trainer_efficiency"
+_EFFICIENCY = "headrace_trainer_efficiency"
 
 
 class Panel(NamedTuple):
@@ -33,12 +33,12 @@ ROWS: dict[str, list[Panel]] = {
               {"mean": "headrace_trainer_avg_trajectory_age", "largest": "headrace_trainer_max_trajectory_age"}),
         Panel("Steps", "none", {"trained": "headrace_trainer_step"}),
         Panel("Time of a step", "percent", {
-            "training": f"{_STEP}_efficiency_pct",
-            "no batch was ready": f"{_STEP}_idle_buffer_starvation_pct",
-            "weights were sent": f"{_STEP}_idle_refit_bubble_pct",
-            "validation": f"{_STEP}_idle_validation_pct",
-            "checkpoint": f"{_STEP}_overhead_checkpoint_pct",
-            "the rest": f"{_STEP}_overhead_upkeep_pct",
+            "training": f"{_EFFICIENCY}_efficiency_pct",
+            "no batch was ready": f"{_EFFICIENCY}_idle_buffer_starvation_pct",
+            "weights were sent": f"{_EFFICIENCY}_idle_refit_bubble_pct",
+            "validation": f"{_EFFICIENCY}_idle_validation_pct",
+            "checkpoint": f"{_EFFICIENCY}_overhead_checkpoint_pct",
+            "the rest": f"{_EFFICIENCY}_overhead_upkeep_pct",
         }, stacked=True),
         Panel("Duration of a step", "s", {"step": "headrace_trainer_timing_train_total_step_time"}),
         Panel("Throughput", "none", {"tokens a second": "headrace_trainer_performance_tokens_per_sec"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -44,18 +43,13 @@ def about(wanted: str, size: str, folder: Path, model: str | None) -> dict[str, 
         "device": device,
         "size": size,
         "machine": f"{platform.platform()}, {os.cpu_count()} CPUs",
-        "versions": {"python": platform.python_version(), **_versions(PACKAGES)},
+        "versions": {"python": platform.python_version(), **devices.installed_versions(PACKAGES)},
         "driver": f"{found.driver}, CUDA {'.'.join(map(str, found.cuda))}" if found.driver else "none",
         "devices": [f"{gpu}, {gpu.uuid}" for gpu in found.devices],
         "topology": topology([gpu.uuid for gpu in found.devices]),
         "model": name,
         "weights": remark,
     }
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    there = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {name: there[name] for name in names if name in there}
 
 
 def topology(uuids: Sequence[str]) -> list[list[str]]:

@@ -85,6 +85,8 @@ def _check_memory(config: Config, size: float | None, gpus: int | None, per_host
             return [f"on this machine: {error}. --gpu-memory checks the run for others"]
         return [] if plan is None else device_plan.fit(config, plan)[1]
     except MissingPackage:
+        if size is not None:
+            raise
         return []  # reported with the data and the model
 
 
@@ -93,7 +95,7 @@ def _check_data_and_models(examined: Loaded) -> tuple[list[str], list[str]]:
     try:
         warnings = preflight.look(examined)
     except MissingPackage:
-        lacking = "data and model were not checked: pip install 'headrace[trainer]'"
+        lacking = "data, model and memory were not checked: pip install 'headrace[trainer]'"
         return list(examined.config.warnings), [lacking]
     if not tokenizer_is_here(*examined.config.tokenizer):
         return warnings, []

@@ -210,7 +210,7 @@ class Config(Section):
         if self.policy.generation.vllm_cfg.kv_cache_dtype != "fp8":
             return []
         loss = self.loss_fn
-        corrected = loss.use_importance_sampling_correction or loss.prev_logprobs_source == "generation"
+        corrected = loss.weighs_by_importance or loss.prev_logprobs_source == "generation"
         channel = self.weight_channel
         largest = channel.verify_tolerance or 2.0
         mean = channel.verify_mean_tolerance or min(0.2, largest)

@@ -39,7 +39,7 @@ class RunConfig(Section):
     )
     stop_on: MayChange[tuple[Literal["collapse", "equal_rewards", "train_inference"], ...]] = Field(
         (),
-        description="alarms that stop the run, with a checkpoint and exit code 3: collapse, equal_rewards, train_inference",
+        description="alarms that stop the run, with a checkpoint and exit code 3",
     )
     hang_timeout_s: MayChange[float] = Field(
         120.0,

@@ -66,7 +66,7 @@ class Collapse:
         return [f"{name} {before} → {after}" for name, (before, after) in shown.items() if before != after]
 
     def __str__(self) -> str:
-        return f"the policy collapsed at step {self.step}: {self.what}. {self.cause}: {self.remedy}"
+        return f"the policy collapsed at step {self.step}: {self.what}. {self.cause}; {self.remedy}"
 
 
 class CollapseDetector:

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from headrace.net.credentials import Credentials
+
 OBSERVABILITY = Path(__file__).parents[2] / "deploy" / "observability"
 
 
@@ -19,8 +21,7 @@ def pages(said: str) -> dict[str, str]:
 
 
 def reader_token(run: Path) -> str:
-    (token,) = re.findall(r"^reader (\S+)$", (run / "credentials").read_text(), re.MULTILINE)
-    return str(token)
+    return Credentials(run / "credentials").token("reader")
 
 
 def scrape(address: str, token: str) -> str:

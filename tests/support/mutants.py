@@ -1,4 +1,4 @@
-"""Which changes of a module no test notices: `python -m pytest -p tests.support.mutants --mutate MODULE.py TESTS`.
+"""Mutation testing: which changes of a module no test notices: `python -m pytest -p tests.support.mutants --mutate MODULE.py TESTS`.
 
 Each change is tried on the tests, until one fails, in a fork of this process, which has imported everything: another comparison in the body
 of a function, a number beside it, a term or a statement left out. Processes that tests start have the module as it is.

@@ -38,7 +38,7 @@ def test_a_recorded_collapse_is_found_with_its_step_and_cause(run: str, step: in
     found = CollapseDetector(read_journal(RECORDED / f"{run}.jsonl")).found
     assert found is not None
     assert found.step == step
-    assert cause in f"{found.cause}: {found.remedy}"
+    assert cause in found.cause
 
 
 def test_a_recorded_run_that_learns_has_not_collapsed_at_any_step() -> None:

@@ -165,10 +165,9 @@ class Recorder:
 
     def _name_alarm(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the alarms of a step that end the run, in words; empty if there is none."""
-        found = alarms(step, metrics, self._config.run.stop_on)
-        if "collapse" in self._config.run.stop_on and self._collapse.found is not None:
-            found = [str(self._collapse.found), *alarms(step, metrics, {*self._config.run.stop_on} - {"collapse"})]
-        return "; ".join(found)
+        stop_on = self._config.run.stop_on
+        collapse = [str(self._collapse.found)] if "collapse" in stop_on and self._collapse.found is not None else []
+        return "; ".join([*collapse, *alarms(step, metrics, {*stop_on} - {"collapse"})])
 
 
 def collect_builds(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:

@@ -30,7 +30,7 @@ from headrace.base.devices import SHARES, DeviceMemory, Site
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.memory.models import NotPlanned, micro_batch, models_of, packs, to_download
+from headrace_services.trainer.memory.models import NotPlanned, micro_batch, models_of, packs, to_download, width_of
 from headrace_services.trainer.memory.parts import (
     CONTEXT,
     CUDA_PART,
@@ -40,6 +40,7 @@ from headrace_services.trainer.memory.parts import (
     REPLICA_REFIT,
     Parts,
     activations,
+    cache_of_token,
     cached_tokens,
     replica_memory,
     total,
@@ -149,7 +150,9 @@ def phases(config: Config, site: Site) -> dict[str, Parts]:
     found = models_of(config)
     ranks, within = config.trainer.num_processes, config.trainer.shard_within_host
     hosts = -(-ranks // site.gpus_per_host)
-    steps = -(-config.algorithm.batch_size // config.policy_batch) * config.algorithm.policy_epochs(10**9)
+    steps = -(-config.algorithm.batch_size // config.policy_batch) * config.algorithm.policy_epochs(
+        config.algorithm.first_policy_step
+    )
     passes = required_passes(config, optimizer_steps=steps)
     return trainer_phases(
         found,
@@ -165,7 +168,14 @@ def phases(config: Config, site: Site) -> dict[str, Parts]:
 
 
 def _replica_width(config: Config) -> int:
-    return 4 if config.policy.rollout_precision[1] == "float32" else 2
+    return width_of(config.policy.rollout_precision[1])
+
+
+def _share(config: Config) -> float:
+    """Return a replica's share of a device of its own."""
+    share = config.policy.generation.vllm_cfg.resolve(on_cpu=False).gpu_memory_utilization
+    assert share is not None  # it has a default on a GPU
+    return share
 
 
 def replica(config: Config, memory: int, share: float) -> Parts:
@@ -190,7 +200,7 @@ def _least(config: Config, parts: Parts) -> Parts:
     """Return a replica's parts with the smallest KV cache with which vLLM starts: for one sequence of the longest length."""
     engine = config.policy.generation.vllm_cfg
     size = models_of(config)["policy"].size
-    token = 2 * len(size.layers) * size.key * _replica_width(config) / engine.tensor_parallel_size
+    token = cache_of_token(size, _replica_width(config), engine.tensor_parallel_size)
     return parts | {KV_CACHE: math.ceil(config.policy.max_total_sequence_length * token)}
 
 
@@ -201,7 +211,7 @@ def _uses(config: Config, site: Site) -> tuple[tuple[float, float] | None, list[
         return _shared(config, site, trainer)
     uses = [] if trainer is None else [trainer]
     if site.replica is not None:
-        share = config.policy.generation.vllm_cfg.gpu_memory_utilization or 0.9
+        share = _share(config)
         uses.append(_replica_use(config, site.replica, share, site.replica.free))
     return None, uses
 
@@ -284,7 +294,7 @@ def smallest_change(config: Config, site: Site) -> Changes | None:
 
     def completed(changes: Changes) -> Changes | None:
         """Return the `changes`, with other shares if these are needed too; None if they are not enough."""
-        with_shares = (changes | change for change in shares(changed(config, changes), site))
+        with_shares = (changes | change for change in other_shares(changed(config, changes), site))
         return next((each for each in (changes, *with_shares) if enough(each)), None)
 
     def first(step: Step, before: Changes) -> Changes | None:
@@ -315,7 +325,7 @@ def _needed(changes: Changes, enough: Callable[[Changes], bool]) -> Changes:
     return changes
 
 
-def shares(config: Config, site: Site) -> Iterator[Changes]:
+def other_shares(config: Config, site: Site) -> Iterator[Changes]:
     """Yield other shares of a device where they are configured."""
     engine, fraction = config.policy.generation.vllm_cfg, config.trainer.gpu_memory_fraction
     if site.shared and site.trainer is not None:
@@ -431,7 +441,7 @@ class Plan:
     @functools.cached_property
     def replica(self) -> Parts:
         """What a replica takes on each of its GPUs."""
-        share = self.config.policy.generation.vllm_cfg.gpu_memory_utilization or 0.9
+        share = _share(self.config)
         return replica(self.config, self.site.replica.total if self.site.replica else 0, share)
 
     @property

@@ -236,7 +236,7 @@ def models_of(config: Config) -> dict[str, ModelUse]:
     """Return the models that the run's trainer holds, by name; the policy is the first."""
     passes = required_passes(config, optimizer_steps=1)
     settings, generation, recompute = config.policy, config.policy.generation, config.policy.recomputes("cuda")
-    chunk, width = settings.chunk_size("cuda"), _bytes(settings.precision)
+    chunk, width = settings.chunk_size("cuda"), width_of(settings.precision)
     size = _size(
         config,
         "policy.model_name",
@@ -260,7 +260,9 @@ def models_of(config: Config) -> dict[str, ModelUse]:
         precision = config.value.precision or settings.precision
         rows = config.value.train_micro_batch_size
         tokens = None if rows is None or packs(settings) else rows * settings.max_total_sequence_length
-        found["value"] = ModelUse(head, _bytes(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens)
+        found["value"] = ModelUse(
+            head, width_of(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens
+        )
     return found
 
 
@@ -334,5 +336,6 @@ def _configuration(key: str, name: str, overrides: dict[str, Any]) -> Any:
         ) from error
 
 
-def _bytes(precision: str) -> int:
-    return 2 if precision == "bfloat16" else 4
+def width_of(precision: str) -> int:
+    """Return the bytes of a number."""
+    return 4 if precision == "float32" else 2

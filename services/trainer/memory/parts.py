@@ -206,8 +206,8 @@ def replica_memory(
     device: int,
     bucket: int,
     *,
-    batch: int = 0,
-    sequences: int = 0,
+    batch: int,
+    sequences: int,
 ) -> Parts:
     """Return the bytes on a GPU of a replica of `parallel` GPUs with `width` bytes per number, by part.
 
@@ -228,6 +228,11 @@ def replica_memory(
     return parts
 
 
+def cache_of_token(size: ModelSize, width: int, parallel: int) -> float:
+    """Return the bytes of a token's keys and values on each of `parallel` GPUs."""
+    return 2 * len(size.layers) * size.key * width / parallel
+
+
 def cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
     """Return how many tokens' keys and values fit into `cache` bytes on each of `parallel` GPUs."""
-    return int(cache // (2 * len(size.layers) * size.key * width / parallel))
+    return int(cache // cache_of_token(size, width, parallel))

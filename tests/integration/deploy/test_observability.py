@@ -96,6 +96,8 @@ def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> None:
     assert rule["annotations"].keys() == {"summary", "description"}
-    for page, heading in re.findall(r"docs/(\w+\.md)(?:, ([^).]+))?", rule["annotations"]["description"]):
+    pages = re.findall(r"docs/([\w-]+\.md)(?:, ([^).]+))?", rule["annotations"]["description"])
+    assert pages
+    for page, heading in pages:
         text = (ROOT / "docs" / page).read_text()
         assert not heading or re.search(rf"^#+ {re.escape(heading)}$", text, re.MULTILINE)
