@@ -205,7 +205,8 @@ class TrainerClient(BufferClient):
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 
     async def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: Mapping[str, Any]) -> Epoch:
-        """Announce epoch `epoch` (a nonce) to every replica that is not DEAD; ends any epoch before it. Raises `WrongTimeline`."""
+        """Announce epoch `epoch` (a nonce) to every replica that is HEALTHY or STALE and lacks its weights;
+        ends any epoch before it. Raises `WrongTimeline`."""
         packed = msgspec.msgpack.encode(rendezvous)
         return decode_epoch(
             await self._connection.call("open_epoch", packed, epoch=epoch, version=version, timeline=timeline)
@@ -219,8 +220,9 @@ class TrainerClient(BufferClient):
         tolerance: float,
         mean_tolerance: float | None = None,
     ) -> Epoch:
-        """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE. To be verified, a
-        member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the mean within
+        """Move the epoch from announced to transfer, with the members that acknowledged; other replicas become STALE unless they hold its weights.
+        To be verified, a member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the
+        mean within
         `mean_tolerance` (default: `tolerance`). Members don't learn any of these values."""
         packed = msgspec.msgpack.encode(rendezvous)
         return decode_epoch(

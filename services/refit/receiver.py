@@ -304,7 +304,7 @@ class WeightReceiver:
     async def _compare_states(self, epoch: Epoch, rendezvous: Rendezvous) -> str:
         """Say where the engine's states begin to differ from the trainer's, if the last probe failed and the trainer has sent its own. The
         engine computes the probe once more, without compiled code and CUDA graphs, in which no layer can be watched. Nothing else runs
-        in it, because it has been paused since the failure."""
+        in it: the failure discarded what ran, and unverified weights get no new work."""
         reference, length = rendezvous.states, rendezvous.probe_token_ids.size
         if reference is None or self.verdict is None or self.verdict.verified:
             return ""

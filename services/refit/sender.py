@@ -197,8 +197,7 @@ class WeightSender:
             )
         bounds = tolerance or self._tolerance
         manifest = self._manifest(source)
-        probe = probe_ids, probe_logprobs, bounds, states
-        refit = _Refit(version, timeline, source, adapter, source, manifest, *probe)
+        refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds, states)
         already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
             epoch, outcome = await self._attempt(refit)
@@ -264,7 +263,7 @@ class WeightSender:
         )
 
     async def end_stray_epoch(self, timeline: str) -> None:
-        """End an epoch of this timeline that no refit of this sender drives. Replicas take no work while an epoch is announced.
+        """End an epoch of this timeline that no refit of this sender drives. Its members take no work while it is announced.
 
         Such an epoch exists if the buffer's server lost `open_epoch` and a copy of the call arrived afterwards. Call this between refits.
         """

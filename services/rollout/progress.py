@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from headrace.replay import Lease
 
 # Returns how many tokens the engine has sampled so far for a trajectory of a lease: 0 before it begins and once it has ended.
-Sampled = Callable[[Lease, int], int]
+CountTokens = Callable[[Lease, int], int]
 
 
 class Progress:
@@ -19,12 +19,11 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._sampled: dict[
-            str, dict[int, int]
-        ] = {}  # by the lease's token and the trajectory's index, as they were counted last
+        # by the lease's token and the trajectory's index, as they were counted last
+        self._sampled: dict[str, dict[int, int]] = {}
         self._counts: dict[str, int] = {}
 
-    def count(self, leases: Iterable[Lease], sampled: Sampled) -> dict[str, int]:
+    def count(self, leases: Iterable[Lease], sampled: CountTokens) -> dict[str, int]:
         """Return the count of each lease by its token. `leases` are those that are held, in the order in which they were given."""
         before, counts, self._sampled, self._counts = self._sampled, self._counts, {}, {}
         new = 0

@@ -1,7 +1,8 @@
 -- Heartbeats, by which a replica (heartbeat.lua) and a runner (runner_heartbeat.lua) keep themselves and their leases alive.
 --
 -- Law 6: a heartbeat alone is not progress, so it renews a lease only up to its group's deadline. It also says how far the holder has come
--- under each lease, as a count: what a replica has sampled, or for how long a runner's episodes have kept within their limits. The
+-- under each lease, as a count: what a replica has sampled, or in how many of a runner's heartbeats one of its programs ran within its
+-- clocks. The
 -- group progresses if the count is higher than any before under this lease.
 -- uses: _args, _fleet, _group
 

@@ -1,7 +1,8 @@
 -- heartbeat: keep a replica and its leases alive.
 -- KEYS     the run
 -- ARGV     replica, number (of this heartbeat, higher than any before), epoch that the caller knows (`<id> <state>`, or ''), tokens of its
---          leases, progress (for each, a count of the tokens sampled under it, see _heartbeat.lua)
+--          leases, progress (for each, a count of the tokens sampled since it was given,
+--          for it and for earlier leases, see _heartbeat.lua)
 -- Returns  msgpack: state, reason (of a quarantine), timeline, epoch_changed (the newest epoch is not the one that the caller knows), lost
 --          (tokens that are no longer valid), complete (those of them whose groups are complete: what is still being generated under them
 --          is surplus)

@@ -1,7 +1,7 @@
 -- runner_heartbeat: keep a runner and its leases alive.
 -- KEYS     the run
 -- ARGV     runner, number (of this heartbeat, higher than any before), tokens of its leases (MOST_SLOTS in headrace/config/agents.py),
---          progress (for each, a count that rises while one of its episodes is within its limits, see _heartbeat.lua)
+--          progress (for each, a count that rises while one of its programs runs within its clocks, see _heartbeat.lua)
 -- Returns  msgpack: alive, timeline, lost (tokens that are no longer valid), complete (those of them whose groups are complete), surplus
 --          (of these, token and index of each episode that has not ended)
 -- Errors   HR_INVALID

@@ -8,6 +8,7 @@ from the start of each step would take three times the model's memory, only to s
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from headrace_services.trainer.network.policy_model import (
     load_tokenizer,
 )
 from headrace_services.trainer.network.value_model import ValueModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -140,7 +143,8 @@ class Learner:
         if only_rounds(self.config) and self.policy.placed.can_round:
             with self.policy.placed.rounded():
                 rounded = self._watched(token_ids)
-            assert rounded is not None
+            if rounded is None:
+                return None
             changed = [states.apart(*pair) for pair in zip(rounded, own, strict=True)]
             bounds = (ROUNDING_MULTIPLE * np.maximum.accumulate(changed)).astype(np.float32)
         return states.StateReference(own.flatten(), bounds)
@@ -153,6 +157,9 @@ class Learner:
         with watch.watching():
             self.probe(token_ids)
         if watch.problem is not None:
+            log.warning(
+                "replicas can't say which layer differs: the trainer's own can't be watched (%s)", watch.problem
+            )
             return None
         return np.array([readings[0] for readings in watch.sketches], dtype=np.float32)
 

@@ -250,11 +250,11 @@ class PlacedModel:
         return StateWatch(self._layers, self._model.base_model, length) if self._layers else None
 
     @contextlib.contextmanager
-    def rounded(self, seed: int = 0) -> Iterator[None]:
+    def rounded(self) -> Iterator[None]:
         """In the context, the model computes in bfloat16, and the states after its embedding and after each layer have a random error as
         large as that of rounding: as another honest implementation would. (A model that is sharded in bfloat16 can't be computed in
         float32, to compare with that.)"""
-        random, autocast = torch.Generator().manual_seed(seed), self._autocast
+        random, autocast = torch.Generator().manual_seed(0), self._autocast
 
         def err(module: nn.Module, arguments: Any, output: Any) -> Any:
             states = output if isinstance(output, Tensor) else output[0]
