@@ -220,10 +220,9 @@ class TrainerClient(BufferClient):
         tolerance: float,
         mean_tolerance: float | None = None,
     ) -> Epoch:
-        """Move the epoch from announced to transfer, with the members that acknowledged; other replicas become STALE unless they hold its weights.
-        To be verified, a member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the
-        mean within
-        `mean_tolerance` (default: `tolerance`). Members don't learn any of these values."""
+        """Move the epoch from announced to transfer, with the members that acknowledged; other replicas become STALE unless they hold its
+        weights. To be verified, a member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and
+        in the mean within `mean_tolerance` (default: `tolerance`). Members don't learn any of these values."""
         packed = msgspec.msgpack.encode(rendezvous)
         return decode_epoch(
             await self._connection.call(
