@@ -7,17 +7,12 @@ from typing import Protocol
 
 from headrace.config.environments import EpisodicConfig
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
-from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import make_outcome, make_result
 from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_metered
 
 
-class ProgramBackend(RunsEpisodes, Protocol):
+class ProgramBackend(EnvironmentBackend, RunsEpisodes, Protocol):
     """The backend that runs a program."""
-
-    kind: pb.EnvironmentStatus.Kind.ValueType
-
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]: ...
 
 
 class EpisodeBackend:
