@@ -1,0 +1,4 @@
+import { Empty } from "../components/basics.js";
+import { html } from "../vendor/preact.js";
+
+export const System = () => html`<${Empty}>Not written yet.<//>`;
