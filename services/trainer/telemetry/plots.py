@@ -26,8 +26,8 @@ from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.run.findings import long_wait
 from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step
-from headrace.run.history import Metric
-from headrace.run.journal import Kind, Line, iter_journal, surviving
+from headrace.run.history import CURVES, Metric
+from headrace.run.journal import JOURNAL, Kind, Line, iter_journal, surviving
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
 
@@ -241,6 +241,11 @@ def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | N
 def write_page(shown: Shown, path: Path, title: str, failures: str = "") -> None:
     with atomic_write(path) as unfinished:
         unfinished.write_text(render_page(shown, title, failures), encoding="utf-8")
+
+
+def write_curves(folder: Path, run_id: str) -> None:
+    """Write the page of curves of a run that is down into its folder, from its journal."""
+    write_page(read_shown(folder / JOURNAL), folder / CURVES, f"Headrace, run {run_id}")
 
 
 def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[Metric], path: Path) -> None:
