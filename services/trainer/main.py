@@ -160,7 +160,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 stop=stop,
                 began=began,
             )
-            telemetry.start()
+            telemetry.start(lead.learner.tokenizer)
             try:
                 finished = await Loop(config, context, resumed).run()
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now
