@@ -19,9 +19,9 @@ from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
 from headrace.run.evaluation import report
+from headrace.run.metric_names import unknown
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
-from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import (

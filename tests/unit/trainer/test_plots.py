@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.run.journal import Journal, Kind, Line, surviving
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.telemetry import plots
-from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.plots import (
     CHANGES,
     CHARTS,
