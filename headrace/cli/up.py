@@ -12,13 +12,13 @@ import typer
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.display import RunConsole, closing_table, describe_wait, failures, open_display
+from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints, history
+from headrace.run import checkpoints, findings, history
 from headrace.run.history import CURVES, recorded
 
 
@@ -83,23 +83,22 @@ def up(
         console.print(closing_table(run, time.monotonic() - started))
         if why := why_it_ended(loaded, run):
             say(why)
-        if collapse := history.read(loaded).collapse:
+        past = history.read(loaded)
+        if collapse := past.collapse:
             say(f"{collapse} ({', '.join(collapse.evidence)})")
         if run.failed:
             say(failures(run))
-        if advice := describe_wait(run):
-            say(advice)
+        for line in findings.top(findings.find(past.lines, loaded, "all")):
+            say(line)
         # not in the table: a path that is cut off at the column's width can't be copied
         curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / CURVES
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
         if curves.exists():
             say(f"all curves:     {curves}")
         say(f"samples:        headrace samples {loaded.run_folder}")
-        folder, settings = loaded.checkpoint_folder, loaded.checkpointing
-        best = checkpoints.best(folder, settings.metric_name, higher_is_better=settings.higher_is_better)
-        if best is not None:
-            version, value = best
-            say(f"best:           {checkpoints.policy_of(folder, version)} ({settings.metric_name} {value:.4g})")
+        folder = loaded.checkpoint_folder
+        if (best := history.best_weights(loaded)) is not None:
+            say(f"best:           {describe_best(loaded, *best)}")
         versions = checkpoints.find_published(folder)
         newest = checkpoints.policy_of(folder, versions[-1]) if versions else None
         say(f"checkpoint:     {newest or 'none was written'}")
@@ -125,6 +124,14 @@ def continues(config: Config) -> str | None:
     if newest >= config.algorithm.max_num_steps:
         return f"checkpoint {newest} is the last step, so nothing is left to train; a higher {key} continues the run"
     return f"continues from {_resumes_from(config)}"
+
+
+def describe_best(config: Config, version: int, value: float) -> str:
+    """Return where the best weights are, and how good they are."""
+    how = f"{config.checkpointing.metric_name} {value:.4g}"
+    if version == 0:
+        return f"{config.policy.model_name} (the initial model, {how}; no checkpoint has a better value)"
+    return f"{checkpoints.policy_of(config.checkpoint_folder, version)} ({how})"
 
 
 def why_it_ended(config: Config, run: RunSummary) -> str | None:

@@ -18,6 +18,7 @@ import msgspec
 from headrace.base.errors import CodecError
 from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
 from headrace.config import Config
+from headrace.run import checkpoints
 from headrace.run.checkpoints import LOCK
 from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
@@ -49,7 +50,8 @@ class Best:
     value: float
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.value:.4g} at step {self.step}"
+        initial = ", the initial model" if self.metric.startswith("val:") and self.step == 0 else ""
+        return f"{self.metric} {self.value:.4g} at step {self.step}{initial}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,21 @@ def find_best(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best 
         default=None,
     )
     return None if step is None else Best(name, step, found[step])
+
+
+def best_weights(config: Config) -> tuple[int, float] | None:
+    """Return the version with the best value of `checkpointing.metric_name`, and that value; None if no checkpoint has a value. It is the
+    version of a checkpoint, or 0 if the validation of the initial model was better than that of every checkpoint. Raises `ServiceError`
+    for a journal or metrics that can't be read."""
+    settings = config.checkpointing
+    metric, higher_is_better = settings.metric_name, settings.higher_is_better
+    saved = checkpoints.best(config.checkpoint_folder, metric, higher_is_better=higher_is_better)
+    if metric is None or saved is None:
+        return saved
+    lines = surviving(read_journal(config.run_folder / JOURNAL))
+    initial = find_best([line for line in lines if line.kind == "validation" and line.step == 0], metric, True)
+    sign = 1 if higher_is_better else -1
+    return saved if initial is None or sign * initial.value <= sign * saved[1] else (0, initial.value)
 
 
 # -- the folder

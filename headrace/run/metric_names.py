@@ -190,7 +190,8 @@ METRIC_SECTIONS = (
         Metric("weight_channel_alarm", "1 or 2",
                "only where NCCL does not connect the trainer and its replicas as it should: 1 if it takes blocking calls, 2 if gloo "
                "carries the weights instead ([on GPUs](gpu.md#where-nccl-does-not-connect))"),
-        Metric("timing/train/validation", "s", "a refit waited for a validation"),
+        Metric("timing/train/validation", "s",
+               "a refit waited for a validation, or the loop was at work on one: began it, read its results, wrote them"),
         Metric("timing/train/checkpointing", "s", "the loop waited for a checkpoint: for its snapshot, and for the previous checkpoint"),
         Metric("timing/train/checkpoint_write", "s",
                "from the snapshot of a checkpoint to its publication, during training; reported with the step in which it was published",
@@ -208,7 +209,7 @@ METRIC_SECTIONS = (
         Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
         Metric("efficiency/idle/refit_bubble_pct", "%", "the same, as a share of the step"),
-        Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation"),
+        Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation, or the loop was at work on one"),
         Metric("efficiency/idle/validation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/overhead/checkpoint_s", "s", "the loop waited for a checkpoint"),
         Metric("efficiency/overhead/checkpoint_pct", "%", "the same, as a share of the step"),

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
 from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
@@ -35,6 +36,7 @@ from headrace_services.trainer.distributed.ranks import Ranks, join_ranks, place
 from headrace_services.trainer.memory.fit import check_device
 from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
+from headrace_services.trainer.telemetry.now_writer import NowWriter
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -157,10 +159,13 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 meter=meter,
                 telemetry=telemetry,
                 readiness=readiness,
+                now=NowWriter(config, replay),
                 stop=stop,
                 began=began,
             )
             telemetry.start()
+            writing = asyncio.create_task(context.now.run())
+            stack.push_async_callback(cancel, [writing])
             try:
                 finished = await Loop(config, context, resumed).run()
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now

@@ -20,6 +20,7 @@ from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.now_writer import NowWriter
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -73,6 +74,7 @@ class TrainerContext:
     meter: ThroughputMeter
     telemetry: Telemetry
     readiness: Readiness
+    now: NowWriter
     stop: asyncio.Event
     began: float
     clock: Callable[[], float] = time.monotonic

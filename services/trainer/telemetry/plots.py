@@ -23,7 +23,8 @@ from matplotlib.ticker import MaxNLocator
 
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
-from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step, waiting
+from headrace.run.findings import long_wait
+from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step
 from headrace.run.history import Metric
 from headrace.run.journal import Kind, Line, iter_journal, surviving
 from headrace_services.trainer.learning.batch import Batch
@@ -271,7 +272,7 @@ def summary(lines: Sequence[Line], newest_lines: Sequence[Line] | None = None) -
     if (seconds := seconds_per_step(line.metrics for line in train)) is not None:
         parts.append(f"{seconds:.1f} s a step (median)")
     whole = [line for line in newest_lines or lines if line.kind == "train"]
-    if waited := waiting(whole[-1].metrics):
+    if waited := long_wait(whole[-1].metrics):
         parts.append(html.escape(waited))
     return ", ".join(parts)
 
