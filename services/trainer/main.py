@@ -163,7 +163,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 stop=stop,
                 began=began,
             )
-            telemetry.start()
+            telemetry.start(lead.learner.tokenizer)
             writing = asyncio.create_task(context.now.run())
             stack.push_async_callback(cancel, [writing])
             try:
