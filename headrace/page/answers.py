@@ -253,6 +253,7 @@ class Call(Answer):
     replica: str = Field(description="the replica that answered it")
     messages: list[Any] = Field(description="its messages")
     answer: Any = Field(description="the policy's answer, a message")
+    context_tokens: list[Token] = Field(description="the tokens of its context")
     timings: dict[str, Any] = Field(description="its times in seconds, by name")
 
 
@@ -266,6 +267,7 @@ class Tokens(Answer):
     columns: dict[str, list[float | None]] = Field(
         description="numbers by token, of this part; docs/metrics.md defines them"
     )
+    legend: dict[str, dict[str, str]] = Field(description="by column: the names of its codes")
     versions: list[tuple[int, int, int]] = Field(description="version, start and end of each range of tokens")
     calls: list[Call] = Field(description="the calls of an episode; none for a single completion")
     prompt_tokens: list[Token] = Field(description="the tokens of the prompt")

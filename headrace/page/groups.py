@@ -3,12 +3,13 @@ sample files, which know the trained groups alone."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -19,10 +20,11 @@ from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
 from headrace.run import group_files
 from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary
+from headrace.run.indexed_lines import find_lines, has_index
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.samples import SampleFiles, find_expected, write_prompt
+from headrace.run.samples import Kind, SampleFiles, find_expected, write_prompt
 
 # Newest steps whose lineage is read, of a run without a history of groups.
 OLD_STEPS = 300
@@ -235,49 +237,66 @@ def _trajectories(
     return found
 
 
-def sample_paths(run: RunFiles, summary: GroupSummary) -> list[Path]:
-    """Return the sample files that may have the trajectories of a group, the likeliest first."""
-    files = SampleFiles(run.config.log_folder, None)
-    paths = []
+def sample_places(run: RunFiles, summary: GroupSummary) -> list[tuple[Kind | Literal["failed"], int]]:
+    """Return the kinds and steps of the sample files that may have the trajectories of a group, the likeliest first."""
+    places: list[tuple[Kind | Literal["failed"], int]] = []
     if summary.lane == "validation":
         # a validation is of one version, which its trajectories name
-        steps = sorted(files.steps("val"), key=lambda step: step != summary.newest_version)
-        paths += [files.path("val", step) for step in steps]
+        steps = SampleFiles(run.config.log_folder, None).steps("val")
+        places += [("val", step) for step in sorted(steps, key=lambda step: step != summary.newest_version)]
     elif summary.step is not None:
-        paths.append(files.path("train", summary.step))
+        places.append(("train", summary.step))
     if summary.state == "failed":
-        paths += [files.folder / "failed_data.jsonl", files.folder / "failed_data.1.jsonl"]
-    return paths
+        places.append(("failed", 0))
+    return places
 
 
 def _sample_heads(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, SampleHead], list[str]]:
     """Return the samples of a group that are kept, by index, and what could not be read."""
-    heads: dict[int, SampleHead] = {}
+    files = SampleFiles(run.config.log_folder, None)
     problems = []
-    for path in sample_paths(run, summary):
-        try:
-            heads |= {head.index: head for head in _read_heads(path, summary.id)}
-        except HeadraceError as error:
-            problems.append(str(error))
+    for kind, step in sample_places(run, summary):
+        paths = files.failed_paths if kind == "failed" else (files.path(kind, step),)
+        heads: dict[int, SampleHead] = {}
+        for path in paths:
+            try:
+                for head in _read_heads(path, summary):
+                    heads[head.index] = head
+            except HeadraceError as error:
+                problems.append(str(error))
         if heads:
-            break
-    return heads, problems
+            return heads, problems
+    return {}, problems
 
 
-def _read_heads(path: Path, group: str) -> Iterator[SampleHead]:
-    """Yield the samples of one group in a file. Only its lines are decoded: they begin with the name of their group. Raises
-    `CodecError`."""
-    begin = b'{"group":' + msgspec.json.encode(group) + b","
+def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
+    """Yield the samples of one group in a file; only its lines are decoded. Raises `CodecError`."""
+    needle = b'"group":' + msgspec.json.encode(summary.id)
+    seen: set[int] = set()
     try:
-        check_file(path, path.parent)
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                if line.startswith(begin) and line.endswith(b"\n"):
-                    yield msgspec.json.decode(line, type=SampleHead)
+        with contextlib.ExitStack() as opened:
+            file: IO[bytes] = opened.enter_context(check_file(path, path.parent).open("rb"))
+            indexed = path.suffix == ".gz" and has_index(file)
+            if path.suffix == ".gz" and not indexed:
+                file = opened.enter_context(gzip.open(file))
+            for index in range(summary.n) if indexed else [-1]:
+                for line in _lines(file, summary.id, index, indexed=indexed, skip=index in seen):
+                    if needle in line and line.endswith(b"\n"):
+                        head = msgspec.json.decode(line, type=SampleHead)
+                        if head.group == summary.id and not (indexed and head.index in seen):
+                            seen.add(head.index)
+                            yield head
     except FileNotFoundError:
         return
     except UNREADABLE as error:
         raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
+
+
+def _lines(file: IO[bytes], group: str, index: int, *, indexed: bool, skip: bool) -> Iterable[bytes]:
+    """Return the lines among which those of a trajectory are: a few, or all in a file without an index."""
+    if skip:
+        return ()
+    return find_lines(file, (group, index)) if indexed else file
 
 
 def _origins(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Origin], list[str]]:

@@ -145,7 +145,25 @@ def _sample(group: str, index: int, step: int, text: str) -> dict[str, Any]:
         "advantages": [0.25, None],
         "step": step,
         "metadata": {"judge": text},
+        **(_episode(text) if index == 1 else {}),
     }
+
+
+def _episode(text: str) -> dict[str, Any]:
+    """What a sample has more if its trajectory was an episode of one call."""
+    call = {
+        "parent": -1,
+        "context_token_ids": [1, 2],
+        "context_token_texts": ["a", text],
+        "tokens": [0, 2],
+        "trained": True,
+        "finish_reason": "stop",
+        "replica": REPLICA,
+        "messages": [{"role": "user", "content": text}],
+        "answer": {"role": "assistant", "content": text},
+        "timings": {"generation": 0.5},
+    }
+    return {"calls": [call], "artifacts": {text: text}, "token_texts": ["x", text], "clipped": [0, 1]}
 
 
 def _history(folder: Path, text: str) -> None:
