@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
+from fastapi.staticfiles import StaticFiles
 
 from headrace.base.errors import HeadraceError
 from headrace.net.http_access import HttpAccess

@@ -20,13 +20,14 @@ from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
-from headrace.run import prompt_counts
+from headrace.run import group_files, prompt_counts
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.journal import JOURNAL, Journal, list_retries
 from headrace.run.lineage import FOLDER
 from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
 from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
@@ -153,6 +154,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 checkpoints=checkpoints,
                 journal=journal,
                 lineage=lineage,
+                history=HistoryWriter(config.run_folder / group_files.FOLDER, replay, retry, resumed.timeline, prompts),
                 gauges=gauges,
                 prompts=prompts,
                 feeder=Feeder(config, replay, retry, resumed.timeline, prompts, journal),

@@ -16,6 +16,7 @@ from headrace.run.journal import Journal
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.data import Prompts
@@ -68,6 +69,7 @@ class TrainerContext:
     checkpoints: Checkpoints
     journal: Journal
     lineage: LineageWriter
+    history: HistoryWriter
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder

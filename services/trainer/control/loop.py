@@ -87,6 +87,7 @@ class Loop:
                 log.info("%d prompts that were not trained on are queued again", again)
             failed = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
+            self._context.history.start()
             self._recorder.begin(failed)
             self._fleet.healthy_at = self._runner_at = self._clock()
             return await self._take_turns(feeding)
@@ -109,11 +110,13 @@ class Loop:
                 feeding.cancel()
                 await asyncio.wait([feeding])
             await self._writer.close()
+            await self._context.history.close()
 
     async def _take_turns(self, feeding: asyncio.Task[None]) -> bool:
         while True:
             if feeding.done():
                 feeding.result()  # its error ends the run
+            self._context.history.poll()
             await self._writer.poll()
             replicas = await self._call(self._replay.replicas)
             began = self._clock()

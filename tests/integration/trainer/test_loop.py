@@ -19,6 +19,7 @@ from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
 from headrace.run.evaluation import report
+from headrace.run.group_history import GroupHistory, GroupQuery
 from headrace.run.metric_names import unknown
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
@@ -48,6 +49,9 @@ async def test_a_run_trains_its_steps_and_leaves_files(
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
     assert set(replica.installed) == {0, 1, 2, 3, 4}
+    evaluated = GroupQuery(lane="validation", states=["evaluated"])
+    assert GroupHistory(trainer.config.run_folder / "groups").find(evaluated)[0] == 3 * 3
+    assert await replay.read_history(1) == ([], 0)
     assert trainer.checkpoints().find_published() == [2, 4]
     validations = {line.step: line.metrics for line in trainer.journal() if line.kind == "validation"}
     assert sorted(validations) == [0, 2, 4]
