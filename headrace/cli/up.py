@@ -69,8 +69,13 @@ def up(
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
         say(f"CPU threads: {threads}")
-        say(f"curves: {runs.page_address(loaded)}")
+        if loaded.page.port is not None:
+            say(f"page: {runs.page_address(loaded)}")
+            if tunnel := runs.tunnel(loaded.page.port):
+                say(f"from your own machine: {tunnel}")
         for name, host, port in list_pages(loaded):
+            if name == "page":
+                continue
             say(f"{name}: {runs.page_url(loaded, host, port)}")
         started = time.monotonic()
         try:

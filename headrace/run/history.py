@@ -145,17 +145,22 @@ def best_weights(config: Config) -> tuple[int, float] | None:
 def read(config: Config) -> RunHistory:
     """Return the history of the run in `config.run_folder`. Raises `ServiceError` for a journal, and `CodecError` for a `run.json`, that
     can't be read."""
-    folder = config.run_folder
-    lines = read_journal(folder / JOURNAL)
-    kept = surviving(lines)
-    record = _read_record(folder)
+    lines = read_journal(config.run_folder / JOURNAL)
+    times = (lines[0].time, lines[-1].time) if lines else None
+    return judge(config, surviving(lines), times)
+
+
+def judge(config: Config, kept: Sequence[Line], times: tuple[float, float] | None) -> RunHistory:
+    """Return the history of the run with these surviving lines, and its state now; `times` are those of the first and the last line of its
+    journal. Raises `CodecError` for a `run.json` that can't be read."""
+    record = read_record(config.run_folder)
     if record is None:  # an older build ran it
         state: State = "running" if _is_held(config) else "unknown"
-        return RunHistory(config, state, kept, lines[0].time if lines else None)
+        return RunHistory(config, state, kept, times[0] if times else None)
     state = record.state
     if state == "running" and not _is_held(config):
         state = "killed"
-        return RunHistory(config, state, kept, record.started, lines[-1].time if lines else record.since)
+        return RunHistory(config, state, kept, record.started, times[1] if times else record.since)
     return RunHistory(config, state, kept, record.started, record.since, record.reason)
 
 
@@ -165,7 +170,7 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
     folder can't be written."""
     started = now = clock()
     with contextlib.suppress(CodecError):  # it is overwritten
-        earlier = _read_record(folder)
+        earlier = read_record(folder)
         started = earlier.started if earlier else now
     try:
         _write(folder, RunRecord(started, "running", now))
@@ -207,7 +212,8 @@ def _write(folder: Path, record: RunRecord) -> None:
         unfinished.write_bytes(msgspec.json.encode(record))
 
 
-def _read_record(folder: Path) -> RunRecord | None:
+def read_record(folder: Path) -> RunRecord | None:
+    """Return the record of the run in `folder`; None without one. Raises `CodecError`."""
     path = folder / RECORD
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)

@@ -486,8 +486,7 @@ class SampleFiles:
         file are not decoded. Raises as `read` does.
         """
         if kind == "failed":
-            paths = (self._older_failed, self.folder / FAILED)
-            line = next(iter([line for path in paths for line in _find(path, group, index)][::-1]), None)
+            line = next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
         else:
             line = next(_find(self.path(kind, step), group, index), None)
         return None if line is None else _view(line, first, count)
@@ -511,8 +510,12 @@ class SampleFiles:
 
     def read_failed(self) -> list[StoredSample]:
         """Return the completions that failed their groups, the newest last. Raises as `read` does."""
-        older, newest = self._older_failed, self.folder / FAILED
-        return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
+        return [sample for path in self.failed_paths for sample in _decode(path, StoredSample)]
+
+    @property
+    def failed_paths(self) -> tuple[Path, Path]:
+        """The files of completions that failed their groups, the older one first."""
+        return self._older_failed, self.folder / FAILED
 
     @property
     def _older_failed(self) -> Path:

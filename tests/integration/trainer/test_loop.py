@@ -21,9 +21,9 @@ from headrace.replay.connection import open_redis
 from headrace.run import now
 from headrace.run.evaluation import report
 from headrace.run.group_history import GroupHistory, GroupQuery
+from headrace.run.metric_names import unknown
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
-from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import (

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from headrace.run.journal import Journal, Kind, Line, surviving
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.telemetry import plots
-from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.plots import (
     CHANGES,
     CHARTS,

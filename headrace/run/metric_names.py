@@ -6,10 +6,12 @@ Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 
-from headrace_services.trainer.telemetry.metrics import MOST_COMPONENTS
+MOST_COMPONENTS = 32  # of a reward
+VALIDATION = "Validation"  # the section of the metrics that only validations have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +245,7 @@ METRIC_SECTIONS = (
         Metric("gpu/<number>/util", "%", "mean utilization of a GPU of the trainer's machine since the step before"),
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
     )),
-    MetricSection("Validation", "For the weights of a version, on the held-out prompts.", (
+    MetricSection(VALIDATION, "For the weights of a version, on the held-out prompts.", (
         Metric("accuracy", "", "mean reward; shown as \"mean reward\" if some reward is neither 0 nor 1", "rises"),
         Metric("accuracy/<task>", "", "the same for one task, if there are several"),
         Metric("partial_credit", "share", "completions whose reward is neither 0 nor 1"),
@@ -277,3 +279,15 @@ def _pattern(metric: Metric) -> str:
 
 
 _KNOWN = re.compile("|".join(_pattern(metric) for section in METRIC_SECTIONS for metric in section.metrics))
+_SECTION_OF = [
+    (re.compile(_pattern(metric)), section, metric) for section in METRIC_SECTIONS for metric in section.metrics
+]
+
+
+@functools.lru_cache(maxsize=10_000)
+def find_metric(kind: str, name: str) -> tuple[MetricSection, Metric] | None:
+    """Return the section and the metric of a name in a `train` or `validation` line; None if no section has it. A name that a section of
+    the other kind has too means that of its own kind."""
+    found = [(section, metric) for pattern, section, metric in _SECTION_OF if pattern.fullmatch(name)]
+    own = [each for each in found if (each[0].title == VALIDATION) == (kind == "validation")]
+    return (own or found or [None])[0]
