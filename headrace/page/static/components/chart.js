@@ -80,7 +80,7 @@ function Legend({ xs, series, hidden, toggle, cursor, time }) {
   useEffect(() => {
     const show = (index) => {
       const rows = series.filter(({ faint }) => !faint);
-      place.current?.querySelectorAll("output").forEach((box, i) => {
+      place.current?.querySelectorAll("button b").forEach((box, i) => {
         box.textContent = rows[i] ? valueAt(xs, rows[i].values, index) : "";
       });
       const at = place.current?.querySelector(".at");
@@ -102,7 +102,7 @@ function Legend({ xs, series, hidden, toggle, cursor, time }) {
           onClick=${() => toggle(label)}
           disabled=${!values.some(Number.isFinite)}
         >
-          <i class=${dashed ? "dashed" : ""} style=${{ borderColor: `var(${colour})` }}></i>${visible(label)} <output aria-live="off"></output>
+          <i class=${dashed ? "dashed" : ""} style=${{ borderColor: `var(${colour})` }}></i>${visible(label)} <b></b>
         </button>`,
       )}
     <span class="at faint"></span>
@@ -196,7 +196,7 @@ function options({ shown, height, log, stacked, sync, time, now, box }) {
   return {
     width: box.clientWidth || 300,
     height,
-    padding: [12, 8, 0, 0],
+    padding: [12, 14, 0, 0],
     ...drawnSeries(shown, stacked),
     scales: {
       x: {

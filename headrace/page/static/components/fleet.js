@@ -46,7 +46,7 @@ const REPLICA_COLUMNS = [
     name: "state",
     label: "state",
     cell: ({ state, reason }) =>
-      html`<${Badge} tone=${toneOf(state)}>${visible(String(state).toLowerCase())}<//>${reason ? html`<div class="faint">${visible(reason)}</div>` : ""}`,
+      html`<${Badge} tone=${toneOf(state)}>${visible(String(state).toLowerCase())}<//>${reason ? html`<div class="faint said">${visible(reason)}</div>` : ""}`,
   },
   { name: "version", label: "weights", numeric: true, cell: ({ version }) => count(version) },
   { name: "holding", label: "groups", numeric: true, cell: ({ holding }) => count(holding) },
@@ -118,9 +118,9 @@ const ENVIRONMENT_COLUMNS = [
   },
 ];
 
-/** A table of environments: how busy, how fast, and why one is broken. `full`: with builds. */
-export function Environments({ environments, full = false }) {
+/** A table of environments: how busy, how fast, and why one is broken. `full`: with builds. `most`: no more rows than this. */
+export function Environments({ environments, full = false, most = environments.length }) {
   if (!environments.length) return html`<${Empty}>No environment is known.<//>`;
   const columns = ENVIRONMENT_COLUMNS.filter((column) => has(environments, column.name) && (full || !column.full));
-  return html`<${Table} label="Environments" columns=${columns} rows=${brokenFirst(environments)} rowKey=${({ name }) => name} />`;
+  return html`<${Table} label="Environments" columns=${columns} rows=${brokenFirst(environments).slice(0, most)} rowKey=${({ name }) => name} />`;
 }

@@ -28,6 +28,8 @@ export function rate(perSecond) {
   return perSecond * 60 >= 1 ? `${number(perSecond * 60)}/min` : `${number(perSecond * 3600)}/h`;
 }
 
+const few = (names) => `${names.slice(0, 2).join(", ")}${names.length > 2 ? ` and ${names.length - 2} more` : ""}`;
+
 /** Returns the services above the states that they work on, as `{stage, who, what}`, from what `now` knows; nothing of a run that is down. */
 export function services(now, newest) {
   if (!now) return [];
@@ -50,7 +52,7 @@ export function services(now, newest) {
     {
       stage: "scoring",
       who: "reward",
-      what: broken.length ? `broken: ${broken.join(", ")}` : busy,
+      what: broken.length ? `broken: ${few(broken)}` : busy,
       tone: broken.length ? "bad" : "",
     },
     {

@@ -10,7 +10,7 @@ import { count, visible } from "../format.js";
 import { html, useCallback, useMemo } from "../vendor/preact.js";
 
 /** Points of a curve: more than a chart has pixels show nothing more. */
-const POINTS = 500;
+export const POINTS = 500;
 
 /** How a mark of each kind is drawn: its sign above the line, and its colour. */
 export const MARKS = {
@@ -65,7 +65,11 @@ export function curvesOf(found, runs, metrics, weight, labelled, styled) {
   const read = runs.flatMap((run) =>
     metrics
       .filter((metric) => found[run]?.[metric])
-      .map((metric) => ({ ...found[run][metric], label: labelled(run, metric), ...styled(run, metric) })),
+      .map((metric) => ({
+        ...unbanded(found[run][metric], runs.length > 1),
+        label: labelled(run, metric),
+        ...styled(run, metric),
+      })),
   );
   const { xs, curves } = align(read);
   const missing = read.reduce((sum, each) => sum + (each.missing ?? 0), 0);
@@ -77,6 +81,9 @@ export function curvesOf(found, runs, metrics, weight, labelled, styled) {
     missing,
   };
 }
+
+/** A band for each of several runs would hide the others' lines. */
+const unbanded = ({ low, high, ...series }, several) => (several ? series : { ...series, low, high });
 
 /** Returns the range in the address as [first, last], or null. */
 export function rangeOf(query) {

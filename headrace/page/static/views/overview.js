@@ -30,12 +30,14 @@ export function evidenceAddress(run, { view, query = {} }) {
   return address(run, `groups/${encodeURIComponent(id)}${index === undefined ? "" : `/${index}`}`);
 }
 
+const steps = (value) => `${number(value)} ${value === 1 ? "step" : "steps"}`;
+
 /** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and a note. */
 export const TILES = [
   ["reward", ["reward"], number],
   ["entropy", ["entropy"], number],
-  ["age", ["avg_trajectory_age", "mean_age"], (value) => `${number(value)} steps`],
-  ["oldest", ["max_trajectory_age", "staleness/max"], (value) => `${number(value)} steps`],
+  ["age", ["avg_trajectory_age", "mean_age"], steps],
+  ["oldest", ["max_trajectory_age", "staleness/max"], steps],
   ["tokens/s", ["performance/tokens_per_sec", "tokens_per_second"], number],
   ["mean length", ["mean_gen_tokens_per_sample", "mean_generation_length"], number],
   ["gradient norm", ["grad_norm"], number],
@@ -213,26 +215,35 @@ function Fleet({ run, now }) {
       ${runners.length > 0 && html`<${Runners} runners=${runners.slice(0, FEW)} />`}
     <//>
     <${Card} title=${`${environments.length} ${environments.length === 1 ? "environment" : "environments"}`} tools=${all}>
-      <${Environments} environments=${environments} />
+      <${Environments} environments=${environments} most=${FEW} />
+      ${environments.length > FEW && html`<p class="faint">and ${environments.length - FEW} more, in <a href=${address(run, "system")}>System</a></p>`}
     <//>
   </div>`;
 }
 
+/** Returns alarms, the newest first, with those of one name at steps in a row as one: `{first, step, name, text, evidence}`. */
+export function foldAlarms(alarms) {
+  const folded = [];
+  for (const alarm of [...alarms].sort((a, b) => b.step - a.step)) {
+    const before = folded.findLast(({ name }) => name === alarm.name);
+    if (before && before.first - alarm.step <= 1) before.first = alarm.step;
+    else folded.push({ ...alarm, first: alarm.step });
+  }
+  return folded;
+}
+
 function Alarms({ run, alarms }) {
   if (!alarms.length) return html`<${Card} title="Alarms"><${Empty}>No alarm.<//><//>`;
-  return html`<${Card} title=${`${alarms.length} ${alarms.length === 1 ? "alarm" : "alarms"}`}>
-    <ul class="findings">
-      ${[...alarms]
-        .reverse()
-        .slice(0, 50)
-        .map(
-          ({ step, name, text, evidence }) => html`<li key=${`${step} ${name}`}>
-          <${Badge} tone="bad">step ${count(step)}<//>
+  return html`<${Card} title=${`${count(alarms.length)} ${alarms.length === 1 ? "alarm" : "alarms"}`}>
+    <div class="low"><ul class="findings">
+      ${foldAlarms(alarms).map(
+        ({ first, step, name, text, evidence }) => html`<li key=${`${step} ${name}`}>
+          <${Badge} tone="bad">${first === step ? `step ${count(step)}` : `${count(first)}–${count(step)}`}<//>
           <div><b>${visible(name)}</b><p>${visible(text)}</p></div>
           ${evidence && html`<a href=${evidenceAddress(run, evidence)} aria-label=${`Evidence: ${name} at step ${step}`}>Evidence</a>`}
         </li>`,
-        )}
-    </ul>
+      )}
+    </ul></div>
   <//>`;
 }
 
