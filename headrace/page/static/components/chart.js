@@ -19,6 +19,9 @@ export const COLOURS = [
   "--series-8",
 ];
 
+/** The width of the axis of values, in pixels. */
+const AXIS = 50;
+
 /** The colour of the series at `index`. */
 export const colourOf = (index) => COLOURS[index % COLOURS.length];
 
@@ -289,11 +292,15 @@ function showMarks(plot, { marks, tip }, left) {
   const box = tip.current;
   if (!box) return;
   const x = plot.posToVal(left, "x");
-  const near = left < 0 || !marks.length ? [] : marksNear(marks, x, Math.abs(plot.posToVal(left + 6, "x") - x));
+  const here = plot.root.parentElement.matches(":hover, :focus"); // others only share the cursor
+  const near =
+    !here || left < 0 || !marks.length ? [] : marksNear(marks, x, Math.abs(plot.posToVal(left + 6, "x") - x));
   box.hidden = !near.length;
   box.textContent = near.map((mark) => visible(mark.text)).join("\n");
-  if (near.length)
-    box.style.left = `${Math.min(left + 58, Math.max(0, plot.root.clientWidth - box.clientWidth - 4))}px`;
+  // at the side of the line that has room: to measure the box would lay out the page at every move
+  const right = x > (plot.scales.x.min + plot.scales.x.max) / 2;
+  box.style.left = right ? "auto" : `${left + AXIS + 8}px`;
+  box.style.right = right ? `${plot.width - left - AXIS + 8}px` : "auto";
 }
 
 /** What the legend says at an index, as a sentence for those who hear it. */
@@ -304,7 +311,7 @@ export const spoken = (xs, series, index, time) =>
     .join(", ")}`;
 
 /** Arrow keys move the cursor from value to value, + and - zoom at it, 0 and Escape show everything. */
-function keyPressed(event, plot, { xs, shown, time, status, onZoom, extent = [xs[0], xs.at(-1)] }) {
+function keyPressed(event, plot, { xs, shown, marks, time, status, onZoom, extent = [xs[0], xs.at(-1)] }) {
   if (!plot || event.ctrlKey || event.metaKey || event.altKey) return;
   const { min, max } = plot.scales.x;
   const inView = xs.map((x, i) => [x, i]).filter(([x]) => x >= min && x <= max);
@@ -313,7 +320,10 @@ function keyPressed(event, plot, { xs, shown, time, status, onZoom, extent = [xs
   const goTo = (index) => {
     const there = Math.min(last, Math.max(first, index));
     plot.setCursor({ left: plot.valToPos(xs[there], "x"), top: 10 });
-    status.current.textContent = spoken(xs, shown, there, time);
+    status.current.textContent = [
+      spoken(xs, shown, there, time),
+      ...marksNear(marks, xs[there], 0).map(({ text }) => visible(text)),
+    ].join("; ");
   };
   const stride = event.shiftKey ? 10 : 1;
   const zoom = (factor) => {
@@ -343,12 +353,16 @@ function keyPressed(event, plot, { xs, shown, time, status, onZoom, extent = [xs
 
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
+  const places = marks.map((mark) => ({ ...mark, at: plot.valToPos(mark.x, "x", true) }));
+  const inside = places.filter(({ at }) => at >= bbox.left && at <= bbox.left + bbox.width);
+  const room = 10 * devicePixelRatio;
   ctx.save();
-  ctx.font = `${10 * devicePixelRatio}px system-ui`;
+  ctx.font = `${room}px system-ui`;
   ctx.textAlign = "center";
-  for (const { x, colour, sign } of marks) {
-    const at = plot.valToPos(x, "x", true);
-    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+  // many marks must not hide the curves
+  ctx.globalAlpha = inside.length * 2 * room > bbox.width ? 0.35 : 1;
+  let free = Number.NEGATIVE_INFINITY;
+  for (const { at, colour, sign } of inside) {
     ctx.strokeStyle = styleOf(colour ?? "--mark");
     ctx.fillStyle = ctx.strokeStyle;
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
@@ -356,7 +370,9 @@ function drawMarks(plot, marks) {
     ctx.moveTo(at, bbox.top);
     ctx.lineTo(at, bbox.top + bbox.height);
     ctx.stroke();
-    if (sign) ctx.fillText(sign, at, bbox.top - 2 * devicePixelRatio);
+    if (!sign || at < free) continue;
+    ctx.fillText(sign, at, bbox.top - 2 * devicePixelRatio);
+    free = at + room;
   }
   ctx.restore();
 }

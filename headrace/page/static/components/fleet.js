@@ -41,12 +41,12 @@ export const brokenFirst = (environments) =>
 const has = (rows, name) => rows.some((row) => row[name] !== null && row[name] !== undefined);
 
 const REPLICA_COLUMNS = [
-  { name: "id", label: "replica", cell: ({ id }) => html`<code>${visible(id)}</code>` },
+  { name: "id", label: "replica", cell: ({ id }) => html`<code class="id">${visible(id)}</code>` },
   {
     name: "state",
     label: "state",
     cell: ({ state, reason }) =>
-      html`<${Badge} tone=${toneOf(state)}>${visible(String(state).toLowerCase())}<//>${reason ? html`<div class="faint said">${visible(reason)}</div>` : ""}`,
+      html`<${Badge} tone=${toneOf(state)}>${visible(String(state).toLowerCase())}<//>${reason ? html`<div class="faint said" title=${visible(reason)}>${visible(reason)}</div>` : ""}`,
   },
   { name: "version", label: "weights", numeric: true, cell: ({ version }) => count(version) },
   { name: "holding", label: "groups", numeric: true, cell: ({ holding }) => count(holding) },
@@ -74,11 +74,11 @@ export function Replicas({ replicas, full = false, most = replicas.length }) {
   if (!replicas.length) return html`<${Empty}>No replica is attached.<//>`;
   const columns = REPLICA_COLUMNS.filter((column) => has(replicas, column.name) && (full || !column.full));
   const rows = gravestFirst(replicas).slice(0, most);
-  return html`<${Table} label="Replicas" columns=${columns} rows=${rows} rowKey=${({ id }) => id} />`;
+  return html`<div class=${full ? "" : "short"}><${Table} label="Replicas" columns=${columns} rows=${rows} rowKey=${({ id }) => id} /></div>`;
 }
 
 const RUNNER_COLUMNS = [
-  { name: "id", label: "runner", cell: ({ id }) => html`<code>${visible(id)}</code>` },
+  { name: "id", label: "runner", cell: ({ id }) => html`<code class="id">${visible(id)}</code>` },
   {
     name: "alive",
     label: "state",
@@ -98,7 +98,7 @@ const ENVIRONMENT_COLUMNS = [
     name: "broken",
     label: "breaker",
     cell: ({ broken, message }) =>
-      html`<${Badge} tone=${broken ? "bad" : "good"}>${broken ? "open: broken" : "closed"}<//>${message ? html`<div class="faint said">${visible(message)}</div>` : ""}`,
+      html`<${Badge} tone=${broken ? "bad" : "good"}>${broken ? "open: broken" : "closed"}<//>${message ? html`<div class="faint said" title=${visible(message)}>${visible(message)}</div>` : ""}`,
   },
   {
     name: "in_hand",
@@ -122,5 +122,5 @@ const ENVIRONMENT_COLUMNS = [
 export function Environments({ environments, full = false, most = environments.length }) {
   if (!environments.length) return html`<${Empty}>No environment is known.<//>`;
   const columns = ENVIRONMENT_COLUMNS.filter((column) => has(environments, column.name) && (full || !column.full));
-  return html`<${Table} label="Environments" columns=${columns} rows=${brokenFirst(environments).slice(0, most)} rowKey=${({ name }) => name} />`;
+  return html`<div class=${full ? "" : "short"}><${Table} label="Environments" columns=${columns} rows=${brokenFirst(environments).slice(0, most)} rowKey=${({ name }) => name} /></div>`;
 }

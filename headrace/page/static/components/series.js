@@ -5,7 +5,7 @@ import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js"
 
 /** Metrics in one request, and milliseconds in which charts that come into view are taken together. */
 const TOGETHER = 24;
-const GATHER = 40;
+const GATHER = 80;
 
 /** Returns `items` in parts of at most `size`. */
 export const parts = (items, size) =>
@@ -53,8 +53,12 @@ export class SeriesReader {
 
   #send() {
     this.timer = undefined;
-    for (const [run, metrics] of this.wanted)
-      for (const some of parts([...metrics], TOGETHER)) this.#readSome(run, some);
+    for (const [run, metrics] of this.wanted) {
+      // charts that were scrolled past meanwhile need nothing
+      const listened = [...this.listeners].filter((each) => each.run === run).flatMap((each) => each.metrics);
+      const some = listened.filter((metric) => metrics.delete(metric));
+      for (const part of parts(some, TOGETHER)) this.#readSome(run, part);
+    }
     this.wanted.clear();
   }
 

@@ -3,11 +3,11 @@
 import { setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Choice, Empty, Failure, Fold, Loaded } from "../components/basics.js";
-import { Chart, colourOf } from "../components/chart.js";
+import { Chart, colourOf, dashesOf } from "../components/chart.js";
 import { align, smooth } from "../components/curves.js";
 import { InView, useReader, useSeries } from "../components/series.js";
 import { count, visible } from "../format.js";
-import { html, useCallback, useMemo } from "../vendor/preact.js";
+import { html, useMemo } from "../vendor/preact.js";
 
 /** Points of a curve: more than a chart has pixels show nothing more. */
 export const POINTS = 500;
@@ -158,7 +158,7 @@ export function Tools({ query, chosen, range, error, children }) {
 function Marks({ marks }) {
   if (!marks.length) return null;
   return html`<${Fold} label=${marks.length === 1 ? "1 mark" : `${marks.length} marks`}>
-    <ul class="marks">
+    <ul class="marks" tabindex="0" aria-label="Marks">
       ${marks.map(
         ({ step, kind, text }) => html`<li key=${`${step} ${kind} ${text}`}>
           <b class=${`sign ${kind}`} aria-hidden="true">${MARKS[kind]?.sign ?? "•"}</b> step ${count(step)} · ${MARKS[kind]?.label ?? kind}: ${visible(text)}
@@ -187,18 +187,27 @@ export function Section({ section, charts, empty, shared }) {
 const kindOf = (metric) => metric.slice(0, metric.indexOf(":"));
 const KINDS = { train: 0, validation: 1 };
 
-/** The chart of a metric, in training and in validation; of several runs, each with a colour of its own. */
-export function MetricChart({ name, help, unit, metrics, runs, reader, marks, range, extent, chosen, query }) {
-  const wide = chosen.wide === name;
-  const height = wide ? 380 : 170;
-  const zoom = useCallback(
-    (first, last) =>
-      setQuery(
-        new URLSearchParams(location.search),
-        first === null ? { first: null, last: null } : { first: Math.floor(first), last: Math.ceil(last) },
-      ),
-    [],
+const here = () => new URLSearchParams(location.search);
+
+/** Puts the range that a person has chosen into the address: whole steps; nulls show all. */
+const zoom = (first, last) =>
+  setQuery(here(), first === null ? { first: null, last: null } : { first: Math.floor(first), last: Math.ceil(last) });
+
+/**
+ * The chart of a metric, in training and in validation; of several runs, each with a colour of its own. It is made anew only when what it
+ * shows has changed: there are hundreds, and the address changes with each letter of a search.
+ */
+export function MetricChart({ name, help, unit, metrics, runs, reader, marks, range, extent, chosen }) {
+  const [wide, { weight, log }] = [chosen.wide === name, chosen];
+  return useMemo(
+    () =>
+      html`<${Framed} ...${{ name, help, unit, metrics, runs, reader, marks, range, extent, weight, log, wide }} />`,
+    [name, help, unit, metrics.join(), runs.join(), reader, marks, range, extent.join(), weight, log, wide],
   );
+}
+
+function Framed({ name, help, unit, wide, ...shown }) {
+  const height = wide ? 380 : 170;
   return html`<${InView} class=${`card metric ${wide ? "wide" : ""}`} height=${height + 92} label=${name}>
     ${(active) => html`
       <header>
@@ -206,14 +215,14 @@ export function MetricChart({ name, help, unit, metrics, runs, reader, marks, ra
           <h3><code>${visible(name)}</code> ${unit && html`<span class="faint">${visible(unit)}</span>`}</h3>
           <p class="faint help" title=${visible(help)}>${visible(help)}</p>
         </div>
-        <button class="plain" aria-pressed=${wide} aria-label=${`${name}: ${wide ? "small" : "large"}`} title=${wide ? "Small" : "Large"} onClick=${() => setQuery(query, { wide: wide ? null : name })}>${wide ? "⤡" : "⤢"}</button>
+        <button class="plain" aria-pressed=${wide} aria-label=${`${name}: ${wide ? "small" : "large"}`} title=${wide ? "Small" : "Large"} onClick=${() => setQuery(here(), { wide: wide ? null : name })}>${wide ? "⤡" : "⤢"}</button>
       </header>
-      ${active && html`<${Curves} ...${{ name, metrics, runs, reader, marks, range, extent, chosen, height, zoom }} />`}
+      ${active && html`<${Curves} name=${name} height=${height} ...${shown} />`}
     `}
   <//>`;
 }
 
-function Curves({ name, metrics, runs, reader, marks, range, extent, chosen, height, zoom }) {
+function Curves({ name, metrics, runs, reader, marks, range, extent, weight, log, height }) {
   const { found, error, params } = useSeries(reader, runs, metrics, true);
   const several = runs.length > 1;
   const { xs, series, missing } = useMemo(() => {
@@ -221,14 +230,15 @@ function Curves({ name, metrics, runs, reader, marks, range, extent, chosen, hei
       several ? `${run}${metrics.length > 1 ? ` ${kindOf(metric)}` : ""}` : kindOf(metric);
     const styled = (run, metric) => ({
       colour: colourOf(several ? runs.indexOf(run) : (KINDS[kindOf(metric)] ?? 0)),
-      dashed: kindOf(metric) === "validation" && metrics.length > 1,
+      dashed:
+        kindOf(metric) === "validation" && metrics.length > 1 ? [5, 3] : dashesOf(several ? runs.indexOf(run) : 0),
     });
-    return curvesOf(found, runs, metrics, chosen.weight, labelled, styled);
-  }, [found, runs.join(), metrics.join(), chosen.weight]);
+    return curvesOf(found, runs, metrics, weight, labelled, styled);
+  }, [found, runs.join(), metrics.join(), weight]);
   if (error && !series.length) return html`<${Failure} error=${error} />`;
   if (!params) return html`<p class="empty" aria-busy="true">Reading …</p>`;
   return html`
-    <${Chart} ...${{ xs, series, height, log: chosen.log, marks, range, extent, label: name, sync: "metrics", onZoom: zoom }} />
+    <${Chart} ...${{ xs, series, height, log, marks, range, extent, label: name, sync: "metrics", onZoom: zoom }} />
     ${missing > 0 && html`<p class="outside">${count(missing)} ${missing === 1 ? "value is" : "values are"} not a finite number</p>`}
   `;
 }

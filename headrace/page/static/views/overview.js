@@ -56,8 +56,8 @@ const exactly = (metric) => `re=${encodeURIComponent(`^${metric.replace(/[.*+?^$
 /** Seconds after which the state of a run that is up is late: its trainer writes it every second. */
 const LATE = 10;
 
-/** Says how old the live state is: `{text, tone}`. `at` is the time now. */
-export function asOf(run, now, at) {
+/** Says how old the live state is: `{text, tone}`. `at` is the time now; `lost`: the server of the page does not answer. */
+export function asOf(run, now, at, lost = false) {
   if (!now)
     return run.state === "running"
       ? { text: "The trainer has not written its state yet.", tone: "calm" }
@@ -71,24 +71,22 @@ export function asOf(run, now, at) {
       text: `Not live: ${run.state}. The last known state is of ${time(now.time)}, ${duration(age)} ago.`,
       tone: "calm",
     };
-  return {
-    text: `As of ${clock(now.time)}, ${duration(age)} ago${age > LATE ? ": the trainer is silent" : ""}`,
-    tone: age > LATE ? "bad" : "good",
-  };
+  const problem = lost ? ": the server of this page does not answer" : age > LATE ? ": the trainer is silent" : "";
+  return { text: `As of ${clock(now.time)}, ${duration(age)} ago${problem}`, tone: problem ? "bad" : "good" };
 }
 
 export function Overview({ run, query }) {
   const window = WINDOWS.some(([name]) => name === query.get("window")) ? query.get("window") : "10";
   const answer = useData(`/api/runs/${encodeURIComponent(run)}`, { window }, { every: 2 });
-  return html`<${Loaded} answer=${answer}>${(data) => html`<${Known} ...${{ run, query, window, data }} />`}<//>`;
+  return html`<${Loaded} answer=${answer}>${(data) => html`<${Known} ...${{ run, query, window, data, lost: answer.error !== null }} />`}<//>`;
 }
 
-function Known({ run, query, window, data }) {
+function Known({ run, query, window, data, lost }) {
   const { now, flow, alarms = [], checkpoints = [] } = data;
   const live = now && data.run.state === "running" ? now : null;
   return html`
     <div class="tools between">
-      <${AsOf} run=${data.run} now=${now} />
+      <${AsOf} run=${data.run} now=${now} lost=${lost} />
       <${Choice} label="Window" choices=${WINDOWS} value=${window} onChange=${(value) => setQuery(query, { window: value })} />
     </div>
     <${Trouble} run=${data.run} />
@@ -110,13 +108,13 @@ function Known({ run, query, window, data }) {
 }
 
 /** How old the state is, counted on every second. */
-function AsOf({ run, now }) {
+function AsOf({ run, now, lost }) {
   const [at, setAt] = useState(Date.now() / 1000);
   useEffect(() => {
     const timer = setInterval(() => setAt(Date.now() / 1000), 1000);
     return () => clearInterval(timer);
   }, []);
-  const { text, tone } = asOf(run, now, Math.max(at, Date.now() / 1000));
+  const { text, tone } = asOf(run, now, Math.max(at, Date.now() / 1000), lost);
   return html`<span class=${`as-of ${tone}`}>${text}</span>`;
 }
 
@@ -135,11 +133,14 @@ function Facts({ run, data }) {
     validation?.metrics.partial_credit || validation?.metrics.accuracy === undefined
       ? "held-out reward"
       : "held-out accuracy";
-  const left = formatEta(data.run);
-  const paces = [left, seconds_per_step && `${duration(seconds_per_step)} a step`].filter(Boolean).join(", ");
+  const note = [
+    max_steps && `of ${count(max_steps)}`,
+    formatEta(data.run),
+    seconds_per_step && `${duration(seconds_per_step)} a step`,
+  ];
   return html`<${Tiles}>
     <${Tile} label="state" value=${state} note=${started ? `started ${ago(started)}` : ""} tone=${["failed", "killed"].includes(state) ? "bad" : ""} />
-    <${Tile} label="step" value=${html`${count(step)}${max_steps && html`<small> of ${count(max_steps)}</small>`}`} note=${paces} href=${address(run, "timeline")} />
+    <${Tile} label="step" value=${count(step)} note=${note.filter(Boolean).join(", ")} href=${address(run, "timeline")} />
     ${validation && html`<${Tile} label=${name} value=${number(heldOut)} note=${`at step ${count(validation.step)}`} href=${address(run, "metrics", "metric=validation%3Aaccuracy&metric=validation%3Areward")} />`}
     ${best && html`<${Tile} label="best" value=${number(best.value)} note=${`${visible(best.metric)} at step ${count(best.step)}`} href=${address(run, "metrics", exactly(best.metric.replace(/^val:/, "validation:")))} />`}
     ${train && metricTiles(train.metrics).map(({ label, metric, text }) => html`<${Tile} key=${label} label=${label} value=${text} note=${`at step ${count(train.step)}`} href=${address(run, "metrics", exactly(metric))} />`)}
@@ -235,10 +236,10 @@ export function foldAlarms(alarms) {
 function Alarms({ run, alarms }) {
   if (!alarms.length) return html`<${Card} title="Alarms"><${Empty}>No alarm.<//><//>`;
   return html`<${Card} title=${`${count(alarms.length)} ${alarms.length === 1 ? "alarm" : "alarms"}`}>
-    <div class="low"><ul class="findings">
+    <div class="low" role="region" aria-label="Alarms" tabindex="0"><ul class="findings">
       ${foldAlarms(alarms).map(
         ({ first, step, name, text, evidence }) => html`<li key=${`${step} ${name}`}>
-          <${Badge} tone="bad">${first === step ? `step ${count(step)}` : `${count(first)}–${count(step)}`}<//>
+          <${Badge} tone="bad">${first === step ? `step ${count(step)}` : `steps ${count(first)}–${count(step)}`}<//>
           <div><b>${visible(name)}</b><p>${visible(text)}</p></div>
           ${evidence && html`<a href=${evidenceAddress(run, evidence)} aria-label=${`Evidence: ${name} at step ${step}`}>Evidence</a>`}
         </li>`,
@@ -247,23 +248,21 @@ function Alarms({ run, alarms }) {
   <//>`;
 }
 
-/** The newest checkpoints, and the best. */
+/** The newest checkpoints that are kept. */
 function Checkpoints({ run, checkpoints }) {
-  const newest = [...checkpoints].sort((a, b) => b.step - a.step).slice(0, 10);
-  if (!newest.length) return html`<${Card} title="Checkpoints"><${Empty}>No checkpoint yet.<//><//>`;
+  const kept = checkpoints.filter((each) => each.kept);
+  const newest = [...kept].sort((a, b) => b.step - a.step).slice(0, FEW);
+  if (!newest.length)
+    return html`<${Card} title="Checkpoints"><${Empty}>${checkpoints.length ? "None is kept." : "No checkpoint yet."}<//><//>`;
   const columns = [
     { name: "step", label: "step", numeric: true, cell: ({ step }) => count(step) },
     { name: "metric", label: run.best?.metric ?? "metric", numeric: true, cell: ({ metric }) => number(metric, 4) },
-    {
-      name: "kept",
-      label: "",
-      cell: ({ step, kept }) =>
-        html`${kept ? "kept" : "removed"} ${run.best?.step === step && html`<${Badge} tone="good">best<//>`}`,
-    },
+    { name: "best", label: "", cell: ({ step }) => run.best?.step === step && html`<${Badge} tone="good">best<//>` },
   ];
-  const more = checkpoints.length - newest.length;
-  return html`<${Card} title=${`${checkpoints.length} checkpoints`}>
+  const [older, gone] = [kept.length - newest.length, checkpoints.length - kept.length];
+  const rest = [older && `${count(older)} older`, gone && `${count(gone)} removed`].filter(Boolean).join(", ");
+  return html`<${Card} title=${`${count(kept.length)} ${kept.length === 1 ? "checkpoint" : "checkpoints"}`}>
     <${Table} label="Checkpoints" columns=${columns} rows=${newest} rowKey=${({ step }) => step} />
-    ${more > 0 && html`<p class="faint">and ${count(more)} older</p>`}
+    ${rest && html`<p class="faint">and ${rest}</p>`}
   <//>`;
 }

@@ -5,17 +5,20 @@ import { useData } from "../api.js";
 import { Badge, Card, Choice, Empty, Loaded, Table } from "../components/basics.js";
 import { Environments, Replicas, Runners } from "../components/fleet.js";
 import { ago, bytes, clock, count, time, visible } from "../format.js";
-import { html, useEffect, useRef } from "../vendor/preact.js";
+import { html, useEffect, useMemo, useRef } from "../vendor/preact.js";
 
 const call = (run, part) => `/api/runs/${encodeURIComponent(run)}${part}`;
 
 export function System({ run, query }) {
   const system = useData(call(run, "/system"), {}, { every: 30 });
   const overview = useData(call(run, ""), {}, { every: 2 });
+  // hundreds of rows that a letter in a search doesn't change
+  const services = useMemo(
+    () => html`<${Loaded} answer=${overview}>${(data) => html`<${Services} run=${data.run} now=${data.now} />`}<//>`,
+    [overview],
+  );
   return html`
-    <div class="pile">
-      <${Loaded} answer=${overview}>${(data) => html`<${Services} run=${data.run} now=${data.now} />`}<//>
-    </div>
+    <div class="pile">${services}</div>
     <div class="pile">
       <${Loaded} answer=${system}>
         ${(data) => html`
@@ -35,8 +38,8 @@ function Services({ run, now }) {
   const { replicas = [], runners = [], environments = [] } = now;
   const age = html`<span class="faint">${run.state === "running" ? `as of ${ago(now.time)}` : `last known, ${ago(now.time)}`}</span>`;
   return html`
-    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><div class="tall"><${Replicas} replicas=${replicas} full /></div><//>
-    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><div class="tall"><${Runners} runners=${runners} /></div><//>`}
+    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><div class="tall" role="region" aria-label="All replicas" tabindex="0"><${Replicas} replicas=${replicas} full /></div><//>
+    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><div class="tall" role="region" aria-label="All runners" tabindex="0"><${Runners} runners=${runners} /></div><//>`}
     <${Card} title=${`Environments: ${count(environments.length)}`} tools=${age}><${Environments} environments=${environments} full /><//>
   `;
 }
@@ -147,12 +150,16 @@ const KEY_COLUMNS = [
 
 function Configuration({ query, keys }) {
   const [text, changed] = [query.get("key") ?? "", query.get("keys") === "changed"];
-  const found = findKeys(keys, text, changed);
+  const found = useMemo(() => findKeys(keys, text, changed), [keys, text, changed]);
+  const table = useMemo(
+    () => html`<${Table} label="Configuration" columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} />`,
+    [found],
+  );
   const tools = html`
     <${Choice} label="Keys" choices=${[["all", "all"], ["changed", "not defaults"]]} value=${changed ? "changed" : "all"} onChange=${(value) => setQuery(query, { keys: value === "all" ? null : value })} />
     <input type="search" aria-label="Search the configuration" placeholder="key, value or origin" value=${text} onInput=${(event) => setQuery(query, { key: event.target.value })} />
   `;
   return html`<${Card} title=${`Configuration: ${count(found.length)} of ${count(keys.length)} keys`} tools=${tools}>
-    ${found.length ? html`<div class="tall"><${Table} label="Configuration" columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} /></div>` : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
+    ${found.length ? html`<div class="tall" role="region" aria-label="Keys" tabindex="0">${table}</div>` : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
   <//>`;
 }
