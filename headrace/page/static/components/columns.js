@@ -128,8 +128,9 @@ export function extremes(name, values, most = 20) {
   return found.map(({ at, value, distance }) => ({ at, value, share: distance / sum }));
 }
 
-/** A token's text with what can't be seen in it: line feeds, tabs, and nothing but spaces. */
-export function shownToken(text) {
+/** A token's text with what can't be seen in it: line feeds, tabs, and nothing but spaces. Of an old run only the id is known. */
+export function shownToken(text, id) {
+  if (text === null || text === undefined) return `⟨${id}⟩`;
   if (text === "") return "∅";
   if (/^ +$/.test(text)) return "·".repeat(text.length);
   return text.replaceAll("\t", "→\t").replaceAll("\n", "↵\n");

@@ -72,13 +72,13 @@ function Facts({ trajectory }) {
 export function Completion({ run, group, same, scale, chosen, choose, state }) {
   const [first] = same;
   const indices = same.map((each) => each.index);
-  const failed = first.status && first.status !== "SCORED";
+  const tone = first.status === "NOT_STARTED" ? "calm" : "bad";
   return html`<article class=${`completion ${chosen ? "chosen" : ""}`} aria-label=${`Completion ${indices.join(", ")}`}>
     <header>
       <span class="reward" style=${{ background: colourAt(position(scale, first.reward), 50) }} title="reward">${number(first.reward)}</span>
       <span class="indices">${indices.map((index) => html`<a key=${index} href=${groupAddress(run, group, index)} title=${`tokens of completion ${index}`}>#${index}</a> `)}</span>
       ${same.length > 1 && html`<${Badge}>×${same.length}<//>`}
-      ${failed && html`<${Badge} tone="bad">${visible(first.status)}<//>`}
+      ${first.status && first.status !== "SCORED" && html`<${Badge} tone=${tone}>${visible(first.status)}<//>`}
       <button class="compare" aria-pressed=${Boolean(chosen)} onClick=${() => choose(first.index)}>${chosen ? `compared (${chosen})` : "compare"}</button>
     </header>
     <${Facts} trajectory=${first} />

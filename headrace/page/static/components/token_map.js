@@ -51,7 +51,7 @@ function spans(store, block, column, scale, selected, starts) {
       data-at=${at}
       class=${`token v${version % 2} ${at === selected ? "selected" : ""}`}
       style=${{ backgroundColor: values ? colourOf(column, scale, values[at]) : "transparent" }}
-    >${visible(shownToken(store.texts[at]))}</span>`);
+    >${visible(shownToken(store.texts[at], store.ids[at]))}</span>`);
   }
   return parts;
 }

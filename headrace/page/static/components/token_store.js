@@ -6,8 +6,10 @@ import { withDerived } from "./columns.js";
 
 /** Tokens of one request. */
 export const WINDOW = 2048;
+/** Windows of one request when all are read: the server looks through a file for each request. */
+const TOGETHER = 8;
 /** A trajectory of at most so many tokens is read whole without being asked. */
-export const WHOLE = 8 * WINDOW;
+export const WHOLE = TOGETHER * WINDOW;
 
 /** Tokens and columns of the windows that were read. Values that weren't read, or are null, are NaN. */
 export class TokenStore {
@@ -34,7 +36,10 @@ export class TokenStore {
       const column = this.columns[name];
       for (const [i, value] of values.entries()) column[first + i] = value ?? Number.NaN;
     }
-    this.windows.add(Math.floor(first / WINDOW));
+    const last = first + tokens.length;
+    // A window that the server cut short is not read yet.
+    for (let at = first; at < last && Math.min(total, at + WINDOW) <= last; at += WINDOW)
+      this.windows.add(Math.floor(at / WINDOW));
   }
 
   get count() {
@@ -61,11 +66,11 @@ export function useTokens(path, first) {
   const pending = useRef(new Set());
   const abort = useRef(new AbortController());
   useEffect(() => () => abort.current.abort(), []);
-  const read = async (window) => {
+  const read = async (window, windows = 1) => {
     if (store.windows.has(window) || pending.current.has(window)) return;
     pending.current.add(window);
     try {
-      store.add(await get(path, { first: window * WINDOW, count: WINDOW }, abort.current.signal));
+      store.add(await get(path, { first: window * WINDOW, count: windows * WINDOW }, abort.current.signal));
       setState((before) => ({ ...before, arrived: before.arrived + 1, error: null }));
     } catch (error) {
       if (!abort.current.signal.aborted) setState((before) => ({ ...before, error: error.message }));
@@ -78,7 +83,7 @@ export function useTokens(path, first) {
   const readAll = async () => {
     setState((before) => ({ ...before, reading: true }));
     try {
-      for (let window = 0; window < store.count; window += 1) await read(window);
+      for (let window = 0; window < store.count; window += 1) await read(window, TOGETHER);
     } catch {
       // `read` has kept the error for the view.
     }

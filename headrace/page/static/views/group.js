@@ -9,6 +9,7 @@ import { diffWords } from "../components/diff.js";
 import { useKeys } from "../components/keys.js";
 import { apiPath, groupAddress, toneOf, viewAddress } from "../components/links.js";
 import { Messages } from "../components/messages.js";
+import { Problems } from "../components/problems.js";
 import { Histogram, RewardStrip } from "../components/rewards.js";
 import { Story } from "../components/story.js";
 import { count, duration, number, time, visible } from "../format.js";
@@ -24,10 +25,11 @@ export function Group({ run, params, query }) {
   return html`<${Loaded} answer=${answer}>
     ${(data) => html`
       <${Head} run=${run} group=${data} />
+      <${Problems} of=${data} />
       ${data.state === "failed" && html`<${Failed} group=${data} />`}
       <div class="columns">
         <${Prompt} group=${data} />
-        <${Card} title="Story" tools=${html`<span class="faint">${time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
+        <${Card} title="Story" tools=${html`<span class="faint">${data.enqueued > 0 && time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
           ${data.story.length ? html`<${Story} story=${data.story} />` : html`<${Empty}>No events of this group are recorded.<//>`}
         <//>
       </div>
@@ -43,7 +45,7 @@ function Head({ run, group }) {
     ["spread", number(group.spread)],
     ["age", count(group.age)],
     ["attempts", count(group.attempts)],
-    ["took", group.ended ? duration(group.ended - group.enqueued) : "–"],
+    ["took", group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"],
     ["environment", visible(group.environment)],
     ["build", visible(group.build ?? "–")],
     ["task", visible(group.task || "–")],
@@ -62,7 +64,7 @@ function Head({ run, group }) {
     <nav class="links" aria-label="Related">
       ${group.step !== null && html`<a href=${viewAddress(run, "prompts", { step: group.step })}>groups of step ${group.step}</a>`}
       ${group.step !== null && html`<a href=${viewAddress(run, "metrics", { first: Math.max(0, group.step - 10), last: group.step + 10 })}>metrics around step ${group.step}</a>`}
-      <a href=${viewAddress(run, "timeline", { first: group.enqueued.toFixed(3), last: (group.ended ?? group.enqueued + 60).toFixed(3) })}>this time in the timeline</a>
+      ${group.enqueued > 0 && html`<a href=${viewAddress(run, "timeline", { first: group.enqueued.toFixed(3), last: (group.ended ?? group.enqueued + 60).toFixed(3) })}>this time in the timeline</a>`}
       ${group.source && html`<a href=${viewAddress(run, "prompts", { row: `${group.source.file}:${group.source.line}` })}>${visible(group.source.file)}:${group.source.line}</a>`}
       ${group.replicas.map((each) => html`<a key=${each} href=${viewAddress(run, "prompts", { replica: each })}>${visible(each)}</a>`)}
     </nav>

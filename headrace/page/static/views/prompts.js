@@ -5,6 +5,7 @@ import { useData } from "../api.js";
 import { Badge, Card, Empty, Failure, Loaded } from "../components/basics.js";
 import { rewardScale } from "../components/colour.js";
 import { apiPath, groupAddress, STATES, toneOf } from "../components/links.js";
+import { Problems } from "../components/problems.js";
 import { RewardStrip } from "../components/rewards.js";
 import { count, duration, number, visible } from "../format.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
@@ -65,6 +66,7 @@ export function Prompts({ run, query }) {
       ${(data) => html`
         <${States} states=${data.states} query=${query} change=${change} />
         <${Lost} count=${data.lost_events} />
+        <${Problems} of=${data} />
         <${Card} title=${`${count(data.total)} group${data.total === 1 ? "" : "s"}`} tools=${html`<${Pages} query=${query} total=${data.total} offset=${parameters.offset} />`}>
           ${
             data.groups.length
@@ -254,7 +256,7 @@ function Row({ run, group, query, scale }) {
     <td class="numeric">${only("step", group.step, count(group.step))}</td>
     <td class="numeric">${count(group.age)}</td>
     <td class=${`numeric ${group.attempts > 1 ? "several" : ""}`}>${count(group.attempts)}</td>
-    <td class="numeric">${group.ended ? duration(group.ended - group.enqueued) : "–"}</td>
+    <td class="numeric">${group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"}</td>
     <td class="names" title=${visible(group.replicas.join(", "))}>${only("replica", group.replicas[0])}${group.replicas.length > 1 && html`<span class="faint"> +${group.replicas.length - 1}</span>`}</td>
     <td class="names">${only("environment", group.environment)}</td>
     <td class="names">${only("build", group.build)}</td>

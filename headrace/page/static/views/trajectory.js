@@ -153,7 +153,7 @@ function Legend({ column, scale }) {
 }
 
 const PromptTokens = ({ tokens }) =>
-  html`<div class="tokens prompt">${tokens.map(({ id, text }, i) => html`<span key=${i} class="token" title=${id}>${visible(shownToken(text))}</span>`)}</div>`;
+  html`<div class="tokens prompt">${tokens.map(({ id, text }, i) => html`<span key=${i} class="token" title=${id}>${visible(shownToken(text, id))}</span>`)}</div>`;
 
 function GoTo({ total, select }) {
   const go = (event) => {
@@ -180,7 +180,7 @@ function Inspector({ store, at, hovered }) {
       ${
         text === undefined
           ? html`<${Empty}>Being read …<//>`
-          : html`<div class="token-text"><code>${visible(JSON.stringify(text))}</code> <span class="faint">id ${store.ids[shown]}</span></div>
+          : html`<div class="token-text"><code>${text === null ? "its text is not known" : visible(JSON.stringify(text))}</code> <span class="faint">id ${store.ids[shown]}</span></div>
             <dl class="values">
               ${ordered(Object.keys(store.columns)).map((name) => html`<div key=${name}><dt>${columnOf(name).label}</dt><dd class="numeric">${valueText(name, store.columns[name][shown])}</dd></div>`)}
               <div><dt>weight version</dt><dd class="numeric">${version < 0 ? "–" : store.head.versions[version][0]}</dd></div>
@@ -214,7 +214,7 @@ function Top({ tokens, column, select, at }) {
         ? html`<ol class="top">${found.map(
             ({ at: token, value, share }) => html`<li key=${token}>
               <button class="plain" aria-current=${token === at ? "true" : undefined} onClick=${() => select(token)}>
-                <span class="faint">${count(token)}</span> <code>${visible(shownToken(store.texts[token] ?? "")).trimEnd() || "␣"}</code>
+                <span class="faint">${count(token)}</span> <code>${visible(shownToken(store.texts[token], store.ids[token])).trimEnd() || "␣"}</code>
                 <span class="numeric">${valueText(by, value)}</span> <span class="numeric faint">${percent(share)}</span>
               </button>
             </li>`,
