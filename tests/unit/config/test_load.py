@@ -312,7 +312,7 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
     ],
 )
 @pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:
     file.write_text(marks + text)
     assert said in refusal(file)
