@@ -116,9 +116,7 @@ class Loop:
                 feeding.result()  # its error ends the run
             await self._writer.poll()
             replicas = await self._call(self._replay.replicas)
-            began = self._clock()
             await self._validations.poll()
-            self._recorder.spend(Action.AWAIT_VALIDATION, self._clock() - began, {})
             run = await self._call(self._replay.state)
             await self._recorder.note_failures(run.counts.get("failed", 0))
             state = self._look(replicas, run)
