@@ -101,18 +101,14 @@ async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
     recorder = SimpleNamespace(
         publish=partial(takes, 1.0), spend=lambda action, seconds, counts: spent.append((action, seconds))
     )
-    writer = SimpleNamespace(add_metrics=lambda *_: None)
-    validations = Validations(Config(), *map(cast_any, (context, "t", recorder, writer)), [])
+    stand_ins: list[Any] = [context, recorder, SimpleNamespace(add_metrics=lambda *_: None)]
+    validations = Validations(Config(), stand_ins[0], "t", stand_ins[1], stand_ins[2], [])
     await validations.poll()
     assert spent == []
-    running = Running(version=0, metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[])
-    validations.running = cast_any(running)
+    running: Any = Running(version=0, metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[])
+    validations.running = running
     await validations.poll()
     running.complete = True
     await validations.poll()
     assert spent == [(Action.AWAIT_VALIDATION, 2.0), (Action.AWAIT_VALIDATION, 6.0)]
     assert validations.running is None
-
-
-def cast_any(value: object) -> Any:
-    return value
