@@ -19,7 +19,7 @@ from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from headrace_services.trainer.network.packing import Packing, pack, plan
 from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.batch_samples import training_record, validation_record
+from headrace_services.trainer.telemetry.batch_samples import training_records, validation_record
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.episodes import call, episode, random_episodes
 from tests.support.trainer import batch, on_ranks, trajectory
@@ -123,7 +123,7 @@ def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     found = step_four()
     found.advantages = np.arange(8, dtype=np.float64)
     found.mask_reasons = np.array([0, MaskReason.OVER_AGE] + [0] * 6, np.int8)
-    line = training_record(4, PROMPT, found, 1)
+    line = list(training_records(4, [PROMPT] * 2, found))[1]
     assert line["token_ids"] == [2, 3, 5, 7, 9, 10]
     np.testing.assert_array_equal(line["advantages"], [2, 3, 1, np.nan, 4, 5])
     np.testing.assert_array_equal(line["generation_logprobs"], [-0.5, -1, -2, np.nan, -0.25, -0.75])
