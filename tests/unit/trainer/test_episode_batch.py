@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from headrace_services.trainer.control.validation import summarize
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from headrace_services.trainer.network.packing import Packing, pack, plan
-from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry import alarm, batch_samples
 from headrace_services.trainer.telemetry.batch_samples import training_records, validation_record
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.episodes import call, episode, random_episodes
@@ -136,6 +137,16 @@ def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     held_out = validation_record(4, PROMPT, TREE, Score("SCORED", 1.0))
     assert held_out["token_loss_mask"] == [1, 1, 1, 0, 1, 1]
     assert (held_out["finish_reason"], held_out["replica"]) == ("length", "a")
+
+
+def test_lines_are_the_same_however_many_are_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = step_four()
+    found.advantages = np.arange(8, dtype=np.float64)
+    found.policy_logprobs = np.array([np.nan] * 2 + [-0.5] * 6, np.float32)
+    together = [msgspec.json.encode(line) for line in training_records(4, [PROMPT] * 2, found)]
+    monkeypatch.setattr(batch_samples, "_TOKENS", 1)
+    assert [msgspec.json.encode(line) for line in training_records(4, [PROMPT] * 2, found)] == together
+    assert len(together) == len(found) > 1
 
 
 def test_the_lineage_of_an_episode_is_that_of_its_trained_calls() -> None:
