@@ -120,6 +120,22 @@ class Site:
     gpus_per_host: int
     shared: bool = False
 
+    def replicas_beside(self, ranks: int, slice_size: int) -> int | None:
+        """Return how many replicas of `slice_size` devices have a place beside so many `ranks` of the trainer; None if the ranks have none.
+        Hosts with ranks have equally many, and a replica has its devices on one host."""
+        size = self.gpus_per_host
+        whole, rest = divmod(self.gpus, size)  # hosts, and the devices of one that has fewer
+        taken = each = 0
+        if ranks:
+            counts = range(-(-ranks // size), whole + 2)
+            taken = next((n for n in counts if ranks % n == 0 and (n <= whole or ranks // n <= rest)), 0)
+            if not taken:
+                return None
+            each = ranks // taken
+        full = min(taken, whole)
+        left = rest - each if taken > whole else rest
+        return full * ((size - each) // slice_size) + (whole - full) * (size // slice_size) + left // slice_size
+
 
 def check_for_engine(devices: Iterable[Device]) -> None:
     """Raise `ServiceError` if a replica's engine can't use one of its devices.

@@ -391,9 +391,9 @@ def larger_replicas(config: Config, site: Site) -> Iterator[Changes]:
         return
     size = models_of(config)["policy"].size
     parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
-    left = site.gpus - (config.trainer.num_processes if site.trainer else 0)
-    while (parallel := 2 * parallel) <= min(left, site.gpus_per_host) and size.heads % parallel == 0:
-        count = min(config.rollout.replicas, left // parallel)
+    ranks = config.trainer.num_processes if site.trainer else 0
+    while (room := site.replicas_beside(ranks, parallel := 2 * parallel)) and size.heads % parallel == 0:
+        count = min(config.rollout.replicas, room)
         yield {_PARALLEL: parallel} | ({_REPLICAS: count} if count != config.rollout.replicas else {})
 
 
@@ -409,9 +409,10 @@ def more_ranks(config: Config, site: Site) -> Iterator[Changes]:
             continue  # hosts have equally many
         if any(-(-count // -(-count // ranks)) < ranks for count in experts):
             continue  # a rank would be without one
-        replicas = (
-            config.rollout.replicas if not taken else min(config.rollout.replicas, (site.gpus - ranks) // parallel)
-        )
+        room = site.replicas_beside(ranks, parallel)
+        if room is None or (taken and not room):
+            continue
+        replicas = min(config.rollout.replicas, room) if taken else config.rollout.replicas
         yield {_RANKS: ranks} | ({_REPLICAS: replicas} if replicas != config.rollout.replicas else {})
 
 
