@@ -288,13 +288,16 @@ def read_inventory() -> Inventory:
         pynvml.nvmlShutdown()
 
 
-def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
-    return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
+def _driver_error(error: pynvml.NVMLError, what: str = "its devices") -> UnusableGPU:
+    return UnusableGPU(f"the NVIDIA driver can't list {what} ({error}); see what `nvidia-smi` reports")
 
 
 def _list_devices(index: int) -> Iterator[Device]:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError as error:
+        raise _driver_error(error, f"GPU {index}") from error
     if not _is_divided(handle):
         yield _device(handle, str(index), capability)
         return
@@ -318,7 +321,8 @@ def _device(handle: object, index: str, capability: Sequence[int]) -> Device:
     memory = free = None
     with contextlib.suppress(pynvml.NVMLError_NotSupported):
         found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        memory, free = int(found.total), int(found.free)
+        if found.total:  # a driver that doesn't know may say 0
+            memory, free = int(found.total), int(found.free)
     return Device(
         pynvml.nvmlDeviceGetUUID(handle),
         index,

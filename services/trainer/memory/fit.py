@@ -115,6 +115,8 @@ class Verdict:
 def judge(config: Config, site: Site) -> Verdict:
     """Compare what `config` needs with the devices of `site`. Raises `ServiceError` if the configuration of a model can't be read."""
     try:
+        if problem := _not_sharded(config, site):
+            return Verdict(problem)
         shares, uses = _uses(config, site)
     except NotPlanned as error:
         return Verdict(warnings=(f"the run's memory is not compared with its GPUs: {error}",))
@@ -125,13 +127,25 @@ def judge(config: Config, site: Site) -> Verdict:
     change = None if found is None else tuple(f"{key}={_written(value)}" for key, value in found.items())
     said = "; ".join(map(str, over))
     remedy = (
-        "No change of memory keys makes it fit: take GPUs with more memory, or a smaller model"
+        "No change that is tried makes it fit (docs/memory.md): lower what is largest here, take GPUs with more memory, or a smaller model"
         if change is None
         else f"The smallest change that fits: {' '.join(change)}"
     )
     if any(use.over > ERROR * use.room for use in over):
         return Verdict(f"{said}. {remedy}", change)
     return Verdict(None, change, shares, (f"{said}. That is within the error of the plan, so it may fit. {remedy}",))
+
+
+def _not_sharded(config: Config, site: Site) -> str | None:
+    """Return why vLLM can't divide the model among the GPUs of a replica; None if it can."""
+    parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
+    if site.replica is None or parallel == 1:
+        return None
+    size = models_of(config)["policy"].size
+    if size.can_be_sharded(parallel):
+        return None
+    possible = ", ".join(str(count) for count in range(1, size.heads + 1) if size.can_be_sharded(count))
+    return f"{_PARALLEL} {parallel} does not divide the model's {size.heads} attention heads into equal parts; give one of {possible}"
 
 
 def fits(config: Config, site: Site) -> bool:
@@ -392,7 +406,7 @@ def larger_replicas(config: Config, site: Site) -> Iterator[Changes]:
     size = models_of(config)["policy"].size
     parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
     ranks = config.trainer.num_processes if site.trainer else 0
-    while (room := site.replicas_beside(ranks, parallel := 2 * parallel)) and size.heads % parallel == 0:
+    while (room := site.replicas_beside(ranks, parallel := 2 * parallel)) and size.can_be_sharded(parallel):
         count = min(config.rollout.replicas, room)
         yield {_PARALLEL: parallel} | ({_REPLICAS: count} if count != config.rollout.replicas else {})
 

@@ -210,6 +210,16 @@ def test_the_first_change_of_the_order_that_fits_is_proposed(
     assert judged(file, site(gib, gpus), *overrides, *verdict.change).problem is None
 
 
+@pytest.mark.parametrize(("parallel", "can"), [(2, True), (3, False), (4, True), (6, True), (7, False), (16, False)])
+def test_a_replica_has_whole_heads_on_each_gpu(parallel: int, can: bool) -> None:
+    # 12 heads, and 2 of keys: vLLM ends at its start for any other number
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    over = ["policy.model_name=Qwen/Qwen2.5-1.5B", f"{key}={parallel}", "rollout.replicas=1"]
+    found = judged(TWO_NODES, site(79.2, 32, per_host=32), *over).problem or ""
+    assert found.startswith(f"{key} {parallel} ") is not can
+    assert can or found.endswith("1, 2, 4, 6, 12")
+
+
 def test_a_replica_too_large_for_its_gpus_is_spread_over_more() -> None:
     over = ["policy.lora_cfg.enabled=true", "policy.generation.vllm_cfg.tensor_parallel_size=1", "rollout.replicas=4"]
     assert judged(TWO_NODES, site(79.2, 16), *over).problem is None
