@@ -187,6 +187,7 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
         ('env={"my env": {type: math}, adder: {type: math}}', "letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody'"),
+        ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf should be less"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x'"),
     ],
