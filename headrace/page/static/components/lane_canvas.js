@@ -16,13 +16,12 @@ export const COLOURS = {
   wait: "--faint",
   other: "--series-8",
 };
-const SHADES = 4;
+/** How opaque bars are, so that text on them can be read in both themes. Consecutive weight versions differ. */
+const SHADES = [0.38, 0.55, 0.85];
+const OTHERS = 0.42;
 
-/** How opaque a bar is, so that text on it can be read; consecutive weight versions differ. */
 export const shade = (bar) =>
-  kindOf(bar.what) === "generation" && Number.isFinite(bar.version)
-    ? 0.22 + (0.42 * (bar.version % SHADES)) / (SHADES - 1)
-    : 0.5;
+  kindOf(bar.what) === "generation" && Number.isFinite(bar.version) ? SHADES[bar.version % SHADES.length] : OTHERS;
 
 const gutterOf = (width) => (width < 600 ? 84 : 150);
 
@@ -57,7 +56,7 @@ function drawLane(context, lane, place, paints) {
     context.fillRect(from, top + lane.of[i] * row, wide, tall);
     if (tall < 11 || wide < 34) return;
     context.globalAlpha = 1;
-    context.fillStyle = paints.text;
+    context.fillStyle = kind === "generation" && shade(bar) > 0.7 ? paints.onBar : paints.text;
     const text = labelOf(bar);
     if (context.measureText(text).width < wide - 6) context.fillText(text, from + 3, top + lane.of[i] * row + tall / 2);
   });
@@ -109,6 +108,7 @@ function draw(canvas, { lanes, range, focus, hover, drag, y }) {
   paints.wait = hatch(context, paints.wait);
   Object.assign(paints, {
     text: styleOf("--text"),
+    onBar: styleOf("--on-bar"),
     faint: styleOf("--faint"),
     grid: styleOf("--grid"),
     surface: styleOf("--surface"),
@@ -329,7 +329,7 @@ export function LaneCanvas({ lanes, range, whole, focus, onRange, onFocus, onOpe
       style=${{ height: `${height}px` }}>
       <div style=${{ height: `${height}px` }}><canvas ref=${canvas} style=${{ height: `min(${height}px, 100%)` }} ...${handlers}></canvas></div>
     </div>
-    ${hovered && html`<div class="tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
+    ${hovered && html`<div class="lane-tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
   </div>`;
 }
 

@@ -243,7 +243,7 @@ function Row({ run, group, query, scale }) {
   const only = (name, value, text = value) =>
     value === null || value === undefined || value === ""
       ? html`<span class="faint">–</span>`
-      : html`<a class="quiet" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery(query, { [name]: value, offset: null })}>${visible(text)}</a>`;
+      : html`<a class="only" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery(query, { [name]: value, offset: null })}>${visible(text)}</a>`;
   return html`
     <td class="prompt">
       <a href=${groupAddress(run, group.id)} tabindex="-1">${visible(group.prompt) || "(an empty prompt)"}</a>

@@ -158,16 +158,16 @@ async function findStep(run, lanes, step) {
   return ends.length ? [Math.min(...groups.map((group) => group.enqueued)), Math.max(...ends) + 1] : null;
 }
 
-const Legend = () => html`<div class="legend">
+const Legend = () => html`<div class="meaning">
   ${Object.entries(COLOURS).map(
     ([kind, colour]) => html`<span key=${kind}>
       ${
         kind === "generation"
-          ? [0, 1, 2, 3].map(
+          ? [0, 1, 2].map(
               (version) =>
-                html`<span key=${version} class="swatch" style=${{ background: mixed(colour, shade({ what: kind, version })) }}></span>`,
+                html`<span key=${version} class="patch" style=${{ background: mixed(colour, shade({ what: kind, version })) }}></span>`,
             )
-          : html`<span class=${`swatch ${kind === "wait" ? "hatched" : ""}`} style=${kind === "wait" ? {} : { background: mixed(colour, 0.5) }}></span>`
+          : html`<span class=${`patch ${kind === "wait" ? "hatched" : ""}`} style=${kind === "wait" ? {} : { background: mixed(colour, shade({ what: kind })) }}></span>`
       } ${kind}${kind === "generation" ? ", shaded by weight version" : ""}
     </span>`,
   )}

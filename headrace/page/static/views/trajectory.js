@@ -73,7 +73,7 @@ function Head({ run, params, head, total, indices }) {
       <h2><a href=${groupAddress(run, params.group)}>${visible(params.group)}</a> #${params.index}</h2>
       <nav class="tools" aria-label="Completions of the group">${others}</nav>
     </header>
-    <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <dl class="numbers">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     ${head.step !== null && html`<nav class="links" aria-label="Related"><a href=${viewAddress(run, "prompts", { step: head.step })}>groups of step ${head.step}</a></nav>`}
     ${Object.keys(head.metadata ?? {}).length > 0 && html`<${Fold} label="metadata of the score"><${Values} value=${head.metadata} /><//>`}
     ${Object.keys(head.artifacts ?? {}).length > 0 && html`<${Fold} label="artifacts"><${Values} value=${head.artifacts} /><//>`}
@@ -136,19 +136,19 @@ const ColumnChoice = ({ names, column, query }) => html`<label class="check">col
 function Legend({ column, scale }) {
   const { help, names, plain } = columnOf(column);
   const swatch = (value) =>
-    html`<span class="swatch" style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`;
+    html`<span class="patch" style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`;
   const versions = html`<span class="faint">solid and dashed lines: one weight version and the next · ↵ a line feed of the text</span>`;
   if (names)
-    return html`<div class="legend"><span>${help}:</span>
+    return html`<div class="meaning"><span>${help}:</span>
       ${Object.entries(names).map(([value, text]) => html`<span key=${value}>${swatch(Number(value))} ${text}${Number(value) === plain ? " (no colour)" : ""}</span>`)} ${versions}</div>`;
   const ends = endsOf(scale);
   const steps = Array.from({ length: 11 }, (_, i) => {
     if (!scale.log) return scale.low + ((scale.high - scale.low) * i) / 10;
     return scale.low * (scale.high / scale.low) ** (i / 10);
   });
-  return html`<div class="legend"><span>${help}</span>
+  return html`<div class="meaning"><span>${help}</span>
     <span class="ramp" aria-label=${`from ${ends[0]} to ${ends.at(-1)}`}>
-      <span>${ends[0]}</span><span class="swatches">${steps.map((value, i) => html`<span key=${i} style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`)}</span><span>${ends.at(-1)}</span>
+      <span>${ends[0]}</span><span class="patches">${steps.map((value, i) => html`<span key=${i} style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`)}</span><span>${ends.at(-1)}</span>
     </span> ${versions}</div>`;
 }
 
