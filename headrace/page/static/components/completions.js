@@ -2,10 +2,10 @@
 
 import { count, number, percent, visible } from "../format.js";
 import { html } from "../vendor/preact.js";
-import { Badge, Fold, Text } from "./basics.js";
+import { Badge, Fold } from "./basics.js";
 import { colourAt, position, rewardScale } from "./colour.js";
 import { groupAddress } from "./links.js";
-import { Values } from "./messages.js";
+import { LongText, Values } from "./messages.js";
 
 /** How completions can be ordered: name in the address, label, and a key of each; the greatest comes first, but for the index. */
 export const ORDERS = [
@@ -99,17 +99,21 @@ export function Completion({ run, group, same, scales, chosen, choose, state, is
   return html`<article class=${`completion ${chosen ? "chosen" : ""}`} aria-label=${`Completion ${indices.join(", ")}`}>
     <header>
       <span class="reward" style=${{ background: colourAt(position(scales.reward, first.reward), 50) }} title="reward">${number(first.reward)}</span>
-      <span class="indices">${indices.map((index) => html`<a key=${index} href=${groupAddress(run, group, index)} title=${`tokens of completion ${index}`}>#${index}</a> `)}</span>
+      <span class="indices">${same.map(({ index, kept }) =>
+        kept
+          ? html`<a key=${index} href=${groupAddress(run, group, index)} title=${`tokens of completion ${index}`}>#${index}</a> `
+          : html`<span key=${index}>#${index}</span> `,
+      )}</span>
       ${same.length > 1 && html`<${Badge}>×${same.length}<//>`}
       ${first.status && first.status !== "SCORED" && html`<${Badge} tone=${tone}>${visible(first.status)}<//>`}
       ${!isAlone && html`<button class="compare" aria-pressed=${Boolean(chosen)} onClick=${() => choose(first.index)}>${chosen ? `compared (${chosen})` : "compare"}</button>`}
     </header>
     <${Facts} trajectory=${first} scales=${scales} />
     ${first.message && html`<p class="because">${visible(first.message)}</p>`}
-    ${first.kept && first.content !== null ? html`<${Text}>${first.content || " "}<//>` : html`<p class="empty">${noText(state)}</p>`}
+    ${first.kept && first.content !== null ? html`<${LongText} most=${isMany ? 4000 : 20_000}>${first.content || " "}<//>` : html`<p class="empty">${noText(state)}</p>`}
     ${reasons(same).map(({ metadata, of }) => html`<${Fold} key=${of[0]} open=${!isMany} label=${`metadata of the score${of.length < same.length ? ` of #${of.join(", #")}` : ""}`}><${Values} value=${metadata} /><//>`)}
     <footer>
-      <a href=${groupAddress(run, group, first.index)}>${first.calls > 1 ? `${first.calls} calls, tokens` : "tokens"} →</a>
+      ${first.kept ? html`<a href=${groupAddress(run, group, first.index)}>${first.calls > 1 ? `${first.calls} calls, tokens` : "tokens"} →</a>` : html`<span></span>`}
       <span class="faint">${visible(first.replica)}${first.attempt > 1 ? `, attempt ${first.attempt}` : ""}</span>
     </footer>
   </article>`;

@@ -93,7 +93,8 @@ function drawAxis(context, range, place, paints) {
     context.fillStyle = paints.grid;
     context.fillRect(x(time), AXIS - 4, 1, height);
     context.fillStyle = paints.faint;
-    context.fillText(tickText(time, step), x(time) + 3, AXIS / 2);
+    const text = tickText(time, step);
+    if (x(time) + 3 + context.measureText(text).width <= width) context.fillText(text, x(time) + 3, AXIS / 2);
   }
 }
 
@@ -281,8 +282,17 @@ function withPlace(found, event, canvas) {
 }
 
 /** What a bar is, in a line. */
-export const describe = (lane, bar) =>
-  `${lane.name}: ${bar.text || bar.what}, ${duration(bar.end - bar.start)}${Number.isFinite(bar.version) && kindOf(bar.what) === "generation" ? `, version ${bar.version}` : ""}${bar.count > 1 ? `, ${bar.count} together` : ""}`;
+export function describe(lane, bar) {
+  const text = bar.text || bar.what;
+  const isGeneration = kindOf(bar.what) === "generation" && Number.isFinite(bar.version);
+  const parts = [
+    `${lane.name}: ${text}`,
+    /\d m?s$/.test(text) ? "" : duration(bar.end - bar.start),
+    isGeneration ? `version ${bar.version}` : "",
+    bar.count > 1 ? `${bar.count} together` : "",
+  ];
+  return parts.filter(Boolean).join(", ");
+}
 
 /** Returns what a key does in the lanes, or undefined. */
 function keyAction(event, { lanes, range, whole, focus, onRange, onFocus, onOpen }) {

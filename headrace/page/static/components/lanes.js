@@ -2,9 +2,12 @@
 
 export const AXIS = 24;
 const MOST_ROWS = 12;
-const [SHORTEST, TALLEST] = [26, 54];
+const [SHORTEST, TALLEST, FEW] = [26, 54, 12];
 /** The shortest range that can be shown, in seconds. */
 export const SHORTEST_S = 0.05;
+
+/** Seconds by which bars that follow one another may seem to overlap: times are rounded. */
+const SAME = 0.001;
 
 /**
  * Gives each bar, which are in the order of their starts, a row in which it overlaps no other. Beyond `most` rows bars share the row that is
@@ -13,7 +16,7 @@ export const SHORTEST_S = 0.05;
 export function pack(bars, most = MOST_ROWS) {
   const ends = [];
   const of = bars.map(({ start, end }) => {
-    let row = ends.findIndex((each) => each <= start);
+    let row = ends.findIndex((each) => each <= start + SAME);
     if (row < 0 && ends.length < most) row = ends.length;
     if (row < 0) row = ends.indexOf(Math.min(...ends));
     ends[row] = Math.max(ends[row] ?? Number.NEGATIVE_INFINITY, end);
@@ -22,11 +25,28 @@ export function pack(bars, most = MOST_ROWS) {
   return { rows: Math.max(1, ends.length), of };
 }
 
+/** Returns the rows of the trainer's lane: the parts of its steps in the first, what goes on beside them below. */
+function packTrainer(bars) {
+  const isBeside = ({ what }) => / (run|written)$/.test(what);
+  const [steps, beside] = [
+    pack(
+      bars.filter((bar) => !isBeside(bar)),
+      1,
+    ),
+    pack(bars.filter(isBeside)),
+  ];
+  const next = [steps.of[Symbol.iterator](), beside.of[Symbol.iterator]()];
+  const of = bars.map((bar) => (isBeside(bar) ? steps.rows + next[1].next().value : next[0].next().value));
+  return { rows: Math.max(...of, 0) + 1, of };
+}
+
 const KINDS = ["trainer", "environment", "replica"];
 
 /** Returns the lanes as they are drawn: the trainer, environments, then replicas, each with its rows, its height and its `top`. */
 export function arrange(lanes) {
   let top = AXIS;
+  // A few lanes have room for higher bars.
+  const [each, most] = lanes.length > FEW ? [5, TALLEST] : [9, 2 * TALLEST];
   return lanes
     .map((lane, i) => ({ lane, i }))
     .sort((a, b) => KINDS.indexOf(a.lane.kind) - KINDS.indexOf(b.lane.kind) || a.i - b.i)
@@ -34,8 +54,8 @@ export function arrange(lanes) {
       const bars = lane.bars.every((bar, i) => i === 0 || lane.bars[i - 1].start <= bar.start)
         ? lane.bars
         : [...lane.bars].sort((a, b) => a.start - b.start);
-      const { rows, of } = pack(bars);
-      const height = Math.max(SHORTEST, Math.min(TALLEST, rows * 5));
+      const { rows, of } = lane.kind === "trainer" ? packTrainer(bars) : pack(bars);
+      const height = Math.max(SHORTEST, Math.min(most, rows * (lane.kind === "trainer" ? 20 : each) + 6));
       const placed = { ...lane, bars, rows, of, height, top, row: (height - 6) / rows };
       top += height;
       return placed;

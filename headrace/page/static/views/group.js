@@ -7,12 +7,12 @@ import { Completion, fold, ORDERS, scalesOf } from "../components/completions.js
 import { diffWords } from "../components/diff.js";
 import { useKeys } from "../components/keys.js";
 import { apiPath, groupAddress, toneOf, viewAddress } from "../components/links.js";
-import { Messages } from "../components/messages.js";
+import { LongText, Messages } from "../components/messages.js";
 import { Problems } from "../components/problems.js";
 import { Histogram, RewardStrip } from "../components/rewards.js";
 import { Story } from "../components/story.js";
 import { count, duration, number, time, visible } from "../format.js";
-import { html, useMemo } from "../vendor/preact.js";
+import { html, useEffect, useMemo, useState } from "../vendor/preact.js";
 
 /** With more completions than this each is shown smaller, and what the environment said is folded. */
 const MANY = 16;
@@ -20,8 +20,12 @@ const MANY = 16;
 const ENDS = ["trained", "filtered", "failed", "evaluated", "unused"];
 
 export function Group({ run, params, query }) {
-  const answer = useData(apiPath(run, "groups", params.group), {}, { every: 10 });
+  const [isOpen, setOpen] = useState(false);
+  const answer = useData(apiPath(run, "groups", params.group), {}, { every: isOpen ? 10 : 0 });
   const group = answer.data;
+  // A group that has ended isn't read again: its completions may be megabytes.
+  const goesOn = group !== null && !ENDS.includes(group.state);
+  useEffect(() => setOpen(goesOn), [goesOn]);
   const go = (id) => id && navigate(groupAddress(run, id));
   useKeys({ n: () => go(group?.next), p: () => go(group?.previous), u: () => navigate(viewAddress(run, "prompts")) });
   return html`<${Loaded} answer=${answer}>
@@ -47,7 +51,7 @@ function Head({ run, group }) {
     ["spread", number(group.spread)],
     ["age", count(group.age)],
     ["attempts", count(group.attempts)],
-    ["took", group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"],
+    ["took", group.ended > group.enqueued ? duration(group.ended - group.enqueued) : "–"],
     ["environment", visible(group.environment)],
     ["build", visible(group.build ?? "–")],
     ["task", visible(group.task || "–")],
@@ -74,10 +78,10 @@ function Head({ run, group }) {
 }
 
 const Prompt = ({ group }) => html`<${Card} title="Prompt">
-  ${group.messages ? html`<${Messages} messages=${group.messages} />` : html`<${Text}>${group.prompt}<//>`}
+  ${group.messages ? html`<${Messages} messages=${group.messages} />` : html`<${LongText}>${group.prompt}<//>`}
   ${
     group.expected !== null && group.expected !== undefined
-      ? html`<h3>Expected answer</h3><${Text}>${group.expected}<//>`
+      ? html`<h3>Expected answer</h3><${LongText}>${group.expected}<//>`
       : html`<${Empty}>The data set gives no expected answer.<//>`
   }
 <//>`;

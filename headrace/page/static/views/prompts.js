@@ -73,6 +73,7 @@ export function Prompts({ run, query }) {
               ? html`<div class=${answer.loading ? "stale" : ""}><${GroupTable} run=${run} query=${query} data=${data} parameters=${parameters} change=${change} /></div>`
               : html`<${Nothing} query=${query} data=${data} />`
           }
+          ${data.groups.length > 0 && html`<p class="empty">Keys in the table: arrows, Page Up and Page Down move, Enter opens. A value of a column is a link to the groups that share it.</p>`}
         <//>
       `}
     <//>
@@ -256,7 +257,7 @@ function Row({ run, group, query, scale }) {
     <td class="numeric">${only("step", group.step, count(group.step))}</td>
     <td class="numeric">${count(group.age)}</td>
     <td class=${`numeric ${group.attempts > 1 ? "several" : ""}`}>${count(group.attempts)}</td>
-    <td class="numeric">${group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"}</td>
+    <td class="numeric">${group.ended > group.enqueued ? duration(group.ended - group.enqueued) : "–"}</td>
     <td class="names" title=${visible(group.replicas.join(", "))}>${only("replica", group.replicas[0])}${group.replicas.length > 1 && html`<span class="faint"> +${group.replicas.length - 1}</span>`}</td>
     <td class="names">${only("environment", group.environment)}</td>
     <td class="names">${only("build", group.build)}</td>

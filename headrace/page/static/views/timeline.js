@@ -39,7 +39,10 @@ export function rangeOfStep(lanes, step) {
 }
 
 export function Timeline({ run, query }) {
-  const answer = useData(apiPath(run, "timeline"), {}, { every: 30 });
+  const about = useData(apiPath(run));
+  const every = about.data?.run.state === "running" ? 30 : 0;
+  // Asked for only once it is known how often: the whole of a long run is megabytes.
+  const answer = useData(about.data || about.error ? apiPath(run, "timeline") : null, {}, { every });
   return html`<${Loaded} answer=${answer}>
     ${(data) => {
       if (!data.lanes.some((lane) => lane.bars.length))
