@@ -3,7 +3,7 @@
 import { duration, visible } from "../format.js";
 import { styleOf } from "../theme.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { AXIS, find, heightOf, kindOf, moveBar, pan, ticks, tickText, within, zoom } from "./lanes.js";
+import { AXIS, find, heightOf, kindOf, moveBar, pan, textOf, ticks, tickText, within, zoom } from "./lanes.js";
 
 /** The kinds of bars: the colour of each in style.css. */
 export const COLOURS = {
@@ -51,6 +51,10 @@ function drawLane(context, lane, place, paints) {
     if (to < gutter || from > width || x(bar.end) < gutter) return;
     const kind = kindOf(bar.what);
     const wide = Math.max(1, to - from - (to - from > 4 ? 0.5 : 0));
+    // Bars that lie on one another must not add up to another shade.
+    context.globalAlpha = 1;
+    context.fillStyle = paints.surface;
+    context.fillRect(from, top + lane.of[i] * row, wide, tall);
     context.globalAlpha = kind === "wait" ? 0.8 : shade(bar);
     context.fillStyle = paints[kind];
     context.fillRect(from, top + lane.of[i] * row, wide, tall);
@@ -283,11 +287,10 @@ function withPlace(found, event, canvas) {
 
 /** What a bar is, in a line. */
 export function describe(lane, bar) {
-  const text = bar.text || bar.what;
   const isGeneration = kindOf(bar.what) === "generation" && Number.isFinite(bar.version);
   const parts = [
-    `${lane.name}: ${text}`,
-    /\d m?s$/.test(text) ? "" : duration(bar.end - bar.start),
+    `${lane.name}: ${textOf(bar)}`,
+    duration(bar.end - bar.start),
     isGeneration ? `version ${bar.version}` : "",
     bar.count > 1 ? `${bar.count} together` : "",
   ];

@@ -42,6 +42,9 @@ function packTrainer(bars) {
 
 const KINDS = ["trainer", "environment", "replica"];
 
+/** A part of a step that took less, in seconds, didn't happen in this step: it is the time of asking whether it should. */
+const WORTH_S = 0.001;
+
 /** Returns the lanes as they are drawn: the trainer, environments, then replicas, each with its rows, its height and its `top`. */
 export function arrange(lanes) {
   let top = AXIS;
@@ -51,9 +54,10 @@ export function arrange(lanes) {
     .map((lane, i) => ({ lane, i }))
     .sort((a, b) => KINDS.indexOf(a.lane.kind) - KINDS.indexOf(b.lane.kind) || a.i - b.i)
     .map(({ lane }) => {
-      const bars = lane.bars.every((bar, i) => i === 0 || lane.bars[i - 1].start <= bar.start)
-        ? lane.bars
-        : [...lane.bars].sort((a, b) => a.start - b.start);
+      const given = lane.kind === "trainer" ? lane.bars.filter(({ start, end }) => end - start >= WORTH_S) : lane.bars;
+      const bars = given.every((bar, i) => i === 0 || given[i - 1].start <= bar.start)
+        ? given
+        : [...given].sort((a, b) => a.start - b.start);
       const { rows, of } = lane.kind === "trainer" ? packTrainer(bars) : pack(bars);
       const height = Math.max(SHORTEST, Math.min(most, rows * (lane.kind === "trainer" ? 20 : each) + 6));
       const placed = { ...lane, bars, rows, of, height, top, row: (height - 6) / rows };
@@ -148,6 +152,9 @@ export function moveBar(key, lanes, { lane, bar }) {
   const here = bars[bar];
   return { lane: to, bar: nearest(lanes[to], here ? (here.start + here.end) / 2 : 0) ?? 0 };
 }
+
+/** Returns the text of a bar without the seconds at its end: how long it took is shown beside it. */
+export const textOf = (bar) => (bar.text || bar.what).replace(/, [\d.e+-]+ s$/, "");
 
 /** Returns the kind of a bar, which decides its colour, by what it is. */
 export function kindOf(what) {

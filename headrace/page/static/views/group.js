@@ -33,13 +33,15 @@ export function Group({ run, params, query }) {
       <${Head} run=${run} group=${data} />
       <${Problems} of=${data} />
       ${data.state === "failed" && html`<${Failed} group=${data} />`}
-      <div class="columns">
-        <${Prompt} group=${data} />
-        <${Card} title="Story" tools=${html`<span class="faint">${data.enqueued > 0 && time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
-          ${data.story.length ? html`<${Story} story=${data.story} />` : html`<${Empty}>No events of this group are recorded.<//>`}
-        <//>
+      <div class="group-parts">
+        <div><${Prompt} group=${data} /></div>
+        <div class="told">
+          <${Card} title="Story" tools=${html`<span class="faint">${data.enqueued > 0 && time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
+            ${data.story.length ? html`<${Story} story=${data.story} />` : html`<${Empty}>No events of this group are recorded.<//>`}
+          <//>
+        </div>
+        <div class="all"><${Completions} run=${run} group=${data} query=${query} /></div>
       </div>
-      <${Completions} run=${run} group=${data} query=${query} />
     `}
   <//>`;
 }

@@ -8,7 +8,7 @@ import { apiPath, groupAddress, STATES, toneOf } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { RewardStrip } from "../components/rewards.js";
 import { count, duration, number, visible } from "../format.js";
-import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
 export const PAGE = 50;
 
@@ -210,7 +210,11 @@ function GroupTable({ run, query, data, parameters, change }) {
       setQuery(query, { offset: moved.offset || null });
     }
   };
-  const scale = rewardScale(rows.flatMap((group) => group.rewards));
+  // Moving from row to row draws no cell again.
+  const cells = useMemo(() => {
+    const scale = rewardScale(rows.flatMap((group) => group.rewards));
+    return rows.map((group) => html`<${Row} run=${run} group=${group} query=${query} scale=${scale} />`);
+  }, [run, rows, query]);
   return html`<div class="scroll"><table class="groups" aria-label="Groups" aria-rowcount=${data.total}>
     <thead><tr>${COLUMNS.map((column) => html`<${Heading} key=${column[0]} column=${column} sorted=${parameters.sort} change=${change} />`)}</tr></thead>
     <tbody ref=${body} onKeyDown=${pressed}>
@@ -219,7 +223,7 @@ function GroupTable({ run, query, data, parameters, change }) {
           group,
           i,
         ) => html`<tr key=${group.id} tabindex=${i === Math.min(at, rows.length - 1) ? 0 : -1} aria-rowindex=${parameters.offset + i + 2} onFocus=${() => setAt(i)} onDblClick=${() => navigate(groupAddress(run, group.id))}>
-          <${Row} run=${run} group=${group} query=${query} scale=${scale} />
+          ${cells[i]}
         </tr>`,
       )}
     </tbody>

@@ -4,7 +4,7 @@ import { navigate, setQuery } from "../address.js";
 import { get, useData } from "../api.js";
 import { Card, Empty, Loaded } from "../components/basics.js";
 import { COLOURS, describe, LaneCanvas, shade } from "../components/lane_canvas.js";
-import { arrange, barsIn, nearest, pan, within, zoom } from "../components/lanes.js";
+import { arrange, barsIn, nearest, pan, textOf, within, zoom } from "../components/lanes.js";
 import { apiPath, groupAddress, viewAddress } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { clock, count, duration, time, visible } from "../format.js";
@@ -215,7 +215,7 @@ function LaneTable({ run, lanes, range, focus, select }) {
           <tbody>${bars.map(
             ({ bar, i }) => html`<tr key=${i} class=${i === focus.bar ? "current" : ""}>
               <td class="numeric left">${clock(bar.start)}</td><td class="numeric">${duration(bar.end - bar.start)}</td>
-              <td>${bar.what}${bar.count > 1 ? ` (${bar.count})` : ""}</td><td class="numeric">${bar.version ?? "–"}</td><td><${BarLink} run=${run} bar=${bar} /></td><td>${visible(bar.text)}</td>
+              <td>${bar.what}${bar.count > 1 ? ` (${bar.count})` : ""}</td><td class="numeric">${bar.version ?? "–"}</td><td><${BarLink} run=${run} bar=${bar} /></td><td>${visible(textOf(bar))}</td>
             </tr>`,
           )}</tbody></table></div>`
         : html`<${Empty}>It did nothing in this range.<//>`

@@ -24,6 +24,9 @@ import { TokenStrip } from "../components/token_strip.js";
 import { count, number, percent, visible } from "../format.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
+/** Of fewer tokens the text itself is the overview. */
+const MANY = 200;
+
 /** Where weight versions and calls begin: `{versions: Map(token → version), calls: Map(token → number)}`. */
 export const startsOf = ({ versions, calls }) => ({
   versions: new Map(versions.map(([version, start]) => [start, version])),
@@ -111,7 +114,7 @@ function Body({ tokens, query }) {
     <div class="heat">
       <${Card} title="Tokens" tools=${choice}>
         ${column ? html`<${Legend} column=${column} scale=${scale} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
-        <${TokenStrip} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select} />
+        ${store.total > MANY && html`<${TokenStrip} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select} />`}
         ${head.prompt_tokens?.length > 0 && html`<${Fold} label=${`prompt: ${count(head.prompt_tokens.length)} tokens`}><${PromptTokens} tokens=${head.prompt_tokens} /><//>`}
         <${TokenMap} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select}
           onHover=${(token) => hovered.current(token)} starts=${starts} read=${tokens.read}
