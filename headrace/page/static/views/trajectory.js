@@ -48,7 +48,8 @@ export function Trajectory({ run, params, query }) {
   const { head } = tokens.store;
   if (!head)
     return tokens.error
-      ? html`<${Failure} error=${tokens.error} retry=${tokens.retry} />`
+      ? html`<${Failure} error=${tokens.error} retry=${tokens.retry} />
+          <p><a href=${groupAddress(run, params.group)}>Back to group ${visible(params.group)}</a></p>`
       : html`<p class="empty" aria-busy="true">Reading …</p>`;
   return html`
     <${Head} run=${run} params=${params} head=${head} total=${tokens.store.total} indices=${indices} />
@@ -119,6 +120,7 @@ function Body({ tokens, query }) {
         <${TokenMap} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select}
           onHover=${(token) => hovered.current(token)} starts=${starts} read=${tokens.read}
           label=${`${store.total} tokens, coloured by ${column ? columnOf(column).label : "nothing"}; arrow keys move`} />
+        <${Selected} store=${store} at=${at} column=${column} />
         <${GoTo} total=${store.total} select=${select} />
       <//>
       <aside>
@@ -158,6 +160,15 @@ function Legend({ column, scale }) {
 const PromptTokens = ({ tokens }) =>
   html`<div class="tokens prompt">${tokens.map(({ id, text }, i) => html`<span key=${i} class="token" title=${id}>${visible(shownToken(text, id))}</span>`)}</div>`;
 
+/** The selected token and its value in a line, which screen readers read out when it changes. */
+function Selected({ store, at, column }) {
+  const text = store.texts[at];
+  return html`<p class="selected-line" aria-live="polite"><span class="faint">token ${count(at)}</span>
+    ${text !== undefined && html` <code>${text === null ? `⟨${store.ids[at]}⟩` : visible(JSON.stringify(text))}</code>`}
+    ${text !== undefined && column && html` <span class="faint">${columnOf(column).label}</span> <b class="numeric">${valueText(column, store.columns[column][at])}</b>`}
+  </p>`;
+}
+
 function GoTo({ total, select }) {
   const go = (event) => {
     event.preventDefault();
@@ -179,7 +190,7 @@ function Inspector({ store, at, hovered }) {
   const call = store.head.calls.find((each) => shown >= each.start && shown < each.end);
   const text = store.texts[shown];
   return html`<${Card} title=${`Token ${count(shown)}`}>
-    <div class="inspected" aria-live="polite">
+    <div class="inspected">
       ${
         text === undefined
           ? html`<${Empty}>Being read …<//>`
