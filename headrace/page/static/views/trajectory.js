@@ -12,6 +12,7 @@ import {
   extremes,
   firstColumn,
   ordered,
+  present,
   shownToken,
   valueText,
 } from "../components/columns.js";
@@ -114,7 +115,7 @@ function Body({ tokens, query }) {
     ${head.calls.length > 0 && html`<${Episode} calls=${head.calls} chosen=${call} query=${query} jump=${select} />`}
     <div class="heat">
       <${Card} title="Tokens" tools=${choice}>
-        ${column ? html`<${Legend} column=${column} scale=${scale} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
+        ${column ? html`<${Legend} column=${column} scale=${scale} values=${store.columns[column]} arrived=${arrived} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
         ${store.total > MANY && html`<${TokenStrip} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select} />`}
         ${head.prompt_tokens?.length > 0 && html`<${Fold} label=${`prompt: ${count(head.prompt_tokens.length)} tokens`}><${PromptTokens} tokens=${head.prompt_tokens} /><//>`}
         <${TokenMap} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select}
@@ -138,14 +139,15 @@ const ColumnChoice = ({ names, column, query }) => html`<label class="check">col
 </label>`;
 
 /** What the colours mean: the ends of the scale, or the names of values. */
-function Legend({ column, scale }) {
+function Legend({ column, scale, values, arrived }) {
+  const shown = useMemo(() => (columnOf(column).names ? present(column, values) : []), [column, arrived]);
   const { help, names, plain } = columnOf(column);
   const swatch = (value) =>
     html`<span class="patch" style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`;
   const versions = html`<span class="faint">solid and dashed lines: one weight version and the next · ↵ a line feed of the text</span>`;
   if (names)
     return html`<div class="meaning"><span>${help}:</span>
-      ${Object.entries(names).map(([value, text]) => html`<span key=${value}>${swatch(Number(value))} ${text}${Number(value) === plain ? " (no colour)" : ""}</span>`)} ${versions}</div>`;
+      ${shown.map((value) => html`<span key=${value}>${swatch(value)} ${names[value]}${value === plain ? " (no colour)" : ""}</span>`)} ${versions}</div>`;
   const ends = endsOf(scale);
   const steps = Array.from({ length: 11 }, (_, i) => {
     if (!scale.log) return scale.low + ((scale.high - scale.low) * i) / 10;
