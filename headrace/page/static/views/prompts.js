@@ -200,8 +200,10 @@ function GroupTable({ run, query, data, parameters, change }) {
   const pressed = (event) => {
     if (!event.target.matches("tr")) return;
     const { offset } = parameters;
-    if (event.key === "Enter") return navigate(groupAddress(run, rows[at].id));
-    const moved = moveRow(event.key, at, rows.length, offset, data.total);
+    // The row that has the focus, whatever was drawn last: keys may come faster than drawings.
+    const here = [...body.current.children].indexOf(event.target);
+    if (event.key === "Enter") return navigate(groupAddress(run, rows[here].id));
+    const moved = moveRow(event.key, here, rows.length, offset, data.total);
     if (!moved) return;
     event.preventDefault();
     if (moved.offset === offset) focusRow(moved.at);
