@@ -184,6 +184,24 @@ function useDrawing(canvas, scroller, state) {
   }, []);
 }
 
+/** Over the bars the wheel zooms about the pointer, and moves along with Shift or sideways; over the names it scrolls. */
+function useWheel({ canvas, where, range, whole, onRange }) {
+  const wheel = (event) => {
+    const { x, gutter, time, perPixel } = where(event);
+    if (x < gutter) return;
+    event.preventDefault();
+    const along = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+    const isAlong = event.shiftKey || Math.abs(along) > Math.abs(event.deltaY);
+    if (isAlong) onRange(within([range[0] + along * perPixel, range[1] + along * perPixel], whole));
+    else onRange(zoom(range, 1.0015 ** event.deltaY, time, whole));
+  };
+  useEffect(() => {
+    const place = canvas.current;
+    place.addEventListener("wheel", wheel, { passive: false });
+    return () => place.removeEventListener("wheel", wheel);
+  });
+}
+
 /** Returns what pointers do: the wheel zooms, a drag chooses a range (with Shift, or by touch, it moves), a click opens. */
 function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, onOpen }) {
   const [hover, setHover] = useState(null);
@@ -208,20 +226,7 @@ function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, 
       ? null
       : find(lanes, time, y, 3 * perPixel);
   };
-  const wheel = (event) => {
-    const { x, gutter, time, perPixel } = where(event);
-    if (x < gutter) return;
-    event.preventDefault();
-    const along = event.shiftKey ? event.deltaY : event.deltaX;
-    if (Math.abs(along) > Math.abs(event.shiftKey ? 0 : event.deltaY))
-      onRange(within([range[0] + along * perPixel, range[1] + along * perPixel], whole));
-    else onRange(zoom(range, 1.0015 ** event.deltaY, time, whole));
-  };
-  useEffect(() => {
-    const place = canvas.current;
-    place.addEventListener("wheel", wheel, { passive: false });
-    return () => place.removeEventListener("wheel", wheel);
-  });
+  useWheel({ canvas, where, range, whole, onRange });
   const down = (event) => {
     if (event.button !== 0) return;
     canvas.current.setPointerCapture(event.pointerId);
