@@ -13,19 +13,10 @@ export const Busy = ({ share, label, text }) => {
   </span>`;
 };
 
-const STATES = {
-  healthy: "good",
-  verified: "good",
-  loading: "calm",
-  stale: "warn",
-  syncing: "warn",
-  quarantined: "bad",
-  dead: "bad",
-  lost: "bad",
-};
+const STATES = { HEALTHY: "good", LOADING: "calm", STALE: "warn", DEAD: "bad", QUARANTINED: "bad" };
 
 /** The tone of a replica's state: what isn't at work stands out. */
-export const toneOf = (state) => STATES[String(state).toLowerCase()] ?? "calm";
+export const toneOf = (state) => STATES[state] ?? "calm";
 
 const GRAVITY = { bad: 0, warn: 1, calm: 2, good: 3 };
 

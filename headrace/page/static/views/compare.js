@@ -32,10 +32,17 @@ export function unite(answers) {
   };
 }
 
+/** The server compares at least two runs, and at most twenty. */
+const FEWEST = 2;
+const MOST = 20;
+
 export function Compare({ query }) {
   const runs = query.getAll("run");
-  if (!runs.length) return html`<${Choose} runs=${runs} query=${query} />`;
-  return html`<${Compared} runs=${runs} query=${query} />`;
+  if (runs.length >= FEWEST) return html`<${Compared} runs=${runs} query=${query} />`;
+  const chosen = runs.length ? `${visible(runs[0])} and another run` : "Runs";
+  return html`<${Card} title=${`${chosen} side by side`} tools=${html`<${Choose} runs=${runs} query=${query} />`}>
+    <${Empty}>Add runs until there are two.<//>
+  <//>`;
 }
 
 function Compared({ runs, query }) {
@@ -61,7 +68,7 @@ function Choose({ runs, query }) {
     next.append("run", id);
     navigate(`/compare?${next}`, { replace: runs.length > 0 });
   };
-  return html`<select aria-label="Add a run" value="" disabled=${!others.length} onChange=${(event) => event.target.value && add(event.target.value)}>
+  return html`<select aria-label="Add a run" value="" disabled=${!others.length || runs.length >= MOST} onChange=${(event) => event.target.value && add(event.target.value)}>
     <option value="">Add a run …</option>
     ${others.map((id) => html`<option key=${id} value=${id}>${visible(id)}</option>`)}
   </select>`;

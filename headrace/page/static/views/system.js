@@ -72,7 +72,7 @@ function Logs({ run, query, services }) {
       ${({ lines, more }) => html`
         <div class="tools between paging">
           <button disabled=${!more || !lines.length} onClick=${() => setQuery(query, { before: lines[0].time })}>← Older</button>
-          <span class="faint" role="status">${said(lines, follows)}</span>
+          <span class="faint" role="status">${said(lines)}</span>
           <button aria-pressed=${follows} disabled=${follows} onClick=${() => setQuery(query, { before: null })}>${follows ? "Following the end" : "To the end →"}</button>
         </div>
         ${lines.length ? html`<${Lines} lines=${lines} follows=${follows} />` : html`<${Empty}>${services.length ? "No line matches." : "This run has no logs."}<//>`}
@@ -82,10 +82,8 @@ function Logs({ run, query, services }) {
 }
 
 /** Says which lines are shown. */
-export const said = (lines, follows) =>
-  lines.length
-    ? `${count(lines.length)} lines, ${time(lines[0].time)} – ${follows ? "now" : time(lines.at(-1).time)}`
-    : "";
+export const said = (lines) =>
+  lines.length ? `${count(lines.length)} lines, ${time(lines[0].time)} – ${time(lines.at(-1).time)}` : "";
 
 /** The lines in a box that stays at its end while it follows, unless the person has scrolled back. */
 function Lines({ lines, follows }) {
@@ -144,7 +142,7 @@ const KEY_COLUMNS = [
     name: "origin",
     label: "origin",
     cell: ({ origin, file }) =>
-      html`<${Badge} tone=${origin === "default" ? "calm" : "good"}>${visible(origin)}<//> ${file ? html`<span class="faint">${visible(file)}</span>` : ""}`,
+      html`<${Badge} tone=${origin === "default" ? "calm" : "good"}>${visible(origin)}<//> ${file && origin !== "default" ? html`<span class="faint">${visible(file)}</span>` : ""}`,
   },
 ];
 
