@@ -65,7 +65,7 @@ export function Replicas({ replicas, full = false, most = replicas.length }) {
   if (!replicas.length) return html`<${Empty}>No replica is attached.<//>`;
   const columns = REPLICA_COLUMNS.filter((column) => has(replicas, column.name) && (full || !column.full));
   const rows = gravestFirst(replicas).slice(0, most);
-  return html`<div class=${full ? "" : "short"}><${Table} label="Replicas" columns=${columns} rows=${rows} rowKey=${({ id }) => id} /></div>`;
+  return html`<div class=${full ? "" : "short"}><${Table} label="Replicas" tall=${full} columns=${columns} rows=${rows} rowKey=${({ id }) => id} /></div>`;
 }
 
 const RUNNER_COLUMNS = [
@@ -81,7 +81,7 @@ const RUNNER_COLUMNS = [
 ];
 
 export const Runners = ({ runners }) =>
-  html`<${Table} label="Runners" columns=${RUNNER_COLUMNS.filter(({ name }) => has(runners, name))} rows=${runners} rowKey=${({ id }) => id} />`;
+  html`<${Table} label="Runners" tall columns=${RUNNER_COLUMNS.filter(({ name }) => has(runners, name))} rows=${runners} rowKey=${({ id }) => id} />`;
 
 const ENVIRONMENT_COLUMNS = [
   { name: "name", label: "environment", cell: ({ name }) => html`<b>${visible(name)}</b>` },

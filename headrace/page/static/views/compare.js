@@ -108,7 +108,7 @@ function Results({ runs, query }) {
     { name: "model", label: "model", cell: (run) => visible(run.model) },
     {
       name: "leave",
-      label: "",
+      label: html`<span class="unseen">leave out</span>`,
       cell: (run) => html`<button aria-label=${`leave out ${run.id}`} onClick=${() => leave(run.id)}>×</button>`,
     },
   ];

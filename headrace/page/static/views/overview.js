@@ -265,9 +265,13 @@ function Checkpoints({ run, checkpoints }) {
   if (!newest.length)
     return html`<${Card} title="Checkpoints"><${Empty}>${checkpoints.length ? "None is kept." : "No checkpoint yet."}<//><//>`;
   const columns = [
-    { name: "step", label: "step", numeric: true, cell: ({ step }) => count(step) },
+    {
+      name: "step",
+      label: "step",
+      numeric: true,
+      cell: ({ step, best }) => html`${best && html`<${Badge} tone="good">best<//> `}${count(step)}`,
+    },
     { name: "metric", label: run.best?.metric ?? "metric", numeric: true, cell: ({ metric }) => number(metric, 4) },
-    { name: "best", label: "", cell: ({ best }) => best && html`<${Badge} tone="good">best<//>` },
   ];
   const [older, gone] = [kept.length - newest.length, checkpoints.length - kept.length];
   const rest = [older && `${count(older)} older`, gone && `${count(gone)} removed`].filter(Boolean).join(", ");

@@ -38,8 +38,8 @@ function Services({ run, now }) {
   const { replicas = [], runners = [], environments = [] } = now;
   const age = html`<span class="faint">${run.state === "running" ? `as of ${ago(now.time)}` : `last known, ${ago(now.time)}`}</span>`;
   return html`
-    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><div class="tall" role="region" aria-label="All replicas" tabindex="0"><${Replicas} replicas=${replicas} full /></div><//>
-    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><div class="tall" role="region" aria-label="All runners" tabindex="0"><${Runners} runners=${runners} /></div><//>`}
+    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><${Replicas} replicas=${replicas} full /><//>
+    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><${Runners} runners=${runners} /><//>`}
     <${Card} title=${`Environments: ${count(environments.length)}`} tools=${age}><${Environments} environments=${environments} full /><//>
   `;
 }
@@ -150,7 +150,7 @@ function Configuration({ query, keys }) {
   const [text, changed] = [query.get("key") ?? "", query.get("keys") === "changed"];
   const found = useMemo(() => findKeys(keys, text, changed), [keys, text, changed]);
   const table = useMemo(
-    () => html`<${Table} label="Configuration" columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} />`,
+    () => html`<${Table} label="Configuration" tall columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} />`,
     [found],
   );
   const tools = html`
@@ -158,6 +158,6 @@ function Configuration({ query, keys }) {
     <input type="search" aria-label="Search the configuration" placeholder="key, value or origin" value=${text} onInput=${(event) => setQuery(query, { key: event.target.value })} />
   `;
   return html`<${Card} title=${`Configuration: ${count(found.length)} of ${count(keys.length)} keys`} tools=${tools}>
-    ${found.length ? html`<div class="tall" role="region" aria-label="Keys" tabindex="0">${table}</div>` : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
+    ${found.length ? table : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
   <//>`;
 }
