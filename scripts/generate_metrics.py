@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, Metric, MetricSection
+from headrace.run.metric_names import METRIC_SECTIONS, Metric, MetricSection
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
-MARK = "<!-- What follows is generated from services/trainer/telemetry/metric_names.py: run `make docs`. -->\n"
+MARK = "<!-- What follows is generated from headrace/run/metric_names.py: run `make docs`. -->\n"
 
 
 def page(written: str) -> str:

@@ -122,7 +122,10 @@ TITLES = {
 
 def page() -> str:
     marks = ", ".join(f"`{key}`" for key in NEMO_RL_KEYS)
-    rows = [(key, value, key.partition(".")[0] if key.startswith("ppo.") else "") for key, value in IMPLIED.items()]
+    rows = [
+        (key, value, key.partition(".")[0] if key.startswith(("grpo.", "ppo.")) else "")
+        for key, value in IMPLIED.items()
+    ]
     rows += [(key, value, because) for key, (value, because) in IMPLIED_BY.items()]
     implied = "\n".join(
         f"| `{key}` | `{'null' if value is None else str(value).lower()}` | {because and f'`{because}`'} |"

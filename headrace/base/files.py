@@ -14,7 +14,7 @@ import msgspec
 from headrace.base.errors import ServiceError
 
 # What reading raises for a file that is damaged, of another kind, or out of reach; `FileNotFoundError` is one of them.
-UNREADABLE = (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError)
+UNREADABLE = (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:

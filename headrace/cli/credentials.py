@@ -45,5 +45,6 @@ def assign_roles(config: Config) -> dict[str, list[str]]:
         "rollout": [*people, *runners, "redis rollout"],
         **({"agents": [*people, *runners, "redis agents"]} if runners else {}),
         "trainer": [*people, "redis trainer", "redis reader"],
+        "page": people,
         **{name.replace(" ", "-").replace("/", "-"): [name] for name in served},
     }

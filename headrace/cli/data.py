@@ -14,6 +14,7 @@ from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, plain_ta
 from headrace.config import Config, load
 from headrace.launch.entry_points import load_entry_point
 from headrace.records.trajectory import Group
+from headrace.run.token_texts import TokenTexts
 
 app = typer.Typer(help="The prompts of a run.", no_args_is_help=True)
 
@@ -64,8 +65,8 @@ def _show(console: Console, group: Group, tokenizer: Any, *, tokens: bool) -> No
     )
     if tokens:
         table = plain_table("place", "id", "token", header_style="dim")
-        for place, token in enumerate(ids):
-            table.add_row(str(place), str(token), cell(str(tokenizer.decode([token]))))
+        for place, (token, text) in enumerate(zip(ids, TokenTexts(tokenizer)(ids), strict=True)):
+            table.add_row(str(place), str(token), cell(text))
         console.print(table)
     else:
         say(console, str(tokenizer.decode(ids)), keep="\n\t")

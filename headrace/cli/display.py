@@ -17,7 +17,8 @@ from headrace.base.printable import printable
 from headrace.base.repeats import Repeats
 from headrace.cli.common import cell, plain_table, say
 from headrace.launch.summary import NOT_STARTED, UPDATING, RunSummary, Wait
-from headrace.run.headlines import accuracy_name, alarms, follows_start, waiting
+from headrace.run.findings import long_wait
+from headrace.run.headlines import accuracy_name, alarms
 
 SHOWN_STEPS = 10
 # A step's metric: prompts that failed since the previous step.
@@ -169,7 +170,7 @@ def draw(run: RunSummary) -> RenderableType:
         lines.append(_steps(run))
     newest = max(run.train, default=0)
     lines += [Text(alarm, style="red") for alarm in alarms(newest, run.train.get(newest, {}))]
-    if advice := waiting(run.train.get(newest, {})):
+    if advice := long_wait(run.train.get(newest, {})):
         lines.append(cell(f"step {newest}: {advice}", "dim"))
     return Group(*lines)
 
@@ -221,14 +222,6 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
     table.add_row("prompts", "", _format_counts(run.counts) or "-")
     table.add_row("time", "", duration(seconds))
     return table
-
-
-def describe_wait(run: RunSummary) -> str | None:
-    """Return what the trainer waited for in the run as a whole, or None. It is judged by the means over all steps except the first after
-    each start."""
-    steps = [metrics for metrics in run.train.values() if not follows_start(metrics)]
-    names = [name for name in (steps[-1] if steps else ()) if name.startswith(("timing/train/", "scoring_"))]
-    return waiting({name: sum(metrics.get(name, 0.0) for metrics in steps) / len(steps) for name in names})
 
 
 def duration(seconds: float) -> str:

@@ -239,6 +239,7 @@ def evaluation_config(
         "reward": given["reward"] | here | {"http_port": 0, "address": None},
         "agents": given["agents"] | here | {"http_port": 0, "advertised_url": None},
         "trainer": given["trainer"] | here,
+        "page": {"port": None},
         "weight_channel": given["weight_channel"] | here,
         "checkpointing": {"enabled": False},
         "security": given["security"],

@@ -1,4 +1,4 @@
-"""`headrace groups show|list|export|retry`: groups and the lineage of their trajectories, whether the run is up or down."""
+"""`headrace groups find|show|list|export|retry`: groups and the lineage of their trajectories, whether the run is up or down."""
 
 from __future__ import annotations
 
@@ -15,19 +15,77 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.base.printable import printable
-from headrace.cli.common import RunOption
+from headrace.cli.common import RunOption, cell, plain_table
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
 from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.run import export as jsonl
+from headrace.run import group_files
+from headrace.run.group_history import SORTS, GroupHistory, GroupQuery, GroupSummary, parse_row
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
 
 app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
 StateOption = Annotated[list[str] | None, typer.Option("--state", help="Only groups in this state; may be repeated.")]
+
+
+@app.command()
+def find(
+    run: RunOption,
+    wanted: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TEXT|FILE:LINE|ID",
+            help="Part of the prompt or of the expected answer; a row of a data set; or the group's id.",
+            show_default=False,
+        ),
+    ] = None,
+    state: StateOption = None,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Only groups whose reason contains this text.")] = "",
+    step: Annotated[int | None, typer.Option(help="Only groups of this step.", show_default=False)] = None,
+    environment: Annotated[
+        str | None, typer.Option("--env", help="Only of this environment.", show_default=False)
+    ] = None,
+    replica: Annotated[str | None, typer.Option(help="Only groups that this replica had.", show_default=False)] = None,
+    sort: Annotated[str, typer.Option(help=f"One of {', '.join(SORTS)}; after a - the highest first.")] = "order",
+    number: Annotated[int, typer.Option("-n", help="How many groups to show.")] = 20,
+) -> None:
+    """Find what became of a prompt, among all groups of the run: those that wait, and those that were trained, filtered, evaluated, that
+    failed or were left over. `headrace groups show ID` shows one of them."""
+    history = GroupHistory(runs.find(run).run_folder / group_files.FOLDER)
+    query = GroupQuery(
+        states=state or (), reason=reason, step=step, environment=environment, replica=replica, sort=sort, limit=number
+    )
+    row = parse_row(wanted) if wanted else None
+    total, found = history.find(dataclasses.replace(query, row=row)) if row else (0, [])
+    if not found:  # a text may look like a row
+        total, found = history.find(dataclasses.replace(query, text=wanted or ""))
+    table = plain_table("group", "state", "step", "attempts", "mean reward", "tokens", "row", "prompt", "reason")
+    for group in found:
+        table.add_row(*map(cell, _line(group)))
+    console = Console()
+    if found:
+        console.print(table)
+    console.print(f"{total} groups" if total != len(found) else f"{total} of {sum(history.states().values())} groups")
+    if lost := history.lost():
+        console.print(f"{lost} events were lost: the trainer was away, and the buffer keeps the newest only")
+    for damage in history.damaged:
+        typer.echo(f"warning: {printable(damage)}", err=True)
+
+
+def _line(group: GroupSummary) -> Iterator[str]:
+    yield group.id
+    yield group.state
+    yield "-" if group.step is None else str(group.step)
+    yield str(group.attempts)
+    yield "-" if group.mean is None else f"{group.mean:.4g}"
+    yield ", ".join(map(str, group.tokens)) if group.tokens else "-"
+    yield f"{Path(group.source.file).name}:{group.source.line}" if group.source else "-"
+    yield " ".join(group.prompt.split())[:80]
+    yield " ".join(group.reason.split())[:120]
 
 
 @app.command()

@@ -16,7 +16,7 @@ from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.printable import printable
 from headrace.cli.common import WIDTH, RunArgument, cell, plain_table, say
 from headrace.cli.display import duration
-from headrace.config.compare import diff
+from headrace.config.compare import diff, is_own
 from headrace.launch import runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.run import history
@@ -146,15 +146,7 @@ _PREFIX = {"train": "train", "validation": "val"}
 def differences(first: Any, second: Any) -> Iterator[str]:
     """Yield the keys in which two runs differ, each with both values. Names, folders and ports are left out, because they differ between
     any two runs."""
-    for change in diff(first, second):
-        own = change.key in (
-            "run.id",
-            "run.dir",
-            "run.from_environment",
-            "security.credentials",
-        ) or change.key.endswith("port")
-        if not own:
-            yield str(change)
+    yield from (str(change) for change in diff(first, second) if not is_own(change.key))
 
 
 def _some(steps: Sequence[int]) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.run.samples import (
+    Clipped,
     Kind,
     Ranking,
     SampleFiles,
@@ -31,11 +33,14 @@ from headrace.run.samples import (
     failed_groups,
     make_group,
 )
+from headrace.run.token_texts import TokenTexts
 
-# The columns that a completion, and a conversation, needs to stand beside others.
-NARROWEST, NARROWEST_CONVERSATION = 38, 56
+# The columns that a completion, and a conversation or a table of tokens, needs to stand beside others.
+NARROWEST, NARROWEST_WIDE = 38, 56
+CLIPPED = {Clipped.LOW: "low", Clipped.HIGH: "high", Clipped.DUAL: "dual"}
 
-TokenText = Callable[[int], str]
+# Returns the texts of token ids.
+Texts = Callable[[Sequence[int]], Sequence[str]]
 
 
 def samples(
@@ -52,7 +57,9 @@ def samples(
     prompt: Annotated[
         str, typer.Option(metavar="TEXT", help="Only groups with this text in their prompt.", show_default=False)
     ] = "",
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token with its log-probability.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show each token with its log-probability, ratio and loss.")
+    ] = False,
     count: Annotated[int, typer.Option("-n", min=1, help="Number of groups.")] = 3,
 ) -> None:
     """Show prompts and their completions, the expected answer, rewards, and which completions were truncated or failed."""
@@ -73,10 +80,10 @@ def samples(
     if not found:
         where = "no group failed" if failed else f"no samples in {title}"
         raise HeadraceError(where + (f" with {prompt!r} in the prompt" if prompt else ""))
-    text_of = token_texts(config) if tokens else None
+    texts = token_texts(config) if tokens else None
     console = Console()
     for group in found:
-        console.print(draw_group(group, title, console.width, text_of))
+        console.print(draw_group(group, title, console.width, texts))
 
 
 def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
@@ -114,19 +121,24 @@ async def _read_failed(config: Config, files: SampleFiles, text: str, most: int)
     return [*found, *choose_groups(kept.values(), None, text, most - len(found))]
 
 
-def token_texts(config: Config) -> TokenText:
-    """Return a function that decodes one token id with the run's tokenizer. Raises `HeadraceError` if the tokenizer can't be loaded."""
-    load: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")
-    tokenizer = load(config)
-    return lambda token: str(tokenizer.decode([token]))
+def token_texts(config: Config) -> Texts:
+    """Return the texts of tokens by the run's tokenizer, which the first call loads: most samples have their own. That raises
+    `HeadraceError` if the tokenizer can't be loaded."""
+
+    @functools.cache
+    def load() -> TokenTexts:
+        tokenizer: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")
+        return TokenTexts(tokenizer(config))
+
+    return lambda ids: load()(ids)
 
 
 # -- drawing a group
 
 
-def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | None = None) -> RenderableType:
-    """Draw a group: its prompt, and its completions side by side, or below each other where `width` is small. With `text_of` each token of
-    a completion has its own line."""
+def draw_group(group: SampleGroup, title: str, width: int, texts: Texts | None = None) -> RenderableType:
+    """Draw a group: its prompt, and its completions side by side, or below each other where `width` is small. With `texts` each token of a
+    completion has its own line."""
     mean = group.mean_reward
     heading = [printable(group.id), printable(group.task), title]
     if mean is not None:
@@ -141,8 +153,9 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
         parts.append(Text.assemble(("failed: ", "bold red"), _text(group.reason)))
     if not group.samples:
         parts.append(Text("no completion to show", style="dim"))
-    panels = [_panel(sample, text_of) for sample in group.samples]
-    narrowest = NARROWEST_CONVERSATION if any(sample.calls for sample in group.samples) else NARROWEST
+    panels = [_panel(sample, texts) for sample in group.samples]
+    is_wide = texts is not None or any(sample.calls for sample in group.samples)
+    narrowest = NARROWEST_WIDE if is_wide else NARROWEST
     side_by_side = max(1, min(len(panels), width // narrowest))
     table = Table.grid(expand=True)
     for _ in range(side_by_side):
@@ -152,7 +165,7 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
     return Group(*parts, table, Text())
 
 
-def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
+def _panel(sample: StoredSample, texts: Texts | None) -> Panel:
     if sample.reward is None:
         colour, worth = "yellow" if sample.status == "NOT_STARTED" else "red", sample.status.lower().replace("_", " ")
     else:
@@ -161,7 +174,7 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
         worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
-        *(_draw_text(sample) if text_of is None else [_tokens(sample, text_of)]),
+        *(_draw_text(sample) if texts is None else [_tokens(sample, texts)]),
         *_draw_artifacts(sample),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
@@ -184,16 +197,26 @@ def _draw_artifacts(sample: StoredSample) -> Iterator[RenderableType]:
         yield Text.assemble(("artifacts: ", "bold"), _text(sample.left))
 
 
-def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
-    """Draw a line for each token: its log-probability, its id, and its text. Tokens that the environment wrote have no log-probability."""
+def _tokens(sample: StoredSample, texts: Texts) -> Table:
+    """Draw a line for each token: its log-probability, what the loss made of it as far as the file says so, its id, and its text. Tokens
+    that the environment wrote have no log-probability."""
+    columns: dict[str, tuple[Sequence[Any] | None, Callable[[Any], str]]] = {
+        "log p": (sample.generation_logprobs, "{:.3f}".format),
+        "ratio": (sample.ratios, "{:.3f}".format),
+        "clip": (sample.clipped, lambda bound: CLIPPED.get(bound, "")),
+        "loss": (sample.token_losses, "{:.1e}".format),
+        "id": (sample.token_ids, str),
+    }
+    cells: list[list[Text]] = []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("log p", "id"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for name, (values, write) in columns.items():
+        if values is not None:
+            table.add_column(name, justify="right", no_wrap=True)
+            cells.append([Text("" if value is None else write(value)) for value in values])
     table.add_column("token")
-    for token, logprob in zip(sample.token_ids, sample.generation_logprobs, strict=True):
-        table.add_row(
-            Text("" if logprob is None else f"{logprob:.3f}"), Text(str(token)), _text(text_of(token), keep="")
-        )
+    names = texts(sample.token_ids) if sample.token_texts is None else sample.token_texts
+    for *row, name in zip(*cells, names, strict=True):
+        table.add_row(*row, _text(name, keep=""))
     return table
 
 

@@ -22,10 +22,11 @@ from headrace.launch.pipeline import http_get, parse_reason
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
-from headrace.run import history
+from headrace.run import findings, history
 from headrace.run.checkpoints import find_published, list_set_aside
-from headrace.run.headlines import accuracy_name, alarms, waiting
+from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
+from headrace.run.journal import Line
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -74,6 +75,10 @@ def status(
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
+        *findings_of(
+            [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
+            loaded,
+        ),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
     ]
@@ -93,6 +98,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("started", when(past.started)),
         ("steps", steps(past)),
         *progress(newest, config.log_folder),
+        *findings_of(past.lines, config),
         *([("", str(past.collapse))] if past.collapse else []),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
@@ -157,8 +163,7 @@ def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, s
 
 
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
-    """Return lines about the newest step and validation, alarms, and what the trainer waited for. `logs` is the folder of an alarm's
-    picture."""
+    """Return lines about the newest step and validation, and alarms. `logs` is the folder of an alarm's picture."""
     lines = []
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
         found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
@@ -171,9 +176,12 @@ def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
         if metrics.get("train_inference_alarm"):
             pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
             lines += [("", f"see {path}") for path in pictures[-1:]]
-        if kind == "train" and (advice := waiting(metrics)):
-            lines.append(("", advice))
     return lines
+
+
+def findings_of(lines: Sequence[Line], config: Config) -> list[tuple[str, str]]:
+    """Return lines about what the newest steps of a history lost, the gravest first. `lines` are the surviving ones."""
+    return [("finding", line) for line in findings.top(findings.find(lines, config))]
 
 
 def show(

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
 
+from headrace.base.errors import HeadraceError
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.display import RunConsole, closing_table, describe_wait, failures, open_display
+from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
+from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints, history
+from headrace.run import checkpoints, findings, history
 from headrace.run.history import CURVES, recorded
 
 
@@ -65,12 +69,21 @@ def up(
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
         say(f"CPU threads: {threads}")
-        say(f"curves: {runs.page_address(loaded)}")
+        if loaded.page.port is not None:
+            say(f"page: {runs.page_address(loaded)}")
+            if tunnel := runs.tunnel(loaded.page.port):
+                say(f"from your own machine: {tunnel}")
         for name, host, port in list_pages(loaded):
+            if name == "page":
+                continue
             say(f"{name}: {runs.page_url(loaded, host, port)}")
         started = time.monotonic()
         try:
-            with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:
+            with (
+                curves_drawn(loaded, say),
+                recorded(loaded.run_folder, StoppedBySignal),
+                open_display(console) as display,
+            ):
                 run = asyncio.run(Pipeline(loaded, saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` continues this run from {_resumes_from(loaded)}")
@@ -78,26 +91,39 @@ def up(
         console.print(closing_table(run, time.monotonic() - started))
         if why := why_it_ended(loaded, run):
             say(why)
-        if collapse := history.read(loaded).collapse:
+        past = history.read(loaded)
+        if collapse := past.collapse:
             say(f"{collapse} ({', '.join(collapse.evidence)})")
         if run.failed:
             say(failures(run))
-        if advice := describe_wait(run):
-            say(advice)
+        for line in findings.top(findings.find(past.lines, loaded, "all")):
+            say(line)
         # not in the table: a path that is cut off at the column's width can't be copied
         curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / CURVES
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
         if curves.exists():
             say(f"all curves:     {curves}")
         say(f"samples:        headrace samples {loaded.run_folder}")
-        folder, settings = loaded.checkpoint_folder, loaded.checkpointing
-        best = checkpoints.best(folder, settings.metric_name, higher_is_better=settings.higher_is_better)
-        if best is not None:
-            version, value = best
-            say(f"best:           {checkpoints.policy_of(folder, version)} ({settings.metric_name} {value:.4g})")
+        folder = loaded.checkpoint_folder
+        if (best := history.best_weights(loaded)) is not None:
+            say(f"best:           {describe_best(loaded, *best)}")
         versions = checkpoints.find_published(folder)
         newest = checkpoints.policy_of(folder, versions[-1]) if versions else None
         say(f"checkpoint:     {newest or 'none was written'}")
+
+
+@contextlib.contextmanager
+def curves_drawn(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """However the context ends, draw the page of curves if the trainer has not: it was killed."""
+    try:
+        yield
+    finally:
+        if history.are_curves_old(config.run_folder):
+            try:
+                write: Any = load_entry_point("headrace.tools", "curves-page", extra="trainer")
+                write(config.run_folder, config.run.id)
+            except (HeadraceError, OSError) as error:  # what ended the run matters more
+                say(f"warning: {config.run_folder / CURVES} lacks the newest steps and can't be drawn: {error}")
 
 
 def _resumes_from(config: Config) -> str:
@@ -120,6 +146,14 @@ def continues(config: Config) -> str | None:
     if newest >= config.algorithm.max_num_steps:
         return f"checkpoint {newest} is the last step, so nothing is left to train; a higher {key} continues the run"
     return f"continues from {_resumes_from(config)}"
+
+
+def describe_best(config: Config, version: int, value: float) -> str:
+    """Return where the best weights are, and how good they are."""
+    how = f"{config.checkpointing.metric_name} {value:.4g}"
+    if version == 0:
+        return f"{config.policy.model_name} (the initial model, {how}; no checkpoint has a better value)"
+    return f"{checkpoints.policy_of(config.checkpoint_folder, version)} ({how})"
 
 
 def why_it_ended(config: Config, run: RunSummary) -> str | None:

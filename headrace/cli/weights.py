@@ -11,7 +11,7 @@ import typer
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
 from headrace.launch import runs
-from headrace.run import checkpoints
+from headrace.run import checkpoints, history
 
 LATEST, BEST = "latest", "best"
 
@@ -20,7 +20,7 @@ WeightsArgument = Annotated[
     typer.Argument(
         metavar="RUN[@STEP]|DIR",
         help="A run, by its folder or its id under ./runs, and one of its checkpoints: `latest` (the default), `best` by "
-        "checkpointing.metric_name, a number, or 0 for the initial model. Or the directory of a model.",
+        "checkpointing.metric_name (it may be the initial model), a number, or 0 for the initial model. Or the directory of a model.",
         show_default=False,
     ),
 ]
@@ -95,7 +95,7 @@ def _of_run(run: str, saved: Path, step: str) -> NamedModel:
 
 def _version(run: str, config: Config, step: str) -> int:
     """Return the version that `step` means. Raises `ConfigError` naming the existing versions."""
-    folder, settings = config.checkpoint_folder, config.checkpointing
+    folder = config.checkpoint_folder
     there = checkpoints.find_published(folder)
     listed = ", ".join(map(str, there)) or "none yet"
     if step in (LATEST, BEST) and not there:
@@ -103,8 +103,8 @@ def _version(run: str, config: Config, step: str) -> int:
     if step == LATEST:
         return there[-1]
     if step == BEST:
-        metric = settings.metric_name
-        best = checkpoints.best(folder, metric, higher_is_better=settings.higher_is_better)
+        metric = config.checkpointing.metric_name
+        best = history.best_weights(config)
         if best is None:
             why = "checkpointing.metric_name is null" if metric is None else f"no checkpoint has {metric}"
             raise ConfigError(f"{run}@{BEST}: {why}, so the best is unknown; give one of {listed}, or {LATEST}")

@@ -152,7 +152,11 @@ class AlgorithmConfig(Section):
     max_num_epochs: MayChange[int] = Field(1, ge=1, description="passes over the training prompts")
     max_num_steps: MayChange[int] = Field(1_000_000, ge=1, description="stop after this many trainer steps")
     val_period: MayChange[int] = Field(10, ge=0, description="steps from one validation to the next; 0: never validate")
-    val_at_start: MayChange[bool] = Field(False, description="validate before the first step")
+    val_at_start: MayChange[bool | None] = Field(
+        None,
+        description="validate the initial model, before the first step; null: if val_period is above 0. What a run has gained is measured "
+        "from there, and the best weights may be these",
+    )
     val_at_end: MayChange[bool] = Field(False, description="validate after the last step")
     val_start_at: MayChange[int] = Field(-1, description="val_period takes effect after this many steps")
     max_val_samples: MayChange[int] = Field(256, ge=1, description="held-out prompts in a validation")
@@ -246,6 +250,11 @@ class AlgorithmConfig(Section):
     def batch_size(self) -> int:
         """Trajectories in a trainer step: P times n."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def validates_at_start(self) -> bool:
+        """Whether the initial model is validated before the first step."""
+        return self.val_period > 0 if self.val_at_start is None else self.val_at_start
 
     @property
     def first_policy_step(self) -> int:

@@ -42,12 +42,12 @@ def may_change(keys: Keys) -> bool | None:
 
 def select_fixed(config: Config) -> dict[str, Any]:
     """Return every key that may not change when the run continues, with its value."""
-    return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
+    return {key: value for key, value in flatten(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
 
 
 def digest(config: Config) -> str | None:
     """Return a digest of the fixed keys whose text comes from the environment and is not stored; None without any."""
-    shown = dict(_flat(config.show()))
+    shown = dict(flatten(config.show()))
     hidden = {key: value for key, value in select_fixed(config).items() if shown.get(key) != value}
     if not hidden:
         return None
@@ -59,13 +59,18 @@ def digest(config: Config) -> str | None:
 def diff(before: Config, after: Config) -> list[Change]:
     """Return the keys whose values differ: those of `before` in its order, then the others. A key that only one of them has is null in the
     other. Text from the environment is compared, and given as the expression that gives it."""
-    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
-    old_shown, new_shown = dict(_flat(before.show())), dict(_flat(after.show()))
+    old, new = dict(flatten(before.model_dump(mode="json"))), dict(flatten(after.model_dump(mode="json")))
+    old_shown, new_shown = dict(flatten(before.show())), dict(flatten(after.show()))
     return [
         Change(key, old_shown.get(key), new_shown.get(key))
         for key in [*old, *(key for key in new if key not in old)]
         if _differs(old, new, key)
     ]
+
+
+def is_own(key: str) -> bool:
+    """Whether a key differs between any two runs: a name, a folder or a port."""
+    return key in ("run.id", "run.dir", "run.from_environment", "security.credentials") or key.endswith("port")
 
 
 def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
@@ -75,12 +80,13 @@ def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
     return (old | new)[key] not in (None, {}, [])
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a tree, with their values: `a.b`, and `a.0` for an item of a list."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items:
         yield prefix, value
     for key, inner in items:
-        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+        yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _show(value: Any) -> str:

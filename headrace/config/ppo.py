@@ -71,7 +71,6 @@ class PPOConfig(AlgorithmConfig):
     max_num_epochs: MayChange[int] = Field(100_000, ge=1, description="passes over the training prompts")
     max_num_steps: MayChange[int] = Field(100_000, ge=1, description="stop after this many trainer steps")
     val_period: MayChange[int] = Field(20, ge=0, description="steps from one validation to the next; 0: never validate")
-    val_at_start: MayChange[bool] = Field(True, description="validate before the first step")
     ppo_epochs: MayChange[int] = Field(4, ge=1, description="passes of the policy over each batch")
     critic_ppo_epochs: MayChange[int | None] = Field(
         None, ge=1, description="passes of the value model over each batch; null: ppo_epochs"

@@ -34,6 +34,7 @@ from headrace.config.section import Section
 from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,
+    PageConfig,
     ReplayConfig,
     RewardConfig,
     RolloutConfig,
@@ -67,6 +68,7 @@ class Config(Section):
     reward: MayChange[RewardConfig] = RewardConfig()
     agents: AgentsConfig = AgentsConfig()
     trainer: MayChange[TrainerConfig] = TrainerConfig()
+    page: MayChange[PageConfig] = PageConfig()
     weight_channel: MayChange[WeightChannelConfig] = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: MayChange[LoggerConfig] = LoggerConfig()

@@ -1,4 +1,4 @@
-"""Sections of the pipeline itself: `run`, `replay`, `rollout`, `reward`, `trainer`, `weight_channel`, `checkpointing`."""
+"""Sections of the pipeline itself: `run`, `replay`, `rollout`, `reward`, `trainer`, `page`, `weight_channel`, `checkpointing`."""
 
 from __future__ import annotations
 
@@ -225,6 +225,17 @@ class TrainerConfig(Section):
         description="seconds without progress after which a rank ends, naming the rank that it waits for; with one rank, its /healthz "
         "turns red. Must be more than fleet_deadline_s, weight_channel.timeout_s, and the time of a micro-batch or of writing a model to "
         "disk",
+    )
+
+
+class PageConfig(Section):
+    host: MayChange[str] = Field("127.0.0.1", description="host on which the page of runs listens")
+    port: MayChange[int | None] = Field(
+        8396,
+        ge=0,
+        le=65535,
+        description="port of the page of runs; with 0, and under `headrace up` unless this is given, a free one is chosen; null: `headrace "
+        "up` starts no page",
     )
 
 

@@ -38,6 +38,7 @@ def _problems(config: Config, service: str) -> Iterator[str]:
         "rollout": config.rollout.host,
         "agents": config.agents.host,
         "trainer": config.trainer.host,
+        "page": config.page.host,
     }[service]
     if not is_loopback(host) and not guarded:
         yield f"{service}.host {host}: a service doesn't listen beyond the loopback interface without TLS and credentials; {_REMEDY}"
@@ -54,7 +55,7 @@ def _problems(config: Config, service: str) -> Iterator[str]:
                 yield from _check_dialled(config, f"env.{name}.target", env.address)
             for place, judge in enumerate(env.judges if isinstance(env, LLMJudgeConfig) else []):
                 yield from _check_judge(f"env.{name}.judges.{place}.base_url", judge)
-    else:
+    elif service != "page":  # it reads files alone
         yield from _redis(config, service)
 
 

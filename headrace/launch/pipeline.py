@@ -52,7 +52,8 @@ Reserved = Mapping[str, socket.socket]
 
 def check(config: Config) -> None:
     """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
-    for service in ("replay", "reward", "rollout", *(["agents"] if config.has_episodes else []), "trainer"):
+    episodes, page = (["agents"] if config.has_episodes else []), (["page"] if config.page.port is not None else [])
+    for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
         exposure.check(config, service)
     environment_processes.check(config)
 
@@ -67,11 +68,13 @@ def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
 
 
 def list_pages(config: Config) -> list[tuple[str, str, int]]:
-    """Return the service, host and port of each page that the configuration names. The buffer knows those of the replicas."""
+    """Return the name, host and port of each service that the configuration gives one. The buffer knows those of the replicas."""
+    page = [] if config.page.port is None else [("page", config.page.host, config.page.port)]
     return [
         ("replay", config.replay.host, config.replay.port),
         ("reward", config.reward.host, config.reward.http_port),
         ("trainer", config.trainer.host, config.trainer.port),
+        *page,
     ]
 
 
@@ -93,10 +96,12 @@ class Children:
     rollouts: list[Child]
     agents: list[Child]
     trainer: Child
+    page: Child | None
 
     def __iter__(self) -> Iterator[Child]:
         others = (*self.environments.values(), *self.rollouts, *self.agents)
-        return iter((self.replay, self.reward, *others, self.trainer))
+        page = () if self.page is None else (self.page,)
+        return iter((self.replay, self.reward, *others, self.trainer, *page))
 
     @classmethod
     def of(cls, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved) -> Children:
@@ -120,6 +125,7 @@ class Children:
                 for number in range(config.agents.runners if config.has_episodes else 0)
             ],
             trainer=child("trainer", "trainer", ends_run=True),
+            page=None if config.page.port is None else child("page", "page"),
         )
         threads = device_plan.plan_threads(config, plan)
         for each in children:
@@ -222,6 +228,8 @@ class Pipeline:
                     await self._recall(client)
                     running += [tasks.create_task(self._supervise_rollout(each)) for each in self.children.rollouts]
                     running += [tasks.create_task(supervise(each)) for each in self.children.agents]
+                    if self.children.page is not None:
+                        running.append(tasks.create_task(self._supervise_page(self.children.page)))
                     watch = tasks.create_task(self._watch(client))
                     if self._device_is_shared:
                         await self._until_loaded(client)
@@ -268,6 +276,15 @@ class Pipeline:
             if self._joined == 0 and all(other.state == "failed" for other in self.children.rollouts):
                 raise
             self.display.print(f"{failed}\nThe run continues with the other replicas.")
+
+    async def _supervise_page(self, child: Child) -> None:
+        """Supervise the page, which the run does without."""
+        try:
+            await self.supervisor.supervise(child)
+        except ServiceFailed as failed:
+            self.display.print(
+                f"{failed}\nThe run continues without its page; `headrace page {self._saved.parent}` starts one."
+            )
 
     def _ready_pages(self) -> list[tuple[Child, str, int]]:
         by_name = {child.name: child for child in self.children}
@@ -486,7 +503,7 @@ class Pipeline:
             self.supervisor.stop([self.children.trainer], save_s),
             self.supervisor.stop([*self.children.rollouts, *self.children.agents]),
         )
-        await self.supervisor.stop([self.children.reward])
+        await self.supervisor.stop([self.children.reward, *([self.children.page] if self.children.page else [])])
         await self.supervisor.stop(self.children.environments.values())
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()

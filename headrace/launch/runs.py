@@ -8,9 +8,10 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headrace.base.addresses import LOOPBACK, replace_wildcard, with_port
 from headrace.base.errors import ConfigError, PortTaken, ReplayUnavailable, ServiceError
@@ -25,10 +26,11 @@ from headrace.net.http_access import new_code
 from headrace.net.service import bind, reserve
 from headrace.replay import ReplayClient
 from headrace.run.checkpoints import find_published
+from headrace.run.folder import SAVED, resume_hint
+from headrace.run.folder import load_saved as read_saved
 from headrace.run.history import RECORD, RUN_LOCK, recorded
 from headrace.run.journal import JOURNAL, read_bytes, read_journal
 
-SAVED = "config.yaml"
 _CONNECT_S = 3.0
 _PORT_TRIES = 5
 
@@ -101,17 +103,6 @@ def _renamed(folder: Path, config: Config) -> ConfigError:
     )
 
 
-def resume_hint(config: Config) -> str:
-    """Return the command that makes the run in this folder continue."""
-    folder = config.run_folder
-    if folder.name == config.run.id:
-        return f"headrace up {folder / SAVED}"
-    return (
-        f"rename the folder to {config.run.id}; or start a new run from its weights, with run.id=NAME "
-        f"policy.model_name={folder}/checkpoints/step_<version>/policy"
-    )
-
-
 def _describe_results(config: Config) -> str | None:
     """Return a description of the run's training results, or None. Until there are any, no key is fixed."""
     if checkpoints := find_published(config.checkpoint_folder):
@@ -165,7 +156,7 @@ def find(run: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_saved(saved: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
-    return _with_own_credentials(load(saved, overrides).relocate(saved.resolve().parent))
+    return _with_own_credentials(read_saved(saved, overrides))
 
 
 def may_be_up(config: Config) -> bool:
@@ -275,7 +266,7 @@ def unsupervised(config: Config, given: Path) -> Iterator[None]:
 
 
 # The ports that the services of a run must know of each other; the other services choose their own.
-_KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port")
+_KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port", "page.port")
 
 
 def _listeners(config: Config) -> dict[str, tuple[str, int]]:
@@ -288,6 +279,8 @@ def _listeners(config: Config) -> dict[str, tuple[str, int]]:
         "trainer.port": (config.trainer.host, config.trainer.port),
         "weight_channel.port": (config.weight_channel.host or LOOPBACK, config.weight_channel.port),
     }
+    if config.page.port is not None:
+        found["page.port"] = config.page.host, config.page.port
     if not config.replay.redis_url:
         found["replay.redis_port"] = config.replay.redis_host, config.replay.redis_port
     if config.has_episodes:
@@ -301,6 +294,8 @@ def _chosen(config: Config) -> list[str]:
     latter."""
     found = [f"env.{name}.port" for name, env in config.started.items() if env.port == 0]
     for key in _KNOWN:
+        if key == "page.port" and config.page.port is None:
+            continue
         section, _, name = key.partition(".")
         own = getattr(config, section)
         if getattr(own, name) == 0 or section not in config.model_fields_set or name not in own.model_fields_set:
@@ -444,9 +439,22 @@ async def _start_on_a_free_port(make: Callable[[int], Any]) -> Any:
     )
 
 
-def page_address(config: Config) -> str:
-    """Return the URL of the trainer's page on this machine, with a new code. Raises `ConfigError`."""
-    return f"{page_url(config, config.trainer.host, config.trainer.port)}/#code={new_code(config.run_folder)}"
+def page_address(config: Config, run: str | None = None) -> str:
+    """Return the URL of the page that a run serves on this machine, with a new code: of itself there, or of `run`. Raises `ConfigError`."""
+    assert config.page.port is not None  # the caller has seen to it
+    url = page_url(config, config.page.host, config.page.port)
+    return f"{url}/runs/{quote(run or config.run_folder.name)}#code={new_code(config.run_folder)}"
+
+
+def tunnel(port: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the command that brings a page on this machine's `port` to the machine from which the user has logged in by SSH; None if he
+    hasn't."""
+    words = environ.get("SSH_CONNECTION", "").split()
+    if len(words) != 4:
+        return None
+    user = f"{environ['USER']}@" if environ.get("USER") else ""
+    server = f" -p {words[3]}" if words[3] != "22" else ""
+    return f"ssh -N -L {port}:127.0.0.1:{port}{server} {user}{words[2]}"
 
 
 def page_url(config: Config, host: str, port: int) -> str:

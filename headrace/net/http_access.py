@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import secrets
 import socket
 import time
@@ -41,14 +42,14 @@ _SIGN_IN_SCRIPT = """
 const code = new URLSearchParams(location.hash.slice(1)).get("code");
 const say = (text) => { document.querySelector("p").textContent = text; };
 if (code) {
-  history.replaceState(null, "", location.pathname);
+  history.replaceState(null, "", location.pathname + location.search);
   fetch("/session", {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({code})})
-    .then((answer) => answer.ok ? location.reload() : say("This address has been used. `headrace page --run RUN` prints another."));
+    .then((answer) => answer.ok ? location.reload() : say("This address has been used. `headrace page RUN` prints another."));
 }
 """
 _SIGN_IN_PAGE = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Headrace</title></head><body>'
-    "<p>Sign in with the address that <code>headrace up</code> printed; <code>headrace page --run RUN</code> prints another.</p>"
+    "<p>Sign in with the address that <code>headrace up</code> printed; <code>headrace page RUN</code> prints another.</p>"
     f"<script>{_SIGN_IN_SCRIPT}</script></body></html>\n"
 )
 _SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SIGN_IN_SCRIPT.encode()).digest()).decode()
@@ -99,7 +100,7 @@ class HttpAccess:
             credentials=load_credentials(config),
             hosts=frozenset(name.lower() for name in names),
             certificate=certificate,
-            code=None if config.run.id is None else config.run_folder / CODE,
+            code=None if config.run.id is None else code_file(config.run_folder),
             cookie=f"headrace-{config.run.id}",
             posts=posts or {},
         )
@@ -231,7 +232,7 @@ class Guard:
         cookie = self._access.exchange(body, time.time(), secure=secure)
         if cookie is None:
             await _answer(
-                send, Denial(401, "the code is wrong, or was already used; `headrace page --run RUN` prints another")
+                send, Denial(401, "the code is wrong, or was already used; `headrace page RUN` prints another")
             )
             return
         await _with_headers(send)(
@@ -243,8 +244,20 @@ class Guard:
 def new_code(run_folder: Path) -> str:
     """Write a one-time code for the run's services, replacing an older one, and return it. Raises `ConfigError`."""
     code = secrets.token_urlsafe(24)
-    write(run_folder / CODE, code)
+    write(code_file(run_folder), code)
     return code
+
+
+def code_file(run_folder: Path) -> Path:
+    """Return the path of the one-time code of a run's services: in its folder, or, for a service that may only read that, in the cache
+    folder of its user."""
+    there = run_folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if os.access(there, os.W_OK):
+        return run_folder / CODE
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "headrace" / CODE / hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:32]
 
 
 async def _answer(send: Any, denial: Denial, *, page: bool = False) -> None:

@@ -174,6 +174,18 @@ class TrainerClient(BufferClient):
             "commit", version=version, timeline=timeline, trained=_digest_ledger(trained) if trained else ""
         )
 
+    async def read_history(self, count: int) -> tuple[list[tuple[str, Mapping[bytes, bytes]]], int]:
+        """Return the oldest `count` entries of the history of groups that were not cleared, each with its id, for `expand_entry`; and how
+        many entries were ever cut off unread."""
+        key = self._connection.key
+        lost = await self._connection.command("HGET", key, "history_lost")
+        entries = await self._connection.command("XRANGE", f"{key}:history", "-", "+", "COUNT", count)
+        return [(entry.decode(), fields) for entry, fields in entries], int(lost or 0)
+
+    async def clear_history(self, timeline: str, last: str) -> None:
+        """Delete the entries of the history up to the one with id `last` (idempotent)."""
+        await self._connection.call("drained", timeline=timeline, last=last)
+
     async def record_masked(self, step: int, timeline: str, tokens: int) -> None:
         """Record that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.base.devices import NCCL_REMEDY
 
-# The share of a step's time from which waiting is reported.
-LONG_WAIT = 0.3
 # A training step has the metric `NAME_alarm` for each.
 ALARMS = ("train_inference", "equal_rewards", "collapse", "weight_channel")
 
@@ -70,35 +68,3 @@ def seconds_per_step(steps: Iterable[Mapping[str, float]]) -> float | None:
     timed = [metrics for metrics in steps if "timing/train/total_step_time" in metrics]
     usual = [metrics for metrics in timed if not follows_start(metrics)] or timed
     return statistics.median(metrics["timing/train/total_step_time"] for metrics in usual) if usual else None
-
-
-def waiting(metrics: Mapping[str, float]) -> str | None:
-    """Return what the trainer waited for through much of a step, and the remedy; None if it did not wait, and for the first step after a
-    start."""
-    total = metrics.get("timing/train/total_step_time", 0.0)
-    generation, scores = (metrics.get(f"timing/train/wait_for_{what}", 0.0) for what in ("generation", "scores"))
-    if follows_start(metrics) or total <= 0 or generation + scores < LONG_WAIT * total:
-        return None
-    share = f"the trainer waited {100 * (generation + scores) / total:.0f} % of the time"
-    if generation >= scores:
-        return f"{share}, mostly for generation: more replicas (rollout.replicas), or a wider age bound"
-    return f"{share}, mostly for scores{_slowest(metrics)}"
-
-
-def _slowest(metrics: Mapping[str, float]) -> str:
-    """Return the environment whose scores took longest, as the end of a sentence with the remedy."""
-    times = {
-        name.removeprefix("scoring_time/"): (
-            metrics.get(f"scoring_wait/{name.removeprefix('scoring_time/')}", 0.0),
-            took,
-        )
-        for name, took in metrics.items()
-        if name.startswith("scoring_time/")
-    }
-    if not times:
-        return ""
-    name, (waited, took) = max(times.items(), key=lambda item: sum(item[1]))
-    numbers = f" (environment {name}: {waited:.3g} s waiting, {took:.3g} s in it)"
-    if waited > took:
-        return f"{numbers}: more reward.workers, or more concurrency if the environment runs in its own process"
-    return f"{numbers}: a faster environment"

@@ -18,6 +18,7 @@ import msgspec
 from headrace.base.errors import CodecError
 from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
 from headrace.config import Config
+from headrace.run import checkpoints
 from headrace.run.checkpoints import LOCK
 from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
@@ -49,7 +50,8 @@ class Best:
     value: float
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.value:.4g} at step {self.step}"
+        initial = ", the initial model" if self.metric.startswith("val:") and self.step == 0 else ""
+        return f"{self.metric} {self.value:.4g} at step {self.step}{initial}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +124,43 @@ def find_best(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best 
     return None if step is None else Best(name, step, found[step])
 
 
+def best_weights(config: Config) -> tuple[int, float] | None:
+    """Return the version with the best value of `checkpointing.metric_name`, and that value; None if no checkpoint has a value. It is the
+    version of a checkpoint, or 0 if the validation of the initial model was better than that of every checkpoint. Raises `ServiceError`
+    for a journal or metrics that can't be read."""
+    settings = config.checkpointing
+    metric, higher_is_better = settings.metric_name, settings.higher_is_better
+    saved = checkpoints.best(config.checkpoint_folder, metric, higher_is_better=higher_is_better)
+    if metric is None or saved is None:
+        return saved
+    lines = surviving(read_journal(config.run_folder / JOURNAL))
+    initial = find_best([line for line in lines if line.kind == "validation" and line.step == 0], metric, True)
+    sign = 1 if higher_is_better else -1
+    return saved if initial is None or sign * initial.value <= sign * saved[1] else (0, initial.value)
+
+
 # -- the folder
 
 
 def read(config: Config) -> RunHistory:
     """Return the history of the run in `config.run_folder`. Raises `ServiceError` for a journal, and `CodecError` for a `run.json`, that
     can't be read."""
-    folder = config.run_folder
-    lines = read_journal(folder / JOURNAL)
-    kept = surviving(lines)
-    record = _read_record(folder)
+    lines = read_journal(config.run_folder / JOURNAL)
+    times = (lines[0].time, lines[-1].time) if lines else None
+    return judge(config, surviving(lines), times)
+
+
+def judge(config: Config, kept: Sequence[Line], times: tuple[float, float] | None) -> RunHistory:
+    """Return the history of the run with these surviving lines, and its state now; `times` are those of the first and the last line of its
+    journal. Raises `CodecError` for a `run.json` that can't be read."""
+    record = read_record(config.run_folder)
     if record is None:  # an older build ran it
         state: State = "running" if _is_held(config) else "unknown"
-        return RunHistory(config, state, kept, lines[0].time if lines else None)
+        return RunHistory(config, state, kept, times[0] if times else None)
     state = record.state
     if state == "running" and not _is_held(config):
         state = "killed"
-        return RunHistory(config, state, kept, record.started, lines[-1].time if lines else record.since)
+        return RunHistory(config, state, kept, record.started, times[1] if times else record.since)
     return RunHistory(config, state, kept, record.started, record.since, record.reason)
 
 
@@ -148,7 +170,7 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
     folder can't be written."""
     started = now = clock()
     with contextlib.suppress(CodecError):  # it is overwritten
-        earlier = _read_record(folder)
+        earlier = read_record(folder)
         started = earlier.started if earlier else now
     try:
         _write(folder, RunRecord(started, "running", now))
@@ -170,6 +192,16 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
     end("finished")
 
 
+def are_curves_old(folder: Path) -> bool:
+    """Whether the page of curves lacks newest lines of the journal, because the trainer that wrote them was killed before it drew them."""
+    try:
+        written = (folder / JOURNAL).stat().st_mtime_ns
+    except OSError:  # nothing to draw
+        return False
+    page = folder / CURVES
+    return not page.exists() or page.stat().st_mtime_ns < written
+
+
 def _is_held(config: Config) -> bool:
     """Whether `headrace up` or a trainer is running the run."""
     return is_locked(config.run_folder / RUN_LOCK) or is_locked(config.checkpoint_folder / LOCK)
@@ -180,7 +212,8 @@ def _write(folder: Path, record: RunRecord) -> None:
         unfinished.write_bytes(msgspec.json.encode(record))
 
 
-def _read_record(folder: Path) -> RunRecord | None:
+def read_record(folder: Path) -> RunRecord | None:
+    """Return the record of the run in `folder`; None without one. Raises `CodecError`."""
     path = folder / RECORD
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import msgspec
+
 from headrace.base.errors import ServiceError
 from headrace.base.files import cannot_write, cut_torn_line
 
@@ -36,7 +38,7 @@ class Line:
     step: int
     timeline: str
     time: float
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
     orders: list[int] = dataclasses.field(default_factory=list)
     builds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -110,11 +112,25 @@ def read_journal(path: Path) -> list[Line]:
 
 def iter_journal(path: Path) -> Iterator[Line]:
     """Yield what `read_journal` returns, holding one line at a time."""
+    return (line for line, _ in iter_from(path, 0))
+
+
+def iter_from(path: Path, offset: int) -> Iterator[tuple[Line, int]]:
+    """Yield the complete lines from the byte `offset` on, as `read_bytes` counts it, each with the offset of what follows it. Raises as
+    `Journal.read` does."""
     with contextlib.ExitStack() as stack:
+        before = 0
         for file in _open(path, stack):
+            size = os.fstat(file.fileno()).st_size
+            start = min(max(offset - before, 0), size)
+            file.seek(start)
+            where = before + start
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):  # a writer may be writing the last line
-                    yield _parse(line.decode(), f"{file.name}:{number}")
+                    where += len(line)
+                    lines = f"{file.name}:{number}" if start == 0 else f"{file.name}, {number} lines after byte {start}"
+                    yield _parse(line, lines), where
+            before += size
 
 
 def read_bytes(path: Path, offset: int = 0) -> bytes:
@@ -158,9 +174,12 @@ def parse_lines(text: str, where: str) -> Iterator[Line]:
         yield _parse(line, f"{where}:{number}")
 
 
-def _parse(line: str, where: str) -> Line:
+def _parse(line: str | bytes, where: str) -> Line:
     try:
-        fields: dict[str, Any] = json.loads(line)
+        try:
+            fields: dict[str, Any] = msgspec.json.decode(line)  # several times as fast as `json`
+        except msgspec.MsgspecError:
+            fields = json.loads(line)  # it reads NaN and Infinity too
         return Line(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ServiceError(f"{where}: not a line of metrics ({error}); remove it or move the file away") from error

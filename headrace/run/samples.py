@@ -4,20 +4,21 @@
 evaluated version 12, and `val_failed_data_step12.jsonl.gz` one per prompt that failed there, with the reason; `zcat` reads them.
 `failed_data.jsonl` has one line per completion that failed its group, the newest last. Per-token lists cover the completion (for an episode
 of several `calls`, their completions one after the other) and have equal lengths. null means that the policy did not write the token, or
-that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
+that nothing was computed. docs/metrics.md defines them (`COLUMNS`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import gzip
 import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +28,8 @@ from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line, keep_ne
 from headrace.base.printable import printable
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
+from headrace.run.indexed_lines import Key, find_lines, has_index, write_lines
+from headrace.run.token_texts import TokenTexts
 
 T = TypeVar("T")
 
@@ -37,10 +40,58 @@ FAILED = "failed_data.jsonl"
 # A file of failed completions that has grown to this size is moved to failed_data.1.jsonl, replacing an older one.
 FAILED_BYTES = 32 << 20
 _DECIMALS = 6
+_DIGITS = 7
 # Characters of the artifacts of one sample that are shown.
 _SHOWN = 10_000
 _STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
+# The lists with a number for each token of the completion, in the order in which they are written and shown.
+COLUMNS = (
+    "generation_logprobs",
+    "token_loss_mask",
+    "mask_reasons",
+    "advantages",
+    "prev_logprobs",
+    "policy_logprobs",
+    "reference_policy_logprobs",
+    "teacher_logprobs",
+    "ratios",
+    "clipped",
+    "importance_weights",
+    "raw_importance_weights",
+    "entropies",
+    "token_losses",
+    "token_loss_gradients",
+    "values",
+    "returns",
+)
+_CALL_FIELDS = ("parent", "trained", "finish_reason", "replica", "messages", "answer", "timings")
 _REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
+
+
+class MaskReason(enum.IntEnum):
+    """Why a token doesn't count in the policy's loss; of several reasons, the lowest. Up to `LOGPROB_ERROR` it has no term in the loss;
+    from `SAMPLING_FILTER` on only the policy term is left out."""
+
+    COUNTED = 0
+    ENVIRONMENT = 1  # the environment wrote it
+    UNTRAINED_CALL = 2
+    OVER_AGE = 3
+    ZERO_MULTIPLIER = 4  # of the data set
+    OVERLONG = 5  # cut off, with overlong_filtering
+    LOGPROB_ERROR = 6  # seq_logprob_error_threshold
+    SAMPLING_FILTER = 7  # top-k or top-p leaves it out now
+    SEQUENCE_MASK = 8  # seq-mask-tis
+    IMPORTANCE_WEIGHT = 9  # icepop, or a weight that is not finite
+    PROBABILITY_DIFFERENCE = 10  # probability_difference_mask
+
+
+class Clipped(enum.IntEnum):
+    """Which bound of the ratio cut a token's policy term."""
+
+    NONE = 0
+    LOW = -1
+    HIGH = 1
+    DUAL = 2
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +112,9 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     `reward` and `components` are the environment's. A completion that failed has none, but the `status` and `message` of its last scoring,
     the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. `step` is that of a trained sample, or the
     version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T]; `spans` are (version, start,
-    end). For an episode of several `calls` the completion is that of its calls, one after the other. `artifacts` is what its program left.
+    end). For an episode of several `calls` the completion is that of its calls, one after the other. `artifacts` is what its program left,
+    `metadata` what the environment added to its score. The lists from `token_texts` on are missing in files of older builds, and where the
+    step didn't compute them.
     """
 
     group: str
@@ -87,6 +140,11 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     time: float | None = None
     calls: tuple[StoredCall, ...] = ()
     artifacts: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    token_texts: tuple[str, ...] | None = None
+    ratios: tuple[float | None, ...] | None = None
+    clipped: tuple[float | None, ...] | None = None
+    token_losses: tuple[float | None, ...] | None = None
 
     @property
     def truncated(self) -> bool:
@@ -254,9 +312,14 @@ def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: 
 # -- the files
 
 
-def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
-    """Return the fields that the lines of all sample files share, with NeMo RL's names where it has them."""
+def record(group: Group, trajectory: AnyTrajectory, score: Score, texts: TokenTexts | None = None) -> dict[str, Any]:
+    """Return the fields that the lines of all sample files share, with NeMo RL's names where it has them; with `texts` also those of the
+    tokens.
+
+    The metadata is the whole of it: what was too large for the buffer has a note in its place (`Score.fit`).
+    """
     flat = trajectory.flat()
+    prompt, completion = flat.prompt_token_ids.tolist(), flat.completion_token_ids.tolist()
     return {
         "group": group.id,
         "task": group.task_name,
@@ -266,6 +329,7 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, A
         "build": score.build,
         "rewards": score.reward,
         "components": score.components,
+        "metadata": score.metadata,
         "finish_reason": flat.finish_reason,
         "spans": [[span.version, span.start, span.end] for span in flat.spans],
         "turns": flat.turns,
@@ -276,25 +340,28 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, A
         "input_lengths": sum(
             path.prompt_token_ids.size + path.completion_token_ids.size for path in trajectory.paths()
         ),
-        "prompt_token_ids": flat.prompt_token_ids.tolist(),
-        "token_ids": flat.completion_token_ids.tolist(),
+        "prompt_token_ids": prompt,
+        "token_ids": completion,
+        **({} if texts is None else {"prompt_token_texts": texts(prompt), "token_texts": texts(completion)}),
         "generation_logprobs": round_values(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
-        **(_of_episode(trajectory) if isinstance(trajectory, EpisodeTrajectory) else {}),
+        **(_of_episode(trajectory, texts) if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
 
 
-def _of_episode(episode: EpisodeTrajectory) -> dict[str, Any]:
-    calls = {"calls": list(_calls(episode))}
+def _of_episode(episode: EpisodeTrajectory, texts: TokenTexts | None) -> dict[str, Any]:
+    calls = {"calls": list(_calls(episode, texts))}
     return {**calls, "artifacts": episode.artifacts} if episode.artifacts else calls
 
 
-def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:
+def _calls(episode: EpisodeTrajectory, texts: TokenTexts | None) -> Iterator[dict[str, Any]]:
     start = 0
     for call in episode.calls:
         end = start + call.completion_token_ids.size
+        context = call.context_token_ids.tolist()
         yield {
             "parent": call.parent,
-            "context_token_ids": call.context_token_ids.tolist(),
+            "context_token_ids": context,
+            **({} if texts is None else {"context_token_texts": texts(context)}),
             "tokens": (start, end),
             "trained": call.trained,
             "finish_reason": call.finish_reason,
@@ -334,8 +401,26 @@ def make_sample(group: Group, trajectory: AnyTrajectory, score: Score | None) ->
 
 
 def round_values(values: Float32) -> list[float]:
+    """Return the values with six decimals."""
     decimals: list[float] = np.round(values.astype(np.float64), _DECIMALS).tolist()
     return decimals
+
+
+def round_digits(values: Float32) -> list[float]:
+    """Return the values with seven significant digits: those of a float32, so that sums stay what they are."""
+    size = np.abs(values.astype(np.float64))
+    scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.where(size > 0, size, 1.0))))
+    digits: list[float] = (np.round(values * scale) / scale).tolist()
+    return digits
+
+
+def whole_numbers(values: Float32) -> list[int | None]:
+    """Return the values as whole numbers, None for NaN."""
+    missing = np.isnan(values)
+    numbers: list[int | None] = np.where(missing, 0, values).astype(int).tolist()
+    for place in np.flatnonzero(missing):
+        numbers[place] = None
+    return numbers
 
 
 class SampleFiles:
@@ -361,16 +446,15 @@ class SampleFiles:
                     written.append((path.stat().st_mtime_ns, int(match[1])))
         return [step for _, step in sorted(written)]
 
-    def write(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, kind: Kind, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write a file atomically. Raises `ServiceError` for a full disk."""
         if not self.wanted:
             return
         path = self.path(kind, step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
-                for each in records:
-                    file.write(msgspec.json.encode(each) + b"\n")
+            with atomic_write(path) as unfinished, unfinished.open("wb") as file:
+                write_lines(file, ((_key(each), msgspec.json.encode(each) + b"\n") for each in records))
             if self.keep is not None:
                 keep_newest(self.folder, f"{kind}_data_step*.jsonl.gz", self.keep)
         except OSError as error:
@@ -391,6 +475,22 @@ class SampleFiles:
         """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
         return _decode(self.path(kind, step), StoredSample)
 
+    def view(
+        self, kind: Kind | Literal["failed"], step: int, group: str, index: int, *, first: int = 0, count: int = 5000
+    ) -> dict[str, Any] | None:
+        """Return one trajectory for a viewer, with up to `count` tokens of its completion from `first` on; None if it is not kept. Of
+        `failed` completions it is the last one, whatever the step.
+
+        `tokens`, `prompt_tokens` and each call's `context_tokens` have `id` and `text`, which is None where the file has no texts.
+        `columns` are those of `COLUMNS` that the file has, for these tokens; `legend` has the names of their codes. The other lines of the
+        file are not decoded. Raises as `read` does.
+        """
+        if kind == "failed":
+            line = next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
+        else:
+            line = next(_find(self.path(kind, step), group, index), None)
+        return None if line is None else _view(line, first, count)
+
     def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
         """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
         disk, or a folder that can't be written."""
@@ -410,12 +510,89 @@ class SampleFiles:
 
     def read_failed(self) -> list[StoredSample]:
         """Return the completions that failed their groups, the newest last. Raises as `read` does."""
-        older, newest = self._older_failed, self.folder / FAILED
-        return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
+        return [sample for path in self.failed_paths for sample in _decode(path, StoredSample)]
+
+    @property
+    def failed_paths(self) -> tuple[Path, Path]:
+        """The files of completions that failed their groups, the older one first."""
+        return self._older_failed, self.folder / FAILED
 
     @property
     def _older_failed(self) -> Path:
         return self.folder / FAILED.replace(".", ".1.")
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What tells the lines of a file apart."""
+
+    group: str
+    index: int | None = None
+
+
+def _key(line: Mapping[str, Any]) -> Key:
+    return line.get("group", ""), line.get("index")
+
+
+def _find(path: Path, group: str, index: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines about a trajectory, decoded; none if the file doesn't exist."""
+    needle = b'"group":' + msgspec.json.encode(group)
+    try:
+        with path.open("rb") as file:
+            for line in _lines(path, file, (group, index)):
+                if needle not in line or not line.endswith(b"\n"):
+                    continue
+                if msgspec.json.decode(line, type=_Place) == _Place(group, index):
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+    except FileNotFoundError:
+        return
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _lines(path: Path, file: IO[bytes], key: Key) -> Iterable[bytes]:
+    """Return the lines among which those with this key are: a few, or all in a file without an index."""
+    if path.suffix != ".gz":
+        return file
+    return find_lines(file, key) if has_index(file) else gzip.open(file)
+
+
+def _view(line: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
+    shown = slice(first, first + count)
+
+    def tokens(of: Mapping[str, Any], name: str, shown: slice = slice(None)) -> list[dict[str, Any]]:
+        ids = of[f"{name}_ids"]
+        texts = of.get(f"{name}_texts") or [None] * len(ids)
+        ids, texts = ids[shown], texts[shown]
+        return [{"id": id_, "text": text} for id_, text in zip(ids, texts, strict=True)]
+
+    calls = [
+        {
+            "number": number,
+            "start": call["tokens"][0],
+            "end": call["tokens"][1],
+            "context_tokens": tokens(call, "context_token"),
+            **{name: call[name] for name in _CALL_FIELDS},
+        }
+        for number, call in enumerate(line.get("calls", []))
+    ]
+    return {
+        "group": line["group"],
+        "index": line["index"],
+        "step": line.get("step"),
+        "total": len(line["token_ids"]),
+        "first": first,
+        "tokens": tokens(line, "token", shown),
+        "columns": {name: values[shown] for name in COLUMNS if (values := line.get(name)) is not None},
+        "legend": {
+            name: {int(code): code.name for code in codes}
+            for name, codes in (("mask_reasons", MaskReason), ("clipped", Clipped))
+        },
+        "versions": line["spans"],
+        "calls": calls,
+        "prompt_tokens": tokens(line, "prompt_token"),
+        "reward": line["rewards"],
+        **{name: line.get(name, {}) for name in ("components", "metadata", "artifacts")},
+    }
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:
@@ -426,4 +603,8 @@ def _decode(path: Path, kind: type[T]) -> list[T]:
     except FileNotFoundError:
         return []
     except UNREADABLE as error:
-        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CodecError:
+    return CodecError(f"{path}: not a file of samples ({error}); move it away")

@@ -37,7 +37,7 @@ class Role:
 # Functions that change something, by caller. A caller that is refused for lack of memory reports this with `make_room`.
 _REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
-    "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
+    "make_room rewind restore refilled enqueue close reserve reject commit drained masked publish_metrics evaluated drop_validation "
     "open_epoch begin_epoch end_epoch disagreements quarantine"
 )
 _OPERATOR = "retry"

@@ -13,19 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
 from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
-from headrace.run import prompt_counts
+from headrace.run import group_files, prompt_counts
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.journal import JOURNAL, Journal, list_retries
 from headrace.run.lineage import FOLDER
 from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
 from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
@@ -35,6 +37,7 @@ from headrace_services.trainer.distributed.ranks import Ranks, join_ranks, place
 from headrace_services.trainer.memory.fit import check_device
 from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
+from headrace_services.trainer.telemetry.now_writer import NowWriter
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -151,16 +154,20 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 checkpoints=checkpoints,
                 journal=journal,
                 lineage=lineage,
+                history=HistoryWriter(config.run_folder / group_files.FOLDER, replay, retry, resumed.timeline, prompts),
                 gauges=gauges,
                 prompts=prompts,
                 feeder=Feeder(config, replay, retry, resumed.timeline, prompts, journal),
                 meter=meter,
                 telemetry=telemetry,
                 readiness=readiness,
+                now=NowWriter(config, replay),
                 stop=stop,
                 began=began,
             )
-            telemetry.start()
+            telemetry.start(lead.learner.tokenizer)
+            writing = asyncio.create_task(context.now.run())
+            stack.push_async_callback(cancel, [writing])
             try:
                 finished = await Loop(config, context, resumed).run()
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 from headrace.config import Config
 from headrace.config.keys import Keys
+from headrace.run.metric_names import METRIC_SECTIONS, unknown
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
 from headrace_services.trainer.data import Prompts, digest_problems, load_problems
 from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
-from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
 
 # Metrics of `train:` that a checkpoint has.
 _OF_A_STEP = ("reward",)

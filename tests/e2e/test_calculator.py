@@ -11,8 +11,8 @@ from statistics import fmean
 
 import pytest
 
+from headrace.run.metric_names import unknown
 from headrace.run.samples import SampleFiles
-from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.support.up import ROOT, Up, own_run
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.run.checkpoints import find_published
-from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace.run.metric_names import unknown
 from tests.support.up import ROOT, Up, own_run
 
 SMALL = (

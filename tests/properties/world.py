@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import math
@@ -15,6 +16,8 @@ from headrace.base.errors import HeadraceError
 from headrace.replay import Ended, EnvironmentState, Epoch, Lease, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
+from headrace.replay.history import HistoryRow, expand_entry
+from headrace.run.group_history import ENDS, Record, apply_to_run
 from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
@@ -93,6 +96,8 @@ class World:
         self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
         self.calls = 0
         self.delivered: list[Delivered] = []
+        self.told: dict[str, Record] = {}  # what the history says of each group
+        self.told_until = "-"
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
@@ -258,8 +263,43 @@ class World:
         alive = {f"runner {r.id}": (r.alive, r.leases) for r in runners}
         assert alive == {name: (model.is_alive(name), len(model.held_by(name))) for name in model.runners}
         self._compare_meters(meters)
+        await self._compare_told()
         for group, found in zip(groups, held, strict=True):
             self._compare_group(group, found)
+
+    async def _compare_told(self) -> None:
+        """The history agrees with the state of every group, and every group that was enqueued has one end at most (law 1). What a call
+        changed is told in it, so a call that changes nothing tells nothing."""
+        entries = await self.client.redis.xrange(f"hr:{{{self.client.run_id}}}:history", self.told_until, "+")
+        for entry, fields in entries:
+            self.told_until = f"({entry.decode()}"
+            for row in expand_entry(entry.decode(), fields):
+                self._hear(row)
+        model = self.model
+        for held in model.groups.values():
+            told = self.told[held.id]
+            assert (told.state, told.attempts) == (held.state, held.attempt), held.id
+            if held.state in ("scoring", "ready", "reserved"):
+                pieces = {index: (*shape(piece.trajectory), piece.reward) for index, piece in held.pieces.items()}
+                assert told.trajectories == pieces, held.id
+            if held.state in ("reserved", "trained"):
+                assert told.step == held.step, held.id
+        if not model.refill:  # until it is complete, what a restore forgot may seem to have ended
+            told_counts = collections.Counter(r.state for r in self.told.values() if r.lane == "train")
+            for state in ENDS:
+                assert told_counts[state] == model.count("train").get(state, 0), state
+
+    def _hear(self, row: HistoryRow) -> None:
+        if row.group is None:
+            apply_to_run(self.told.values(), row)
+            return
+        record = self.told.setdefault(row.group, Record(row.group))
+        if row.what in ENDS:
+            assert record.state not in ENDS, f"{row.group} is {row.what}, and was {record.state} before"
+        else:
+            ended = record.state in ("filtered", "failed") and record.lane == "train"
+            assert row.what in ("enqueued", "retried") or not ended, f"{row.group} is {row.what} after its end"
+        record.apply(row)
 
     def _compare_meters(self, seen: Mapping[Moment, TrajectoryMeter]) -> None:
         for moment in MOMENTS:

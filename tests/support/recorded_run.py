@@ -139,6 +139,8 @@ async def run(replay: ReplayClient) -> None:
     await replay.record_masked(0, timeline, 7)
     await replay.commit(1, timeline)
     await replay.drop_validation(timeline, 1)
+    entries, _ = await replay.read_history(3)
+    await replay.clear_history(timeline, entries[-1][0])
     await replay.make_room(1)
     await replay.append_event("looked", {"who": "here"})
     await replay.publish_metrics("train", 0, {"reward": 0.5}, timeline)

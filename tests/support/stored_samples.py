@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.run.samples import Kind, SampleFiles, StoredCall, StoredSample
 
 
@@ -52,4 +54,4 @@ def hostile_episode(text: str) -> StoredSample:
 
 
 def write(folder: Path, kind: Kind, step: int, samples: Sequence[StoredSample]) -> None:
-    SampleFiles(folder, None).write(kind, step, samples)  # type: ignore[arg-type]  # it is encoded as a record is
+    SampleFiles(folder, None).write(kind, step, [msgspec.to_builtins(each) for each in samples])

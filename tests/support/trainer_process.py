@@ -14,6 +14,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.replay import ReplayClient
+from headrace.run.group_files import FOLDER as GROUPS
+from headrace.run.group_history import GroupHistory, GroupQuery
 from headrace.run.journal import Journal, Line, surviving
 from headrace.run.lineage import FOLDER, LineageFiles, find_timeline
 from headrace.run.samples import SampleFiles
@@ -109,7 +111,17 @@ def check_history(trainer: Trainer, steps: int = STEPS, prompts: int = PROMPTS) 
     assert state.version == steps
     assert len(Ledger.decode(checkpoints.file(state.version, TRAINED)).trained) == len(groups)
     check_lineage(trainer, ledger, {line.step: line.timeline for line in train})
+    check_groups(trainer, ledger)
     return groups
+
+
+def check_groups(trainer: Trainer, ledger: dict[int, list[str]]) -> None:
+    """The files of groups know every group that was trained, its prompt, and what it came from."""
+    history = GroupHistory(trainer.config.run_folder / GROUPS)
+    _, trained = history.find(GroupQuery(states=["trained"], limit=1000))
+    assert {group.id: group.step for group in trained} == {id_: step for step, ids in ledger.items() for id_ in ids}
+    assert all(group.prompt and group.replicas and len(group.rewards) == group.n for group in trained)
+    assert (history.lost(), history.damaged) == (0, [])
 
 
 def check_lineage(trainer: Trainer, ledger: dict[int, list[str]], timelines: dict[int, str]) -> None:

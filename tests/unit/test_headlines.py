@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
-from headrace.run.headlines import accuracy_name, alarms, build_changes, seconds_per_step, waiting
+from headrace.run.headlines import accuracy_name, alarms, build_changes, seconds_per_step
 
 TOTAL = "timing/train/total_step_time"
-GENERATION, SCORES = "timing/train/wait_for_generation", "timing/train/wait_for_scores"
 
 
 def test_accuracy_is_one_only_where_rewards_are_0_or_1() -> None:
     assert accuracy_name({"accuracy": 0.5, "partial_credit": 0.0}) == "accuracy"
     assert accuracy_name({"accuracy": 0.5, "partial_credit": 0.25}) == "mean reward"
     assert accuracy_name({"accuracy": 0.5}) == "accuracy"  # of an earlier build
-
-
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        ({}, None),
-        ({TOTAL: 10.0, GENERATION: 2.0, SCORES: 0.9}, None),
-        ({TOTAL: 10.0, GENERATION: 9.0, "efficiency/init/total_s": 5.0}, None),
-        ({TOTAL: 10.0, GENERATION: 4.0, SCORES: 2.0}, "60 % of the time, mostly for generation"),
-        ({TOTAL: 10.0, GENERATION: 1.0, SCORES: 3.0}, "40 % of the time, mostly for scores"),
-        (
-            {
-                TOTAL: 10.0,
-                SCORES: 8.0,
-                "scoring_wait/a": 3.0,
-                "scoring_time/a": 0.5,
-                "scoring_wait/b": 0.0,
-                "scoring_time/b": 1.0,
-            },
-            "scores (environment a: 3 s waiting, 0.5 s in it)",
-        ),
-        ({TOTAL: 10.0, SCORES: 8.0, "scoring_wait/a": 1.0, "scoring_time/a": 5.0}, "5 s in it): a faster environment"),
-    ],
-    ids=["nothing known", "little", "the first step", "generation", "scores", "a queue", "a slow environment"],
-)
-def test_what_the_trainer_waited_for_comes_with_the_remedy(metrics: dict[str, float], said: str | None) -> None:
-    found = waiting(metrics)
-    assert found is None if said is None else said in (found or "")
 
 
 def test_each_alarm_is_said() -> None:

@@ -252,10 +252,21 @@ def test_an_extra_declares_whatever_its_service_imports(room: str) -> None:
     assert undeclared(own, (room,), in_functions=True) == set(), f"declare it in the extra {room} of pyproject.toml"
 
 
+def test_the_extra_of_the_page_declares_whatever_it_imports() -> None:
+    own = {name for name in imported(True) if name.startswith("headrace.page.")}
+    assert "headrace.page.server" in own
+    assert undeclared(own, ("page",), in_functions=True) == set(), "declare it in the extra page of pyproject.toml"
+
+
 def test_the_base_package_declares_whatever_loading_it_imports() -> None:
     """Only the listeners of services and of `headrace serve`, and what pytest loads, need more."""
     own = {name for name in imported(False) if name.partition(".")[0] == "headrace"}
-    own -= {"headrace.net.http_connection", "headrace.net.limited_server", "headrace.pytest_plugin"}
+    own -= {
+        "headrace.net.http_connection",
+        "headrace.net.limited_server",
+        "headrace.page.server",
+        "headrace.pytest_plugin",
+    }
     assert undeclared(own, (), in_functions=False) == set(), (
         "declare it in pyproject.toml, or import it where it is used"
     )

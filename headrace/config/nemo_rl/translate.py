@@ -19,8 +19,10 @@ from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, mod
 from headrace.config.nemo_rl.rules import TABLE, Rule
 from headrace.config.nemo_rl.values import look, off, sources
 
-# what such a file means implicitly; keys of `ppo` apply to a file that has it
+# what such a file means implicitly; keys of `grpo` and `ppo` apply to a file that has that section
 IMPLIED: dict[str, Any] = {
+    "grpo.val_at_start": False,
+    "ppo.val_at_start": True,
     "loss_fn.sequence_is_aggregation": "sum",
     "data.remove_duplicates": False,
     "data.overlong_prompts": "leave_out",
@@ -179,7 +181,8 @@ class _Builder:
             for key, value, origin in gather(self.theirs, self._refuse_value):
                 self._put(tuple(key.split(".")), value, tuple(origin.split(".")))
         for key, value in IMPLIED.items():
-            if look(self.ours, key, self) is self and (key.partition(".")[0] != "ppo" or "ppo" in self.ours):
+            section = key.partition(".")[0]
+            if look(self.ours, key, self) is self and (section not in ("grpo", "ppo") or section in self.ours):
                 keys = tuple(key.split("."))
                 self._put(keys, value, keys)
                 self.implied[key] = value

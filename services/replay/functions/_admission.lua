@@ -60,6 +60,7 @@ local function grant(run, group, taker, count, worst, ticket)
     'saves', 0)
   hold(run, group, worst)
   move(run, group.lane, 'queued', 'open')
+  tell(run, 'leased', group.id, {'r', taker.holder, 'a', group.attempt + 1, 'v', taker.version})
   local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt + 1,

@@ -131,10 +131,11 @@ local function unless_empty(value)
   if next(value) ~= nil then return value end
 end
 
--- Text from people and programs, shortened. A character that would be cut in two is dropped.
-local function words(value)
-  if #value <= 2000 then return value end
-  return (string.gsub(string.sub(value, 1, 2000), '[\192-\255][\128-\191]*$', ''))
+-- Text from people and programs, shortened to `most` bytes (2,000). A character that would be cut in two is dropped.
+local function words(value, most)
+  most = most or 2000
+  if #value <= most then return value end
+  return (string.gsub(string.sub(value, 1, most), '[\192-\255][\128-\191]*$', ''))
 end
 
 -- Turn a hash's fields and values into a map of numbers.

@@ -256,6 +256,7 @@ local function fail(run, group, reason)
   redis.call('ZADD', run.base .. 'failed', run.now, group.id)
   trim_dead_letters(run)
   move(run, group.lane, group.state, 'failed')
+  tell(run, 'failed', group.id, {}, reason)
   event(run, 'failed', 'group', group.id, 'reason', words(reason))
   wake(run, 'ready')
   wake(run, 'work')
@@ -278,6 +279,7 @@ local function requeue(run, group, cause, counted, reason)
   redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped', 'metered', 'rescored')
   redis.call('ZADD', queue_of(run, group.lane, group.kind), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
+  tell(run, 'requeued', group.id, {'c', cause}, reason)
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
   return nil
@@ -290,6 +292,7 @@ local function lose_lease(run, group, cause, reason)
   end_lease(run, group)
   redis.call('HSET', group.key, 'token', '', 'replica', '', 'reason', words(reason))
   event(run, 'passed_on', 'group', group.id, 'cause', cause, 'reason', words(reason))
+  tell(run, 'passed_on', group.id, {'c', cause}, reason)
   wake(run, 'work')
 end
 
@@ -332,6 +335,12 @@ local function end_generation(run, group)
   hold(run, group, group.actual)
   redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
   move(run, group.lane, 'open', 'scoring')
+  tell(run, 'scoring', group.id)
+end
+
+local function tell_dropped(run, group, index, reason)
+  event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
+  tell(run, 'dropped', group.id, {'i', index}, reason)
 end
 
 -- A trajectory will not be generated. Others were started beyond n, so the group does without it.
@@ -340,7 +349,7 @@ local function do_without(run, group, index, reason)
   meter_count(run, 'failed', 1)
   forget_prefix(run, group, index)
   redis.call('HSET', group.key, 'x' .. index, words(reason), 'dropped', group.dropped + 1)
-  event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
+  tell_dropped(run, group, index, reason)
   if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
 end
 
@@ -360,7 +369,7 @@ local function drop(run, group, index, reason)
     hold(run, group, group.actual)
     redis.call('HSET', group.key, 'held', group.actual)
   end
-  event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
+  tell_dropped(run, group, index, reason)
   return nil
 end
 

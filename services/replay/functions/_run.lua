@@ -33,6 +33,7 @@
 --   epochs      set     every epoch of this timeline
 -- Shared by all incarnations:
 --   events, metrics   streams
+--   history           stream: what happened to every group, until the trainer has written it to the run's folder (see `tell`)
 --   m:<moment>        hashes (see _meter.lua)
 --   clients           hash: `<what> <client>` -> number of the newest such call; `taken <client>` -> the answer to its newest take_scoring
 --   old               set of incarnations to be swept
@@ -171,9 +172,35 @@ local function made_before(run, what, call)
   return false
 end
 
--- Append an event, for people. The stream is capped: the ledger keeps the history.
+-- Append an event, for people. The stream is capped: `history` is what says what became of every group.
 local function event(run, kind, ...)
   redis.call('XADD', run.key .. ':events', 'MAXLEN', '~', 10000, '*', 'kind', kind, ...)
+end
+
+-- The most entries of `history`. Beyond it the oldest are cut off, and counted in `history_lost`: nobody has read them.
+local HISTORY = 100000
+-- bytes of a reason in it
+local REASON = 300
+
+-- Append to `history` that `what` happened to these groups (`ids`, one per line; '': to the run), for a `reason` if any. The trainer writes the entries to the
+-- run's folder, and then clears them (drained.lua). Every change of a group's state is told, in the call that makes it. Fields have one
+-- letter, because there are tens of entries for each group:
+--   w  what           g  groups                 l, o, e, n  lane, order, environment and trajectories of a group that was enqueued
+--   r  replica        a  attempt                p  trajectories: `<index> <length> <oldest> <newest>` or `<index> <reward>`, joined by commas
+--   i  index          s  step                   v, t  weight version, timeline
+--   b  build          c  cause of a requeue     m  reason
+local function tell(run, what, ids, fields, reason)
+  fields = fields or {}
+  if reason then fields[#fields + 1], fields[#fields + 2] = 'm', words(reason, REASON) end
+  redis.call('XADD', run.key .. ':history', '*', 'w', what, 'g', ids, unpack(fields))
+  run.told = true
+end
+
+local function cut_history(run)
+  local key = run.key .. ':history'
+  if redis.call('XLEN', key) <= HISTORY then return end
+  local lost = redis.call('XTRIM', key, 'MAXLEN', '~', HISTORY)
+  if lost > 0 then redis.call('HINCRBY', run.key, 'history_lost', lost) end
 end
 
 local function count_refusal(run, code)
@@ -188,6 +215,7 @@ local function flush(run)
   if run.ticks then redis.call('HSET', run.key, 'clock', run.read, 'offset', run.offset) end
   if run.due ~= run.first_due then redis.call('HSET', run.key, 'due', run.due) end
   if run.tickets ~= run.first_ticket then redis.call('HSET', run.key, 'tickets', run.tickets) end
+  if run.told then cut_history(run) end
   for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end
 end
 

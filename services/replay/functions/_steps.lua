@@ -40,6 +40,7 @@ local function commit_steps(run, version)
     local ids = step_ids(run, step)
     push_ids(run, 'tally', ids)
     move(run, 'train', 'reserved', 'trained', #ids)
+    if #ids > 0 then tell(run, 'trained', table.concat(ids, '\n'), {'s', step, 't', run.timeline}) end
   end
   free_steps(run, version - run.retain_steps)
   if version > run.committed then

@@ -1,7 +1,7 @@
 -- Drop up to `most` groups of validations of versions < before, whether leased or not. Returns how many may be left.
 -- uses: _args, _group, _run
 local function drop_validation(run, most, before)
-  local lane, ids = run.base .. 'lane', {}
+  local lane, ids, left = run.base .. 'lane', {}, {}
   for _, id in ipairs(redis.call('SRANDMEMBER', lane, most)) do
     local version = tonumber(redis.call('HGET', group_key(run, id), 'validation') or 0)
     if version < before then ids[#ids + 1] = id end
@@ -13,8 +13,12 @@ local function drop_validation(run, most, before)
     erase(run, group)
     redis.call('ZREM', run.base .. 'failed', id)
     -- a group that has not ended is left over
-    if group.state ~= 'evaluated' and group.state ~= 'failed' then move(run, 'validation', group.state, 'unused') end
+    if group.state ~= 'evaluated' and group.state ~= 'failed' then
+      move(run, 'validation', group.state, 'unused')
+      left[#left + 1] = id
+    end
   end
+  if #left > 0 then tell(run, 'unused', table.concat(left, '\n')) end
   for first = 1, #ids, BATCH do
     redis.call('SREM', lane, unpack(ids, first, math.min(first + BATCH - 1, #ids)))
   end

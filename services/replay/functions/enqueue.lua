@@ -60,6 +60,7 @@ local function add_group(run, group)
   end
   if group.wanted then redis.call('ZREM', run.base .. 'wanted', group.order) end
   move(run, group.lane, nil, 'queued')
+  tell(run, 'enqueued', group.id, {'l', group.lane, 'o', group.order, 'e', group.env, 'n', group.n})
 end
 
 -- Law 1: a feeder continues where it left off. If the run has not reached that point, the server lost the groups in between.

@@ -68,6 +68,7 @@ local function free(run, group, entry)
   forget_prefix(run, group, entry.index)
   redis.call('HSET', group.key, 'a' .. entry.at, tries_value(group.tries + 1, failures, interrupted))
   event(run, 'began_anew', 'group', entry.id, 'index', entry.at, 'reason', reason)
+  tell(run, 'began_anew', entry.id, {'i', entry.at}, reason)
   return 1
 end
 
@@ -105,10 +106,15 @@ local function take(run, group, entry)
   end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
     unpack(fields))
+  tell(run, 'pushed', entry.id, {'p', entry.at .. ' ' .. entry.extent})
   note_progress(run, group)
   if group.pushed + group.dropped == group.count then
     end_generation(run, group)
     group.state = 'scoring'
+  end
+  if entry.status then
+    local rewarded = entry.at .. ' ' .. string.format('%.17g', entry.reward)
+    tell(run, 'scored', entry.id, {'p', rewarded, 'b', string.match(entry.numbered, ' (.*)$')})
   end
   if entry.status and group.scored == group.n then all_scored(run, group) end
   if entry.status then count_scored(run, env, {member}) end

@@ -26,7 +26,7 @@ end
 -- Handle the entries of one group. The accepted ones are written together.
 local function push(run, entries_of_group, foreign, reply)
   local group = load(run, entries_of_group)
-  local written, members, now = {}, {}, string.format('%d', run.now)
+  local written, members, told, now = {}, {}, {}, string.format('%d', run.now)
   for _, entry in ipairs(entries_of_group) do
     local code, message
     local before = group and (group['p' .. entry.at] or group['x' .. entry.at])
@@ -41,6 +41,7 @@ local function push(run, entries_of_group, foreign, reply)
         group['p' .. entry.at] = value
         written[#written + 1], written[#written + 2] = 'p' .. entry.at, value
         members[#members + 1], members[#members + 2] = now, entry.id .. ':' .. entry.at
+        told[#told + 1] = entry.at .. ' ' .. entry.extent
       end
     end
     if code then reply[entry.place] = refuse_entry(run, code, message) else reply[entry.place] = '' end
@@ -49,6 +50,7 @@ local function push(run, entries_of_group, foreign, reply)
   if #written == 0 then return end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
     unpack(written))
+  tell(run, 'pushed', group.id, {'p', table.concat(told, ',')})
   note_progress(run, group)
   redis.call('ZADD', place_of(run, 'unscored', environment_of(run, group)), unpack(members))
   wake(run, 'scoring')

@@ -83,7 +83,10 @@ local function end_run(run, left)
     redis.call('SADD', base .. 'unused', id)
     move(run, 'train', group.state, 'unused')
   end
-  if #left > 0 then event(run, 'ended', 'step', run.next_step, 'unused', #left) end
+  if #left > 0 then
+    event(run, 'ended', 'step', run.next_step, 'unused', #left)
+    tell(run, 'unused', table.concat(left, '\n'))
+  end
   return {reply = 'end', unused = redis.call('SCARD', base .. 'unused')}
 end
 
@@ -141,6 +144,7 @@ local function hand_out(run, step, groups)
   end
   keep_step(run, step, ids)
   move(run, 'train', 'ready', 'reserved', #ids)
+  tell(run, 'reserved', table.concat(ids, '\n'), {'s', step, 't', run.timeline})
   set(run, 'next_step', step + 1)
   if run.top < step + 1 then set(run, 'top', step + 1) end
   redis.call('HSET', run.key, 'age_mean', age / #ids, 'age_max', oldest)

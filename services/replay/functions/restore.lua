@@ -42,6 +42,7 @@ register('restore', {
   take_over_ended(run, call.failed, call.filtered, args[2], args[3])
   move(run, 'train', nil, 'trained', version * run.prompts_per_step)
   event(run, 'restored', 'version', version, 'incarnation', incarnation)
+  tell(run, 'restored', '', {'v', version, 't', timeline})
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))
 end, true)

@@ -9,12 +9,14 @@
 -- again, as in a refill.
 -- uses: _args, _group, _register, _run
 
+-- Returns its id, or '' if it was forgotten before.
 local function forget_dead_letter(run, order)
   local id = redis.call('HGET', run.base .. 'letters', order)
-  if not id then return end
+  if not id then return '' end
   erase(run, load_group(run, id))
   redis.call('ZREM', run.base .. 'failed', id)
   redis.call('HDEL', run.base .. 'letters', order)
+  return id
 end
 
 register('retry', {
@@ -26,12 +28,13 @@ register('retry', {
   for i, order in ipairs(call.orders) do
     local retried = tonumber(redis.call('HGET', run.base .. 'retries', order) or 0)
     if order <= run.enqueued and retried == call.retries[i] and redis.call('GETBIT', run.base .. 'failures', order) == 1 then
-      forget_dead_letter(run, order)
+      local id = forget_dead_letter(run, order)
       redis.call('SETBIT', run.base .. 'failures', order, 0)
       redis.call('SETBIT', run.base .. 'ended', order, 0)
       redis.call('HINCRBY', run.base .. 'retries', order, 1)
       redis.call('ZADD', run.base .. 'wanted', order, order)
       move(run, 'train', 'failed', nil)
+      tell(run, 'retried', id, {'o', order})
       again = again + 1
     end
   end

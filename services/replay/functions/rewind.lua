@@ -31,19 +31,21 @@ end
 local function reopen_steps(run, version)
   local pinned, top = 0, version
   for step = math.max(version, run.freed), run.top - 1 do
-    local kept = {}
+    local kept, reopened = {}, {}
     for _, id in ipairs(step_ids(run, step)) do
       local group = load_group(run, id)
       if survives(group, version) then
         if group.state == 'reserved' then
           redis.call('HSET', group.key, 'state', 'ready')
           move(run, 'train', 'reserved', 'ready')
+          reopened[#reopened + 1] = id
         end
         kept[#kept + 1] = id
       else
         requeue(run, group, 'rewind', false, 'rewind to version ' .. version)
       end
     end
+    if #reopened > 0 then tell(run, 'ready', table.concat(reopened, '\n')) end
     keep_step(run, step, kept)
     pinned = pinned + #kept
     if #kept > 0 then top = step + 1 end
@@ -108,6 +110,7 @@ register('rewind', {version = natural, timeline = name}, function(run, call)
   set(run, 'timeline', timeline)
   begin_timeline(run, version, timeline)
   event(run, 'rewound', 'version', version, 'timeline', timeline)
+  tell(run, 'rewound', '', {'v', version, 't', timeline})
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))
 end)

@@ -22,7 +22,7 @@
 --
 -- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories all have the same reward is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
--- uses: _args, _fields, _group, _register, _score, _scoring, _trajectory
+-- uses: _args, _fields, _group, _register, _run, _score, _scoring, _trajectory
 
 -- The group with the holders (`w<i>`), rewards (`r<i>`) and payloads (`p<i>`) of these entries, under those names.
 local function load(run, entries_of_group)
@@ -105,7 +105,7 @@ end
 
 -- The members that were scored.
 local function write(run, group, scored, reply)
-  local fields, records, members = {}, {}, {}
+  local fields, records, members, rewarded = {}, {}, {}, {}
   for _ = #scored, group.n - group.scored + 1, -1 do
     local entry = table.remove(scored)
     reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has its ' .. group.n .. ' scores without this one')
@@ -115,11 +115,15 @@ local function write(run, group, scored, reply)
     records[2 * i - 1] = score_key(run, nonce_of(group['p' .. entry.at]))
     records[2 * i] = entry.record
     members[i] = entry.id .. ':' .. entry.at
+    rewarded[i] = entry.at .. ' ' .. string.format('%.17g', entry.reward)
   end
   local count = group.scored + #scored
   redis.call('MSET', unpack(records))
   redis.call('HSET', group.key, 'scored', count, 'build', group.build, unpack(fields))
   redis.call('ZREM', place_of(run, 'taken', environment_of(run, group)), unpack(members))
+  if #scored > 0 then
+    tell(run, 'scored', group.id, {'p', table.concat(rewarded, ','), 'b', string.match(group.build, ' (.*)$')})
+  end
   if count == group.n then all_scored(run, group) end
   return members
 end

@@ -16,10 +16,12 @@ from headrace.run.journal import Journal
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.now_writer import NowWriter
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -67,12 +69,14 @@ class TrainerContext:
     checkpoints: Checkpoints
     journal: Journal
     lineage: LineageWriter
+    history: HistoryWriter
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder
     meter: ThroughputMeter
     telemetry: Telemetry
     readiness: Readiness
+    now: NowWriter
     stop: asyncio.Event
     began: float
     clock: Callable[[], float] = time.monotonic

@@ -70,7 +70,7 @@ class Plan:
             must_save_by_s=config.checkpointing.must_save_by_s if config.checkpointing.enabled else None,
             val_period=config.algorithm.val_period if can_validate else None,
             val_start_at=config.algorithm.val_start_at,
-            val_at_start=config.algorithm.val_at_start,
+            val_at_start=config.algorithm.validates_at_start,
             val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
             # a run that only evaluates has nothing else to wait for
@@ -167,6 +167,22 @@ def decide(plan: Plan, state: LoopState) -> Decision:
     if isinstance(state.reply, Reservation):
         return Decision(Action.TRAIN)
     return _await_fleet(plan, state)
+
+
+def waits_for(decision: Decision, state: LoopState) -> str:
+    """Return what the loop waits for if it carries out `decision`, as the end of a sentence; empty if it is at work."""
+    if decision.action is Action.AWAIT_VALIDATION:
+        return f"the validation of version {state.validating}, before the replicas get the next weights"
+    if decision.action is not Action.WAIT:
+        return ""
+    if not state.healthy:
+        return f"a replica with verified weights of version {state.version}: {state.members} are registered"
+    if state.episodes and not state.runners:
+        return f"a runner: {state.episodes} groups of episodes"
+    missing = "scores" if share_in_scoring(state.counts) > 0.5 else "generation"
+    if isinstance(state.reply, Waiting):
+        return f"{missing}: {state.reply.ready} of the {state.reply.needed} groups of step {state.version} are ready"
+    return missing
 
 
 def too_many_failed(plan: Plan, counts: Mapping[str, int]) -> str | None:

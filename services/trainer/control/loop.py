@@ -87,6 +87,7 @@ class Loop:
                 log.info("%d prompts that were not trained on are queued again", again)
             failed = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
+            self._context.history.start()
             self._recorder.begin(failed)
             self._fleet.healthy_at = self._runner_at = self._clock()
             return await self._take_turns(feeding)
@@ -109,17 +110,23 @@ class Loop:
                 feeding.cancel()
                 await asyncio.wait([feeding])
             await self._writer.close()
+            await self._context.history.close()
 
     async def _take_turns(self, feeding: asyncio.Task[None]) -> bool:
         while True:
             if feeding.done():
                 feeding.result()  # its error ends the run
+            self._context.history.poll()
             await self._writer.poll()
             replicas = await self._call(self._replay.replicas)
+            began = self._clock()
             await self._validations.poll()
+            self._recorder.spend(Action.AWAIT_VALIDATION, self._clock() - began, {})
             run = await self._call(self._replay.state)
             await self._recorder.note_failures(run.counts.get("failed", 0))
-            decision = decisions.decide(self._plan, self._look(replicas, run))
+            state = self._look(replicas, run)
+            decision = decisions.decide(self._plan, state)
+            self._context.now.waits = decisions.waits_for(decision, state)
             began = self._clock()
             match decision.action:
                 case Action.STOP:
@@ -131,8 +138,8 @@ class Loop:
                     )  # fmt: skip
                     if alarm := self._recorder.stopped_by:
                         raise StoppedByAlarm(
-                            f"{alarm} (run.stop_on). `headrace rewind` goes back to an earlier checkpoint; without this alarm in "
-                            "run.stop_on, the run continues from here"
+                            f"{alarm} (run.stop_on). {self._recorder.describe_way_back()}; without this alarm in run.stop_on, "
+                            "the run continues from here"
                         )
                     await self._context.telemetry.draw_end()
                     return False

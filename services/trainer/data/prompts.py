@@ -103,6 +103,17 @@ class Prompts:
                 for position, (name, problem) in enumerate(self._held_out)
             ]
 
+    def find(self, lane: Lane, order: int) -> tuple[Problem, int | None] | None:
+        """Return the problem of the group that has this place in its lane, and its epoch; None if there is no such place. Validation has no
+        epochs."""
+        with self._lock:
+            if lane == "validation":
+                return (self._held_out[order][1], None) if order < len(self._held_out) else None
+            if order >= len(self._order):
+                return None
+            epoch, index = self._order[order]
+            return self._train[index], epoch
+
     def encode(self) -> Iterator[tuple[Problem, list[int]]]:
         """Yield every training problem, then every validation problem that is used, each with its token ids."""
         for problem in (*self._train, *(problem for _, problem in self._held_out)):

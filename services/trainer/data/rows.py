@@ -27,13 +27,14 @@ from headrace.env.environment_file import run_file
 _LONGEST_LINE = 64 << 20
 
 
-def file_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the fields of each row of `path`, which `key` gave. Raises `ConfigError` naming file and line."""
+def file_rows(path: Path, key: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield the place, its number and the fields of each row of `path`, which `key` gave: lines count from 1, items of a list and rows of
+    Parquet from 0. Raises `ConfigError` naming file and line."""
     try:
-        for where, row in _read(path, key):
+        for where, number, row in _read(path, key):
             if not isinstance(row, dict):
                 raise bad_row(where, f"a JSON {type(row).__name__}, not an object", key)
-            yield where, row
+            yield where, number, row
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file",
@@ -68,7 +69,7 @@ def check_carried(fields: dict[str, Any]) -> None:
             ) from error
 
 
-def _read(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _read(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
     if path.suffix == ".parquet":
         return _parquet(path, key)
     if path.suffix == ".json" and _is_list(path):
@@ -76,7 +77,7 @@ def _read(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     return _jsonl(path, key)
 
 
-def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _jsonl(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
     # not `splitlines`, which also splits at characters that a JSON text may contain; utf-8-sig drops a byte order mark
     with path.open(encoding="utf-8-sig") as file:
         number = 0
@@ -86,12 +87,12 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
             if len(line) == _LONGEST_LINE:
                 raise bad_row(where, f"the line has {_LONGEST_LINE} characters or more", key)
             if line.strip():
-                yield where, _parse(line, where, key)
+                yield where, number, _parse(line, where, key)
 
 
-def _json_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _json_list(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
     for number, row in enumerate(_parse(path.read_text(encoding="utf-8-sig"), str(path), key)):
-        yield f"item {number} of {path}", row
+        yield f"item {number} of {path}", number, row
 
 
 def _is_list(path: Path) -> bool:
@@ -108,7 +109,7 @@ def _parse(text: str, where: str, key: str) -> Any:
         raise bad_row(where, error, key) from error
 
 
-def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -122,7 +123,7 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for at in range(batch.num_rows):
-                    yield f"row {number} of {path}", batch.slice(at, 1).to_pylist()[0]
+                    yield f"row {number} of {path}", number, batch.slice(at, 1).to_pylist()[0]
                     number += 1
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(

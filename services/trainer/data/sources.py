@@ -35,7 +35,8 @@ class Problem:
 
     `index` is its position among all problems of its kind (training or validation), `source` the position of its data set in `data.train`
     or `data.validation`. `extra_env_info` is the data that the environment scores with. `key` distinguishes problems with the same
-    messages, if the messages don't identify a problem.
+    messages, if the messages don't identify a problem. `row` is its file and the number of its row there, if it comes from one
+    (`rows.file_rows`).
     """
 
     index: int
@@ -45,6 +46,7 @@ class Problem:
     task_name: str
     source: int = 0
     key: str = ""
+    row: tuple[str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +186,12 @@ def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterat
 def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """Yield one problem per row: `input_key` is text or messages, `output_key` the answer. Other fields go to the environment."""
     path, process = Path(source.data_path or ""), _processor(source, key)
-    for where, row in rows.file_rows(path, key):
+    for where, number, row in rows.file_rows(path, key):
         try:
             problem = _problem_of_row(process(row, where), source, path.stem)
         except ValueError as error:
             raise rows.bad_row(where, error, key) from error
-        yield problem
+        yield dataclasses.replace(problem, row=(str(path), number))
 
 
 def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:

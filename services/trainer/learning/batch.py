@@ -29,6 +29,7 @@ from headrace_services.trainer.distributed.ranks import Ranks
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
+Int8 = npt.NDArray[np.int8]
 
 
 _BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}
@@ -67,6 +68,10 @@ class Batch:
     - `old_logprobs_unfiltered` (float32), the same before top-k and top-p
     - `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values` of the value model before each token (all float32)
     - `advantages`, and `returns` for the value model (float64)
+
+    Columns [N] of what the policy's optimizer steps did with each token (`token_columns`), for people; only if the samples of the step are
+    written. docs/metrics.md defines them. `mask_reasons` (int8) are of `MaskReason`. The others are float32, NaN where nothing was
+    computed.
     """
 
     size: int
@@ -87,6 +92,15 @@ class Batch:
     values: Float32 | None = None
     advantages: Float64 | None = None
     returns: Float64 | None = None
+    mask_reasons: Int8 | None = None
+    policy_logprobs: Float32 | None = None
+    ratios: Float32 | None = None
+    clipped: Float32 | None = None
+    importance_weights: Float32 | None = None
+    raw_importance_weights: Float32 | None = None
+    entropies: Float32 | None = None
+    token_losses: Float32 | None = None
+    token_loss_gradients: Float32 | None = None
 
     @classmethod
     def of(

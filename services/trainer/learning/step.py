@@ -33,6 +33,7 @@ from headrace_services.trainer.learning.rewards import (
     scale_rewards,
     shape_rewards,
 )
+from headrace_services.trainer.learning.token_columns import TokenColumns, find_mask_reasons
 from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, Work, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from headrace_services.trainer.network.value_model import ValueModel
@@ -98,10 +99,14 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             batch.values = _forward(batch, learner.value_packing, ranks, value.device, value.forward)
 
     # 3. Which trajectories leave the loss, and the advantages of all.
-    batch.multipliers = mask_truncated(batch.multipliers, batch.truncated, algorithm.overlong_filtering)
+    given = batch.multipliers
+    batch.multipliers = untruncated = mask_truncated(given, batch.truncated, algorithm.overlong_filtering)
     if batch.old_logprobs is not None:
         metrics |= mask_by_logprob_error(batch, algorithm.seq_logprob_error_threshold, ranks)
     metrics |= estimate_advantages(config, batch, ranks)
+    sampled = config.logger.keep_step_data != 0
+    if sampled:
+        batch.mask_reasons = find_mask_reasons(batch, given, untruncated)
 
     # 4. Optimizer steps: of the value model, then of the policy.
     taken: list[OptimizerStep] = []
@@ -113,8 +118,9 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         packing: Packing,
         model: PolicyModel | ValueModel,
         loss_of: LossOf,
+        after_step: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Take an optimizer step on each mini-batch, in each epoch. Returns their combined metrics."""
+        """Take an optimizer step on each mini-batch, in each epoch, and call `after_step`. Returns their combined metrics."""
         first, counts_of = len(taken), GlobalCounts.of(batch, mini_batches, ranks)
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
@@ -146,6 +152,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                     raise _not_finite(learner, optimizer.section, now, causes, len(taken))
                 optimizer.step(now.grad_norm)  # clips
                 taken.append(now)
+                after_step()
             if algorithm.schedule_counts_epochs or epoch == epochs - 1:
                 optimizer.advance_schedule()
         return _summary(taken[first:])
@@ -168,27 +175,28 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         metrics |= {f"critic/{name}": number for name, number in found.items()}
 
     if epochs:
-        seen: list[tuple[tuple[int, ...], Tensor]] = []
+        columns = TokenColumns(batch, ranks, optimizer_steps=epochs * len(mini_batches), whole=sampled)
         work = Work()
 
         def loss_of_policy(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
             nonlocal work
             work += packed.work
             output = policy.forward(packed, warper, entropy=True)
-            if tokens.old_logprobs is None:
-                seen.append((packed.indices, output.logprobs.detach()))
-            return policy_loss(config.loss_fn, output, tokens, counts)
+            parts = policy_loss(config.loss_fn, output, tokens, counts, columns=sampled)
+            if sampled or tokens.old_logprobs is None:
+                columns.note(packed.indices, output, parts)
+            return parts
 
         packing = Packing.of(config.policy, training=True)
         if config.policy.lora_cfg.drops:
             torch.manual_seed(zlib.crc32(repr((algorithm.seed, step, ranks.rank)).encode()))
         with _timed(seconds, "policy_training"):
-            metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy)
+            metrics |= optimize(
+                learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy, columns.write
+            )
         learner.work = Work(*ranks.sum(dataclasses.astuple(work)))
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
-            batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
-            for indices, logprobs in seen:
-                batch.old_logprobs[batch.tokens_of_paths(indices)] = logprobs.cpu().numpy()
+            batch.old_logprobs = batch.policy_logprobs
 
     metrics |= _agreement(config.loss_fn, batch, ranks)
     counts_of = GlobalCounts.of(batch, mini_batches, ranks)

@@ -4,7 +4,7 @@ trackers, and one HTML page without scripts, with a form that picks step, rankin
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from rich.text import Text
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.records.score import Score
-from headrace.records.trajectory import AnyTrajectory, Float32
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Float32
 from headrace.records.trajectory import Group as TrajectoryGroup
 from headrace.run.samples import (
     Kind,
+    MaskReason,
     SampleFiles,
     SampleGroup,
     StoredSample,
@@ -27,13 +28,17 @@ from headrace.run.samples import (
     choose_groups,
     failed_groups,
     record,
+    round_digits,
     round_values,
+    whole_numbers,
 )
+from headrace.run.token_texts import TokenTexts
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.telemetry.plots import html_page, safe
 
 Order = Literal["stored", "best", "worst"]
+Rounding = Callable[[Float32], list[Any]]
 
 OF = "^((train|val)(-(0|[1-9][0-9]{0,9}))?|failed)$"  # `train-12`: what step 12 trained on
 SHOWN = 20  # groups per page
@@ -54,16 +59,32 @@ article.good { border-left-color: #228833 } .failed { color: #b3261e }
 """
 
 
-def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> dict[str, Any]:
-    """Make the line of `train_data_step<N>` for trajectory `i` of the batch. Names are NeMo RL's where it has them."""
+def training_record(
+    step: int, group: TrajectoryGroup, batch: Batch, i: int, texts: TokenTexts | None = None
+) -> dict[str, Any]:
+    """Make the line of `train_data_step<N>` for trajectory `i` of the batch. Names are NeMo RL's where it has them. Without values, three
+    columns are null, and those that older builds don't write are missing."""
 
-    def column(values: Float32 | Float64 | None) -> list[float] | None:
+    def column(values: Float32 | Float64 | None, rounded: Rounding = round_values) -> list[Any] | None:
         whole = None if values is None else batch.over_completion(i, values)
-        return None if whole is None or np.isnan(whole).all() else round_values(whole)
+        return None if whole is None or np.isnan(whole).all() else rounded(whole)
 
+    newer = {
+        "policy_logprobs": column(batch.policy_logprobs),
+        "ratios": column(batch.ratios),
+        "clipped": column(batch.clipped, whole_numbers),
+        "importance_weights": column(batch.importance_weights),
+        "raw_importance_weights": column(batch.raw_importance_weights),
+        "entropies": column(batch.entropies),
+        "token_losses": column(batch.token_losses, round_digits),
+        "token_loss_gradients": column(batch.token_loss_gradients, round_digits),
+        "values": column(batch.values),
+        "returns": column(batch.returns),
+        "mask_reasons": None if batch.mask_reasons is None else _mask_reasons(batch, i),
+    }
     return {
         "step": step,
-        **record(group, batch.trajectories[i], batch.scores[i]),
+        **record(group, batch.trajectories[i], batch.scores[i], texts),
         "total_reward": float(batch.rewards[i]),
         "sample_loss_mask": float(batch.multipliers[i]),
         "token_loss_mask": (batch.over_completion(i, batch.mask) == 1).astype(int).tolist(),
@@ -71,14 +92,23 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
         "prev_logprobs": column(batch.old_logprobs),
         "reference_policy_logprobs": column(batch.ref_logprobs),
         "teacher_logprobs": column(batch.teacher_logprobs),
+        **{name: values for name, values in newer.items() if values is not None},
     }
 
 
-def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
+def _mask_reasons(batch: Batch, i: int) -> list[int]:
+    trajectory, reasons = batch.trajectories[i], batch.over_completion(i, batch.mask_reasons)
+    others = MaskReason.UNTRAINED_CALL if isinstance(trajectory, EpisodeTrajectory) else MaskReason.ENVIRONMENT
+    return np.where(np.isnan(reasons), others, reasons).astype(int).tolist()
+
+
+def validation_record(
+    version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score, texts: TokenTexts | None = None
+) -> dict[str, Any]:
     """Make a line of `val_data_step<N>`."""
     return {
         "step": version,
-        **record(group, trajectory, score),
+        **record(group, trajectory, score, texts),
         "token_loss_mask": trajectory.flat().loss_mask.tolist(),
     }
 

@@ -13,9 +13,10 @@ from headrace.records.origin import Origin
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Int32, Trajectory
 from headrace.replay import Reservation
+from headrace.run.metric_names import MOST_COMPONENTS
 
 # Bounds on names given by environments: trackers and Prometheus keep every name that they have ever seen.
-MOST_COMPONENTS, LONGEST_NAME = 32, 64
+LONGEST_NAME = 64
 # Tokens that count as repeated if the completion has had them before, one after the other.
 RUN = 4
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,9 +16,10 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
-from headrace.run.history import CURVES
+from headrace.run.history import CURVES, are_curves_old
 from headrace.run.journal import Journal, Line
 from headrace.run.samples import SampleFiles, make_sample
+from headrace.run.token_texts import TokenTexts
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.probe import Differences
 from headrace_services.trainer.data import Problem
@@ -71,6 +73,7 @@ class Telemetry:
             for name, opener, server in list_enabled(config)
         ]
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
+        self._texts: TokenTexts | None = None
         self._disagreement = alarm.Streak()
         self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
         self._slower_weights = 0
@@ -79,11 +82,15 @@ class Telemetry:
         self._drawing: asyncio.Task[Sequence[Line]] | None = None
         self._draw_after = time.monotonic() + DRAWING_PAUSES  # when the curves may be drawn again
 
-    def start(self) -> None:
+    def start(self, tokenizer: Any) -> None:
+        """Start what runs in the background. `tokenizer` is the run's."""
+        self._texts = TokenTexts(tokenizer)
         if self._settings.monitor_gpus:
             self._gpus.start()
         for thread in self._trackers:
             thread.start()
+        if are_curves_old(self._config.run_folder):  # the trainer before was killed
+            self._drawing = asyncio.create_task(self._draw())
 
     def notify(self) -> None:
         """Take note of a new line in the journal. Raises `ServiceError` if the curves could not be written."""
@@ -142,7 +149,9 @@ class Telemetry:
             assert batch is not None
 
             def write() -> None:
-                records = [training_record(step, groups[group], batch, i) for i, group in enumerate(batch.groups)]
+                records = (
+                    training_record(step, groups[group], batch, i, self._texts) for i, group in enumerate(batch.groups)
+                )
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
@@ -174,7 +183,7 @@ class Telemetry:
         await asyncio.to_thread(self._samples.replace, "val_failed", version, failures)
         scored = [(one.group, trajectory, score) for one in evaluated for trajectory, score in one.trajectories]
         if scored:
-            records = [validation_record(version, *each) for each in scored]
+            records = (validation_record(version, *each, self._texts) for each in scored)
             await asyncio.to_thread(self._samples.write, "val", version, records)
         if shown := self._settings.num_val_samples_to_print:
             samples = [make_sample(*each) for each in scored]

@@ -50,8 +50,8 @@ class StepTimes:
 
     `training`: from the batch to its new weights. `learner`: the parts of that, named as in `timing/train/*`. `buffer_starvation`: no batch
     was ready. `awaiting_scores`: the part of it in which groups waited for their scores. `refit_bubble`: weights were sent. `validation`: a
-    refit waited for a validation. `checkpoint`: the loop waited for a checkpoint. `upkeep`: the rest, which is deciding, and writing
-    metrics and samples.
+    validation was begun, its results were read and written, or a refit waited for it. `checkpoint`: the loop waited for a checkpoint.
+    `upkeep`: the rest, which is deciding, and writing metrics and samples.
     """
 
     total: float

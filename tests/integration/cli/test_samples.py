@@ -30,7 +30,8 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         other = {"messages": ({"role": "user", "content": "7+7"},), "extra_env_info": {}}
         worst = [sample("low", i, 0.0, finish_reason="length", content=f"wrong {i}", **other) for i in range(2)]
         write(logs, "train", 2, [*worst, sample("high", 0, 1.0, components={"exact": 1.0}), sample("high", 1, 0.5)])
-        write(logs, "val", 3, [sample("held-out")])
+        told = {"ratios": (1.25, None), "clipped": (1, None), "token_losses": (3.2e-4, 0.0)}
+        write(logs, "val", 3, [sample("held-out", token_texts=(" two", "\n"), **told)])
 
         newest = said("samples", folder)
         assert "high, sums, step 2, mean reward 0.75 of 2" in newest
@@ -52,6 +53,9 @@ def test_the_samples_of_steps_and_validations(tmp_path: Path, limits: Limits) ->
         assert "high" not in said("samples", folder, "--prompt", "7+7")
         assert "older, sums, step 1" in said("samples", folder, "--step", 1)
         assert "held-out, sums, validation of version 3" in said("samples", folder, "--validation")
+
+        tokens = said("samples", folder, "--validation", "--tokens").split()
+        assert [part for part in ("1.250", "high", "3.2e-04", "two", r"\n") if part not in tokens] == []
 
         assert "no samples of step 9" in refused("samples", folder, "--step", 9)
         assert "it has those of 1, 2" in refused("samples", folder, "--step", 9)

@@ -13,7 +13,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.control.rank import TrainerRank
 from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.batch import Batch, gather
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
@@ -52,6 +52,16 @@ SETTINGS["episodes"] = {
     "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False},
 }
 STEPS, COUNT = 4, 8
+TOKEN_COLUMNS = (
+    "mask_reasons",
+    "policy_logprobs",
+    "ratios",
+    "clipped",
+    "importance_weights",
+    "entropies",
+    "token_losses",
+    "token_loss_gradients",
+)
 
 
 def settings(kind: str, model: Path | str, teacher: Path | str) -> Config:
@@ -79,7 +89,15 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     ids = np.arange(20, dtype=np.int32)
 
     def steps(learner: Learner, chosen: range) -> list[dict[str, float]]:
-        return [train_step(learner, share(whole_batch(step, kind), step)) for step in chosen]
+        batches = [share(whole_batch(step, kind), step) for step in chosen]
+        found = [train_step(learner, each) for each in batches]
+        for step, each in zip(chosen, batches, strict=True):
+            whole = gather(each, learner.ranks)
+            if dist.get_rank() == 0:
+                columns = {name: getattr(whole, name) for name in TOKEN_COLUMNS}
+                present = {name: values for name, values in columns.items() if values is not None}
+                np.savez(folder / f"{kind}{step}.npz", **present)  # type: ignore[arg-type]
+        return found
 
     metrics = steps(learner, range(2))
     if dist.get_rank() == 0:

@@ -65,6 +65,17 @@ def test_two_ranks_take_the_same_steps_to_the_same_numbers(
     np.testing.assert_allclose(found["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
 
 
+def test_the_columns_of_two_ranks_are_those_of_one(two_ranks: Path, kind: str, tiny_model: Path, teacher: Path) -> None:
+    """The last step's second rank has no trajectory."""
+    learner = Learner(settings(kind, tiny_model, teacher))
+    for step, metrics in zip(range(STEPS), results(two_ranks, kind, 0)["metrics"], strict=True):
+        found, whole = np.load(two_ranks / f"{kind}{step}.npz"), whole_batch(step, kind)
+        train_step(learner, whole)
+        assert np.nansum(found["token_losses"].astype(np.float64)) == pytest.approx(metrics["loss"], abs=1e-6)
+        for name in found:
+            np.testing.assert_allclose(found[name], getattr(whole, name), rtol=1e-3, atol=2e-5, err_msg=name)
+
+
 def test_every_rank_reports_the_same(two_ranks: Path, kind: str) -> None:
     assert results(two_ranks, kind, 0) == results(two_ranks, kind, 1)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headrace.config import load
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.integration.trainer.learner_cases import weights
 from tests.support.sampling import Completion, Sampler, batch_of, problems
 

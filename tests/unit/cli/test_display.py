@@ -8,13 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import LineDisplay, closing_table, describe_wait, draw, failures
+from headrace.cli.display import LineDisplay, closing_table, draw, failures
 from headrace.cli.status import failures as failed_lines
-from headrace.cli.status import progress, waits_for
+from headrace.cli.status import findings_of, progress, waits_for
 from headrace.cli.up import continues, why_it_ended
 from headrace.config import Config
 from headrace.launch.summary import KEPT_STEPS, UPDATING, RunSummary, ServiceLine, Wait
 from headrace.replay import EnvironmentState, RunState
+from headrace.run.journal import Line
 
 
 def run() -> RunSummary:
@@ -146,27 +147,23 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
     assert progress([], tmp_path) == []
 
 
-def test_the_trainers_waiting_is_told_per_step_and_per_run(tmp_path: Path) -> None:
+def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_a_run() -> None:
     waited_for = run()
     first = {
         "efficiency/init/total_s": 9.0,
         "timing/train/total_step_time": 90.0,
         "timing/train/wait_for_generation": 90.0,
     }
-    steady = {
-        "timing/train/total_step_time": 10.0,
-        "timing/train/wait_for_scores": 6.0,
-        "timing/train/wait_for_generation": 0.0,
-    }
-    waited_for.train = {0: first, 1: steady, 2: {**steady, "timing/train/wait_for_scores": 2.0}}
-    assert describe_wait(waited_for) == "the trainer waited 40 % of the time, mostly for scores"
+    steady = {"timing/train/total_step_time": 10.0, "timing/train/wait_for_scores": 6.0}
     waited_for.train = {0: first, 1: steady}
-    assert "step 1: the trainer waited 60 % of the time, mostly for scores" in shown(draw(waited_for))
-    assert ("", "the trainer waited 60 % of the time, mostly for scores") in progress(
-        [("1-0", "train", 1, {"reward": 0.5, **steady})], tmp_path
-    )
+    assert "step 1: 60 % of the time: the trainer waited for scores" in shown(draw(waited_for))
     waited_for.train = {0: first}
-    assert describe_wait(waited_for) is None
+    assert "of the time" not in shown(draw(waited_for))
+    lines = [Line("train", step, "a", 0.0, metrics) for step, metrics in enumerate((first, steady, steady))]
+    ((name, said),) = findings_of(lines, Config())
+    assert name == "finding"
+    assert "60 % of the time: the trainer waited for scores" in said
+    assert findings_of(lines[:1], Config()) == []
 
 
 def test_a_wait_is_a_line_at_first_each_minute_and_at_its_end() -> None:

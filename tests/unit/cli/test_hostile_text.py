@@ -13,7 +13,7 @@ from headrace.base.errors import HeadraceError
 from headrace.cli import groups
 from headrace.cli.common import print_error
 from headrace.cli.display import LineDisplay, LiveDisplay
-from headrace.cli.samples import TokenText, draw_group
+from headrace.cli.samples import Texts, draw_group
 from headrace.cli.status import show as show_status
 from headrace.config import Config
 from headrace.launch.summary import RunSummary, ServiceLine
@@ -108,10 +108,10 @@ def test_nothing_said_in_an_episode_passes_for_the_head_of_a_call() -> None:
     assert out.getvalue().count("@") == 200 * 2 * 4
 
 
-@pytest.mark.parametrize("text_of", [None, lambda token: HOSTILE])
-def test_groups_of_samples(text_of: TokenText | None) -> None:
+@pytest.mark.parametrize("texts", [None, lambda ids: [HOSTILE] * len(ids)])
+def test_groups_of_samples(texts: Texts | None) -> None:
     out = io.StringIO()
     (group,) = by_group([HOSTILE_SAMPLE])
-    Console(file=out, width=300).print(draw_group(dataclasses.replace(group, reason=HOSTILE), "step 1", 300, text_of))
-    assert out.getvalue().count(SHOWN) == 10 + (text_of is not None)
+    Console(file=out, width=300).print(draw_group(dataclasses.replace(group, reason=HOSTILE), "step 1", 300, texts))
+    assert out.getvalue().count(SHOWN) == 10 + (texts is not None)
     assert harmless(out.getvalue())

@@ -13,9 +13,12 @@ import pytest
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import weights
 from headrace.cli.export import CARD
+from headrace.cli.up import describe_best
 from headrace.config import load
 from headrace.launch import runs
 from headrace.run.checkpoints import Start, append_start, metrics_name
+from headrace.run.history import best_weights
+from headrace.run.journal import JOURNAL, Journal
 from tests.support.command import error_of, headrace
 
 METRICS = {2: {"val:accuracy": 0.8}, 4: {"val:accuracy": 0.7}, 6: {}}
@@ -54,6 +57,19 @@ def test_a_run_and_its_step(run: Path, name: str, step: int) -> None:
     found = weights.find(name)
     assert (found.name, found.run and found.run.step) == (f"adder@{step}", step)
     assert found.model == str(run / "checkpoints" / f"step_{step}" / "policy")
+
+
+def test_the_best_is_the_initial_model_where_no_checkpoint_is_better(run: Path) -> None:
+    journal = Journal(run / JOURNAL)
+    for value, step in ((0.7, 4), (0.75, 0)):  # of two equal ones the checkpoint is the best
+        journal.append("rewind", 0, "t", {})
+        journal.append("validation", 0, "t", {"accuracy": value})
+        found = weights.find("adder@best")
+        assert (found.name, found.run and found.run.step) == (f"adder@{step}", step)
+    config = runs.load_saved(run / runs.SAVED)
+    least = config.checkpointing.model_copy(update={"higher_is_better": False})
+    assert best_weights(config.model_copy(update={"checkpointing": least})) == (2, 0.4)
+    assert describe_best(config, 0, 0.75).startswith("initial (the initial model, val:accuracy 0.75")
 
 
 def test_step_0_is_the_initial_model(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_both_are_refused_and_one_can_make_room_for_the_other(tmp_path: Path) ->
     path = written(tmp_path, "grpo: {seed: 3}\n")
     assert "grpo and ppo are both given" in refusal(path, "ppo.seed=4")
     assert load(path, ["ppo.seed=4", "grpo=null"], {}).algorithm.seed == 4
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_initial_model_is_validated_unless_nothing_ever_is(tmp_path: Path, name: str) -> None:
+    for keys, validates in (
+        ({}, True),
+        ({"val_period": 0}, False),
+        ({"val_at_start": False}, False),
+        ({"val_period": 0, "val_at_start": True}, True),
+    ):
+        path = written(tmp_path, json.dumps({name: keys}))
+        assert load(path, [], {}).algorithm.validates_at_start is validates
 
 
 @pytest.mark.parametrize("text", ["grpo: {seed: 3}", "ppo: {seed: 3}"])

@@ -52,7 +52,9 @@ def test_such_a_file_means_what_it_does_not_say(tmp_path: Path) -> None:
     config, translation = read(tmp_path)
     assert config.loss_fn.sequence_is_aggregation == "sum"
     assert not config.data.remove_duplicates
+    assert not config.algorithm.validates_at_start
     assert translation.implied.keys() == {
+        "grpo.val_at_start",
         "loss_fn.sequence_is_aggregation",
         "data.remove_duplicates",
         "data.overlong_prompts",

@@ -49,10 +49,15 @@ def test_nothing_is_reached_from_other_machines() -> None:
 
 
 def test_each_service_has_its_own_secrets_alone() -> None:
-    for name in ("redis", "replay", "reward", "rollout", "agents", "trainer", "prometheus", "grafana"):
+    for name in ("redis", "replay", "reward", "rollout", "agents", "trainer", "page", "prometheus", "grafana"):
         mounted = [volume for volume in SERVICES[name]["volumes"] if volume.startswith("secrets")]
         assert mounted == [f"secrets-{name}:/run/headrace:ro"]
     assert not [volume for volume in SERVICES["model"]["volumes"] if "secrets" in volume]
+
+
+def test_the_page_only_reads_the_runs() -> None:
+    assert "runs:/data/runs:ro" in SERVICES["page"]["volumes"]
+    assert not [volume for volume in SERVICES["page"]["volumes"] if not volume.endswith(":ro")]
 
 
 def test_the_hubs_token_goes_where_models_are_loaded() -> None:
@@ -61,7 +66,7 @@ def test_the_hubs_token_goes_where_models_are_loaded() -> None:
 
 
 def test_services_speak_tls_and_ask_for_tokens() -> None:
-    for name in ("replay", "reward", "rollout", "agents", "trainer"):
+    for name in ("replay", "reward", "rollout", "agents", "trainer", "page"):
         environment = SERVICES[name]["environment"]
         assert environment["HEADRACE_REPLAY__REDIS_URL"].startswith("rediss://")
         assert {key for key in environment if key.startswith("HEADRACE_SECURITY__")} == {
@@ -70,7 +75,7 @@ def test_services_speak_tls_and_ask_for_tokens() -> None:
     assert "--port 0 --tls-port 6379" in " ".join(SERVICES["redis"]["command"])
 
 
-@pytest.mark.parametrize("name", ["replay", "reward", "rollout", "agents", "trainer"])
+@pytest.mark.parametrize("name", ["replay", "reward", "rollout", "agents", "trainer", "page"])
 def test_a_configuration_in_a_container_is_what_its_variables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each service starts with them, that of the profile `agents` on a configuration that has episodes."""
     monkeypatch.chdir(DEPLOY.parent)

@@ -13,6 +13,7 @@ from headrace.records.origin import TokenRange, trace_origin
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
 from headrace.replay import Evaluated
+from headrace.run.samples import MaskReason
 from headrace_services.trainer.control.validation import summarize
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
@@ -121,11 +122,13 @@ def test_the_disagreement_of_a_token_is_its_own_replica_s() -> None:
 def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     found = step_four()
     found.advantages = np.arange(8, dtype=np.float64)
+    found.mask_reasons = np.array([0, MaskReason.OVER_AGE] + [0] * 6, np.int8)
     line = training_record(4, PROMPT, found, 1)
     assert line["token_ids"] == [2, 3, 5, 7, 9, 10]
     np.testing.assert_array_equal(line["advantages"], [2, 3, 1, np.nan, 4, 5])
     np.testing.assert_array_equal(line["generation_logprobs"], [-0.5, -1, -2, np.nan, -0.25, -0.75])
     assert line["token_loss_mask"] == [1, 1, 0, 0, 1, 1]
+    assert line["mask_reasons"] == [0, 0, MaskReason.OVER_AGE, MaskReason.UNTRAINED_CALL, 0, 0]
     assert line["turns"] == ((0, 2), (2, 3), (4, 6))
     assert line["input_lengths"] == (1 + 1) + (1 + 2 + 1 + 2)
     assert [one["tokens"] for one in line["calls"]] == [(0, 2), (2, 3), (3, 4), (4, 6)]

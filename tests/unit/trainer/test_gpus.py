@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.metric_names import unknown
 
 MIB = 1024**2
 

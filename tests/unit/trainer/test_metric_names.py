@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.run.metric_names import METRIC_SECTIONS, tracked_name, unknown
 from headrace_services.trainer.learning.losses import policy_loss, value_loss
-from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, tracked_name, unknown
 from tests.unit.trainer import loss_cases
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,12 +8,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
+from headrace.run.metric_names import MOST_COMPONENTS, unknown
 from headrace_services.trainer.network.packing import Work
 from headrace_services.trainer.telemetry.http import Gauges
-from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.metrics import (
     LONGEST_NAME,
-    MOST_COMPONENTS,
     Extent,
     batch_metrics,
     episode_metrics,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
+from headrace.config import Config
 from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
-from headrace.run.samples import SampleFiles, make_sample
+from headrace.replay import Evaluated
+from headrace.run.journal import JOURNAL, Journal
+from headrace.run.samples import COLUMNS, Kind, SampleFiles, make_sample
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
@@ -20,6 +24,7 @@ from headrace_services.trainer.telemetry.batch_samples import (
     show,
     training_record,
 )
+from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.buffer import make_group
 
 PROMPT = make_group(
@@ -46,7 +51,17 @@ TRAJECTORY = Trajectory(
     text="four\n[bold]not markup[/bold]",
     replica="r1",
 )
-SCORE = Score("SCORED", 0.5, {"exact": 0.0}, environment="sums", build="3f2a")
+SCORE = Score("SCORED", 0.5, {"exact": 0.0}, {"judge": "short"}, environment="sums", build="3f2a")
+
+
+class Digits:
+    """A tokenizer whose tokens are their ids."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(map(str, ids))
 
 
 def trained(old: tuple[float, ...] = (-0.5, -1.25, -2.0, -0.25)) -> Batch:
@@ -75,6 +90,39 @@ def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
 
 def test_a_trajectory_without_a_pass_has_no_trainers_probabilities() -> None:
     assert training_record(4, PROMPT, trained((np.nan,) * 4), 0)["prev_logprobs"] is None
+
+
+def test_a_line_says_what_the_loss_made_of_each_token() -> None:
+    batch = trained()
+    batch.mask_reasons = np.array([3, 3, 0, 0], np.int8)
+    batch.policy_logprobs = np.array([-0.5, -1.0, -2.0, -0.25], np.float32)
+    batch.clipped = np.array([np.nan, np.nan, -1, 0], np.float32)
+    batch.token_losses = np.array([0, 0, 1.2345678e-8, -2.5e-7], np.float32)
+    batch.values = np.array([0.5] * 4, np.float32)
+    record = training_record(4, PROMPT, batch, 0)
+    assert record["mask_reasons"] == [3, 3, 1, 0, 0]
+    assert record["clipped"] == [None, None, None, -1, 0]
+    assert [record["token_losses"][place] for place in (0, 3, 4)] == pytest.approx([0, 1.2345678e-8, -2.5e-7], rel=1e-6)
+    assert np.isnan(record["policy_logprobs"][2])
+    assert record["values"][4] == 0.5
+    written = {"mask_reasons", "policy_logprobs", "clipped", "token_losses", "values"}
+    assert written < set(COLUMNS)
+    assert set(record) & set(COLUMNS) - set(training_record(4, PROMPT, trained(), 0)) == written
+
+
+async def test_the_files_of_steps_and_validations_have_the_texts_of_tokens(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "logger": {"monitor_gpus": False}})
+    telemetry = Telemetry(config, Journal(config.run_folder / JOURNAL))
+    telemetry.start(Digits())
+    await telemetry.report_step(4, [PROMPT], trained(), {"reward": 0.5})
+    await telemetry.report_validation(4, [Evaluated(PROMPT, ((TRAJECTORY, SCORE),))], [])
+    await telemetry.aclose(finished=False)
+    files = SampleFiles(config.log_folder, None)
+    for kind in get_args(Kind)[:2]:
+        (record,) = files.read(kind, 4)
+        assert record["token_texts"] == ["1", "2", "3", "4", "5"]
+        assert record["prompt_token_texts"] == ["5", "6"]
+        assert record["metadata"] == {"judge": "short"}
 
 
 def test_what_was_written_is_read_and_environment_tokens_are_null(tmp_path: Path) -> None:

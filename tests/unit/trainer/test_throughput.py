@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.network.packing import Work
-from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.throughput import (
     Architecture,
     Peak,

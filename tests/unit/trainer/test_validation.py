@@ -11,8 +11,8 @@ import pytest
 from headrace.records.score import Score
 from headrace.records.trajectory import Span
 from headrace.replay import Evaluated
+from headrace.run.metric_names import unknown
 from headrace_services.trainer.control.validation import reaches_target, summarize
-from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.unit.trainer.loop_cases import group, trajectory
 
 

@@ -33,9 +33,11 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import ClippedRatio, ClippedWeight, LossConfig, NoRatio, OnPolicyRatio, PolicyTerm
+from headrace.run.samples import Clipped, MaskReason
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 from headrace_services.trainer.learning.losses.terms import (
     EPSILON,
+    ImportanceWeights,
     LossParts,
     divergences,
     extremes,
@@ -48,13 +50,17 @@ from headrace_services.trainer.learning.losses.terms import (
     token_counts,
     token_mean,
     token_weights,
+    weighted,
     weighted_sum,
 )
 from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
-def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`.
+def policy_loss(
+    config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts, *, columns: bool = False
+) -> LossParts:
+    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`; and with `columns`, what
+    became of each token. The `token_losses` among them add up to the loss.
 
     `output` is the policy's current output for the N tokens in `tokens`, its log-probabilities with a gradient. If `tokens` has no
     `old_logprobs`, this is the only optimizer step of the trainer step, and the two are equal.
@@ -94,7 +100,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     elif config.proximal == "interpolate":
         prev = rollout + (logprobs.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
     weights = importance_weights(config, prev if config.weighs_by_importance else old, rollout, inside, tokens)
-    applied = weights.per_token(tokens) if config.weighs_by_importance else torch.ones_like(rollout)
+    applied = weights.per_token(weights.truncated, tokens) if config.weighs_by_importance else torch.ones_like(rollout)
 
     # The policy term.
     dropped = torch.zeros_like(counted)
@@ -106,10 +112,10 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     # a non-finite weight becomes 0, but must not hide a non-finite log-probability
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
     terms = surrogate(term, logprobs, log_ratio, advantages, live)
-    policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
+    policy = weighted(applied * terms.loss, loss_weights(config, tokens, kept, counts))
 
     # The penalty for leaving the reference policy, and the likelihood of completions with a positive reward.
-    penalty = nll = torch.zeros((), dtype=torch.float64, device=logprobs.device)
+    penalty = nll = torch.zeros((1,), dtype=torch.float64, device=logprobs.device)
     if config.kl_in_loss:
         if tokens.ref_logprobs is None:
             raise ValueError(
@@ -119,11 +125,12 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
         unfiltered = output.logprobs if output.unfiltered is None else output.unfiltered
         compared = (unfiltered, tokens.ref_logprobs, tokens.rollout_logprobs)
         kl = reference_kl(config, *(torch.where(weight > 0, values, 0.0) for values in compared))
-        penalty = weighted_sum(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
+        penalty = weighted(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
     if config.positive_example_nll_weight != 0:
         positive = counted & (tokens.rewards > 0)[tokens.trajectory]
-        nll = weighted_sum(-logprobs, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
-    loss = policy + config.reference_policy_kl_penalty * penalty + config.positive_example_nll_weight * nll
+        nll = weighted(-logprobs, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
+    beta, mu = config.reference_policy_kl_penalty, config.positive_example_nll_weight
+    loss = policy.sum() + beta * penalty.sum() + mu * nll.sum()
 
     with torch.no_grad():
         means = {
@@ -142,32 +149,75 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
             **{name: weighted_sum(values, per_token) for name, values in means.items()},
             **importance_metrics(weights, per_token, tokens, counts),
             "loss": loss.detach(),
-            "kl_penalty": penalty.detach(),
-            "positive_nll_loss": nll.detach(),
+            "kl_penalty": penalty.detach().sum(),
+            "positive_nll_loss": nll.detach().sum(),
             "num_valid_samples": sequences_here(tokens),
         }
         if output.entropy is not None:
             sums["entropy"] = token_mean(output.entropy, tokens, counts)
         low, high = extremes(terms.ratio, counted)
         low_clamped, high_clamped = extremes(terms.clamped, counted)
+        found: dict[str, Tensor] = {}
+        if columns:
+            if not isinstance(term, NoRatio):
+                found["ratios"] = terms.ratio
+            if term.clip is not None:
+                found["clipped"] = terms.clipped
+            if config.weighs_by_importance:
+                found["importance_weights"] = applied
+                if weights.outside is not None:
+                    found["raw_importance_weights"] = weights.per_token(weights.raw, tokens)
+            found = {name: torch.where(counted, values.double(), torch.nan) for name, values in found.items()}
+            found["token_losses"] = policy.detach() + beta * penalty.detach() + mu * nll.detach()
+            found["mask_reasons"] = _mask_reasons(tokens, kept, weights, applied, dropped)
+            if output.entropy is not None:
+                found["entropies"] = output.entropy
     return LossParts(
         loss,
         sums,
         minima={"probs_ratio_min": low, "probs_ratio_clamped_min": low_clamped},
         maxima={"probs_ratio_max": high, "probs_ratio_clamped_max": high_clamped},
+        columns=found,
     )
+
+
+def _mask_reasons(
+    tokens: MicroBatch, kept: Tensor, weights: ImportanceWeights, applied: Tensor, dropped: Tensor
+) -> Tensor:
+    """Return the `MaskReason` [N] int64 of tokens whose trajectory counts: of several, the lowest."""
+    outside = torch.zeros_like(kept)
+    if weights.outside is not None and weights.outside_by_sequence:
+        outside = weights.outside[tokens.trajectory]
+    found = {
+        MaskReason.OVER_AGE: tokens.mask == 0,
+        MaskReason.SAMPLING_FILTER: ~kept,
+        MaskReason.SEQUENCE_MASK: outside,
+        MaskReason.IMPORTANCE_WEIGHT: applied == 0,
+        MaskReason.PROBABILITY_DIFFERENCE: dropped,
+    }
+    reasons = torch.zeros_like(tokens.trajectory)
+    for reason in sorted(found, reverse=True):
+        reasons = torch.where(found[reason], int(reason), reasons)
+    return reasons
 
 
 @dataclasses.dataclass(frozen=True)
 class Surrogate:
     """Per token [N]: the policy term `loss` with its gradient; and without a gradient, `ratio` r, `clamped` r_c, and whether the lower
-    bound (`low`) or the upper bound (`high`) cut the term."""
+    bound (`low`), the upper bound (`high`) or that of the dual clip (`dual`) cut the term."""
 
     loss: Tensor
     ratio: Tensor
     clamped: Tensor
     low: Tensor
     high: Tensor
+    dual: Tensor
+
+    @property
+    def clipped(self) -> Tensor:
+        """[N] int64: which bound, as `Clipped`."""
+        bounds = ((self.low, Clipped.LOW), (self.high, Clipped.HIGH), (self.dual, Clipped.DUAL))
+        return torch.stack([cut * int(bound) for cut, bound in bounds]).sum(0)
 
 
 def surrogate(term: PolicyTerm, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
@@ -188,20 +238,24 @@ def surrogate(term: PolicyTerm, logprobs: Tensor, log_ratio: Tensor, advantages:
     match term:
         case ClippedWeight():
             loss = -advantages * torch.where(live, clamped, 0.0) * logprobs
-            return Surrogate(loss, ratio, clamped, ratio < low, ratio > high)
+            return Surrogate(loss, ratio, clamped, ratio < low, ratio > high, torch.zeros_like(live))
         case ClippedRatio():
             below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-            used = _choose_ratio(term, log_ratio, ratio, advantages, live)
-            return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
+            over = torch.zeros_like(live) if term.dual_clip is None else (advantages < 0) & (ratio > term.dual_clip)
+            used = _choose_ratio(term, log_ratio, ratio, advantages, over, live)
+            return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above, over)
 
 
 def _unclipped(ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
     never = torch.zeros_like(live)
-    return Surrogate(torch.where(live, -advantages * ratio, 0.0), ratio.detach(), ratio.detach(), never, never)
+    return Surrogate(torch.where(live, -advantages * ratio, 0.0), ratio.detach(), ratio.detach(), never, never, never)
 
 
-def _choose_ratio(term: ClippedRatio, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
-    """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
+def _choose_ratio(
+    term: ClippedRatio, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, over: Tensor, live: Tensor
+) -> Tensor:
+    """Return the ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0. The
+    dual clip cuts those that are `over` it.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
     infinite, and 0 · inf is NaN.
@@ -210,7 +264,6 @@ def _choose_ratio(term: ClippedRatio, log_ratio: Tensor, ratio: Tensor, advantag
     cut = torch.where(advantages > 0, ratio > high, (advantages < 0) & (ratio < low))
     bound = torch.where(advantages > 0, torch.full_like(ratio, high), low)
     if term.dual_clip is not None:
-        over = (advantages < 0) & (ratio > term.dual_clip)
         cut, bound = cut | over, torch.where(over, term.dual_clip, bound)
     cut, bound = cut | ~live, torch.where(live, bound, 1.0)
     return torch.where(cut, bound, torch.where(cut, 0.0, log_ratio).exp())

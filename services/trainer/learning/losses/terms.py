@@ -43,14 +43,15 @@ class LossParts:
     """A micro-batch's share of an optimizer step.
 
     `loss` is a scalar with its gradient. `sums`, float64 scalars by metric name, add up over micro-batches and ranks to the metrics of the
-    whole. `minima` and `maxima` are combined by min and max; they are inf and -inf where no token counts. The names depend only on the
-    configuration.
+    whole. `minima` and `maxima` are combined by min and max; they are inf and -inf where no token counts. `columns` [N], without a
+    gradient, are what became of each token, by their names in `Batch`; empty unless asked for. The names depend only on the configuration.
     """
 
     loss: Tensor
     sums: Mapping[str, Tensor]
     minima: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def token_counts(tokens: MicroBatch) -> Tensor:
@@ -105,9 +106,14 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
     return torch.where(kept, weights, 0.0)
 
 
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """Return weights · values [N] float64. Values with weight 0 are ignored, even NaN."""
+    return torch.where(weights > 0, values.double(), 0.0) * weights
+
+
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weights · values, a float64 scalar. Values with weight 0 are ignored, even NaN."""
-    return (torch.where(weights > 0, values.double(), 0.0) * weights).sum()
+    """Return Σ weights · values, a float64 scalar, likewise."""
+    return weighted(values, weights).sum()
 
 
 def sum_by_trajectory(values: Tensor, tokens: MicroBatch) -> Tensor:
@@ -145,9 +151,9 @@ class ImportanceWeights:
     by_sequence: bool
     outside_by_sequence: bool
 
-    def per_token(self, tokens: MicroBatch) -> Tensor:
-        """Return [N]: the factors of the tokens' policy terms."""
-        return self.truncated[tokens.trajectory] if self.by_sequence else self.truncated
+    def per_token(self, values: Tensor, tokens: MicroBatch) -> Tensor:
+        """Spread `raw` or `truncated` over the tokens [N]. The truncated ones are the factors of their policy terms."""
+        return values[tokens.trajectory] if self.by_sequence else values
 
 
 def importance_weights(

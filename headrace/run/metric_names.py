@@ -6,10 +6,12 @@ Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 
-from headrace_services.trainer.telemetry.metrics import MOST_COMPONENTS
+MOST_COMPONENTS = 32  # of a reward
+VALIDATION = "Validation"  # the section of the metrics that only validations have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +190,8 @@ METRIC_SECTIONS = (
         Metric("weight_channel_alarm", "1 or 2",
                "only where NCCL does not connect the trainer and its replicas as it should: 1 if it takes blocking calls, 2 if gloo "
                "carries the weights instead ([on GPUs](gpu.md#where-nccl-does-not-connect))"),
-        Metric("timing/train/validation", "s", "a refit waited for a validation"),
+        Metric("timing/train/validation", "s",
+               "a refit waited for a validation, or the loop was at work on one: began it, read its results, wrote them"),
         Metric("timing/train/checkpointing", "s", "the loop waited for a checkpoint: for its snapshot, and for the previous checkpoint"),
         Metric("timing/train/checkpoint_write", "s",
                "from the snapshot of a checkpoint to its publication, during training; reported with the step in which it was published",
@@ -206,7 +209,7 @@ METRIC_SECTIONS = (
         Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
         Metric("efficiency/idle/refit_bubble_pct", "%", "the same, as a share of the step"),
-        Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation"),
+        Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation, or the loop was at work on one"),
         Metric("efficiency/idle/validation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/overhead/checkpoint_s", "s", "the loop waited for a checkpoint"),
         Metric("efficiency/overhead/checkpoint_pct", "%", "the same, as a share of the step"),
@@ -242,7 +245,7 @@ METRIC_SECTIONS = (
         Metric("gpu/<number>/util", "%", "mean utilization of a GPU of the trainer's machine since the step before"),
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
     )),
-    MetricSection("Validation", "For the weights of a version, on the held-out prompts.", (
+    MetricSection(VALIDATION, "For the weights of a version, on the held-out prompts.", (
         Metric("accuracy", "", "mean reward; shown as \"mean reward\" if some reward is neither 0 nor 1", "rises"),
         Metric("accuracy/<task>", "", "the same for one task, if there are several"),
         Metric("partial_credit", "share", "completions whose reward is neither 0 nor 1"),
@@ -276,3 +279,15 @@ def _pattern(metric: Metric) -> str:
 
 
 _KNOWN = re.compile("|".join(_pattern(metric) for section in METRIC_SECTIONS for metric in section.metrics))
+_SECTION_OF = [
+    (re.compile(_pattern(metric)), section, metric) for section in METRIC_SECTIONS for metric in section.metrics
+]
+
+
+@functools.lru_cache(maxsize=10_000)
+def find_metric(kind: str, name: str) -> tuple[MetricSection, Metric] | None:
+    """Return the section and the metric of a name in a `train` or `validation` line; None if no section has it. A name that a section of
+    the other kind has too means that of its own kind."""
+    found = [(section, metric) for pattern, section, metric in _SECTION_OF if pattern.fullmatch(name)]
+    own = [each for each in found if (each[0].title == VALIDATION) == (kind == "validation")]
+    return (own or found or [None])[0]

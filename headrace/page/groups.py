@@ -1,0 +1,423 @@
+"""The groups of a run: what became of each prompt. From the history of groups, or, where an older build has written none, from lineage and
+sample files, which know the trained groups alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from headrace.base.errors import CodecError, HeadraceError
+from headrace.base.files import UNREADABLE
+from headrace.page.run_files import NotHere, RunFiles, check_file
+from headrace.records.origin import GroupLineage, Origin
+from headrace.records.trajectory import Message
+from headrace.run import group_files
+from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary
+from headrace.run.indexed_lines import find_lines, has_index
+from headrace.run.lineage import FOLDER as LINEAGE
+from headrace.run.lineage import LineageFiles
+from headrace.run.now import Now
+from headrace.run.samples import Kind, SampleFiles, find_expected, write_prompt
+
+# Newest steps whose lineage is read, of a run without a history of groups.
+OLD_STEPS = 300
+WITHOUT_HISTORY = (
+    "the build that ran it wrote no history of groups, so only trained groups are known, of the newest "
+    f"{OLD_STEPS} steps at most, and prompts only where samples are kept"
+)
+
+
+class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of a sample beside its group: all but its tokens."""
+
+    group: str
+    index: int
+    attempt: int = 0
+    task: str = ""
+    environment: str = ""
+    messages: tuple[Message, ...] = ()
+    content: str = ""
+    finish_reason: str = ""
+    reward: float | None = msgspec.field(name="rewards", default=None)
+    components: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+    extra_env_info: dict[str, Any] = {}
+    status: str = "SCORED"
+    message: str = ""
+    calls: list[msgspec.Raw] = []
+
+
+# -- the list
+
+
+def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
+    """Return the groups that `query` finds, and how many there are by state. Raises `ConfigError` without pyarrow."""
+    history = _history(run)
+    if history is not None:
+        total, found = history.find(query)
+        states, lost, problems = history.states(query), history.lost(), history.damaged
+    else:
+        known, problems = _old_groups(run)
+        among = [group for group in known if _matches(group, dataclasses.replace(query, states=()))]
+        wanted = [group for group in among if not query.states or group.state in query.states]
+        total, found = len(wanted), _sort(wanted, query.sort)[query.offset : query.offset + query.limit]
+        states, lost = _count(group.state for group in among), 0
+    shown = [describe_group(group) for group in found]
+    return {"total": total, "groups": shown, "states": states, "lost_events": lost, "problems": problems}
+
+
+def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list[str]]:
+    """Return the number of training groups by state, and what could not be read: from the run's own count while it is up, or else from the
+    history of groups, or else from its steps."""
+    if state is not None:
+        return state.counts, []
+    try:
+        if (history := _history(run)) is not None:
+            return history.states(GroupQuery(lane="train")), history.damaged
+    except HeadraceError as error:
+        return {}, [str(error)]
+    steps = sum(line.kind == "train" for line in run.journal.lines)
+    return ({"trained": steps * run.config.algorithm.num_prompts_per_step} if steps else {}), [WITHOUT_HISTORY]
+
+
+def describe_group(group: GroupSummary) -> dict[str, Any]:
+    fields = dataclasses.asdict(group)
+    fields["source"] = None if group.source is None else {"file": group.source.file, "line": group.source.line}
+    return fields
+
+
+def _history(run: RunFiles) -> GroupHistory | None:
+    """Return the history of groups; None if an older build has written none."""
+    folder = run.folder / group_files.FOLDER
+    return GroupHistory(folder) if group_files.list_files(folder) else None
+
+
+# -- one group
+
+
+def describe_story(run: RunFiles, group_id: str) -> dict[str, Any]:
+    """Return all about a group. Raises `NotHere` for an unknown one, and `CodecError` for files of it that can't be read."""
+    story, problems = find_story(run, group_id)
+    summary = story.summary
+    heads, of_samples = _sample_heads(run, summary)
+    origins, of_lineage = _origins(run, summary)
+    messages: Sequence[Mapping[str, Any]] | None = story.messages
+    expected, prompt = story.expected, story.prompt
+    if heads and messages is None:
+        first = next(iter(heads.values()))
+        messages, expected, prompt = first.messages, find_expected(first.extra_env_info), write_prompt(first.messages)
+    return {
+        **describe_group(summary),
+        "prompt": prompt,
+        "messages": None if messages is None else list(messages),
+        "expected": expected,
+        "previous": story.previous,
+        "next": story.next,
+        "story": [_describe_event(event) for event in story.events],
+        "trajectories": _trajectories(story, heads, origins),
+        "problems": [*problems, *of_samples, *of_lineage],
+    }
+
+
+def find_story(run: RunFiles, group_id: str) -> tuple[GroupStory, list[str]]:
+    """Return the story of a group, and what could not be read. Raises `NotHere`."""
+    history = _history(run)
+    if history is not None:
+        if (story := history.story(group_id)) is not None:
+            return story, history.damaged
+        known, problems = list[GroupSummary](), history.damaged
+    else:
+        known, problems = _old_groups(run)
+    ordered = _sort(known, "order")
+    for place, group in enumerate(ordered):
+        if group.id == group_id:
+            event = GroupEvent(time=group.ended or 0.0, what="trained", step=group.step, timeline=group.timeline)
+            before = ordered[place - 1].id if place else None
+            after = ordered[place + 1].id if place + 1 < len(ordered) else None
+            story = GroupStory(
+                summary=group, prompt=group.prompt, messages=None, expected=None, events=(event,), previous=before, next=after
+            )  # fmt: skip
+            return story, problems
+    said = f" ({'; '.join(problems)})" if problems else ""
+    raise NotHere(f"run {run.name} has no group {group_id!r:.100}{said}")
+
+
+def _describe_event(event: GroupEvent) -> dict[str, Any]:
+    return {
+        "time": event.time,
+        "what": event.what,
+        "text": say(event),
+        "index": event.index,
+        "replica": event.replica,
+        "step": event.step,
+        "attempt": event.attempt,
+        "reward": event.reward,
+        "build": event.build,
+        "reason": event.reason or event.cause,
+    }
+
+
+def say(event: GroupEvent) -> str:
+    """Return what happened, as a sentence without its end."""
+    which = "the group" if event.index is None else f"trajectory {event.index}"
+    by = f" by {event.replica}" if event.replica else ""
+    why = event.reason or event.cause
+    because = f": {why}" if why else ""
+    step = "" if event.step is None else f" for step {event.step}"
+    attempt = "" if event.attempt is None else f", attempt {event.attempt}"
+    match event.what:
+        case "enqueued":
+            return "the prompt was queued"
+        case "leased":
+            return f"leased{by}{attempt}"
+        case "pushed":
+            length = "" if event.tokens is None else f", {event.tokens} tokens"
+            return f"{which} was pushed{by}{length}"
+        case "scored":
+            reward = "without a reward" if event.reward is None else f"with reward {event.reward:.6g}"
+            return f"{which} was scored {reward}{because}"
+        case "reserved" | "trained" | "evaluated":
+            return f"{event.what}{step}"
+        case "rewound" | "restored":
+            version = "" if event.version is None else f" to version {event.version}"
+            return f"the run was {event.what}{version}"
+        case _:
+            return f"{which}: {event.what.replace('_', ' ')}{by}{step}{because}"
+
+
+def _trajectories(
+    story: GroupStory, heads: Mapping[int, SampleHead], origins: Mapping[int, Origin]
+) -> list[dict[str, Any]]:
+    newest: dict[int, dict[str, GroupEvent]] = {}
+    for event in story.events:
+        if event.index is not None:
+            newest.setdefault(event.index, {})[event.what] = event
+    summary = story.summary
+    found = []
+    for index in sorted({*newest, *heads, *origins, *range(len(summary.rewards))}):
+        events, head, origin = newest.get(index, {}), heads.get(index), origins.get(index)
+        pushed, scored, dropped = (events.get(what) for what in ("pushed", "scored", "dropped"))
+        last = scored or dropped or pushed
+        reward = scored.reward if scored else origin.reward if origin else head.reward if head else None
+        if reward is None and index < len(summary.rewards):
+            reward = summary.rewards[index]
+        tokens = pushed.tokens if pushed else origin.tokens if origin else None
+        if tokens is None and index < len(summary.tokens):
+            tokens = summary.tokens[index]
+        ranges = [[part.version, part.start, part.end] for part in origin.ranges] if origin else []
+        if not ranges and pushed and pushed.oldest is not None and pushed.oldest == pushed.newest:
+            ranges = [[pushed.oldest, 0, tokens]]
+        message = head.message if head else ""
+        found.append(
+            {
+                "index": index,
+                "attempt": last.attempt if last and last.attempt is not None else head.attempt if head else None,
+                "replica": pushed.replica if pushed else next((part.replica for part in origin.ranges), None) if origin else None,
+                "reward": reward,
+                "advantage": origin.advantage if origin else None,
+                "components": head.components if head else {},
+                "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "NOT_STARTED",
+                "message": message or (dropped.reason if dropped and dropped.reason else ""),
+                "tokens": tokens,
+                "finish_reason": origin.finish_reason if origin else head.finish_reason if head else None,
+                "versions": ranges,
+                "kept": head is not None,
+                "content": head.content if head else None,
+                "metadata": head.metadata if head else {},
+                "calls": len(head.calls) if head else 0,
+            }
+        )  # fmt: skip
+    return found
+
+
+def sample_places(run: RunFiles, summary: GroupSummary) -> list[tuple[Kind | Literal["failed"], int]]:
+    """Return the kinds and steps of the sample files that may have the trajectories of a group, the likeliest first."""
+    places: list[tuple[Kind | Literal["failed"], int]] = []
+    if summary.lane == "validation":
+        # a validation is of one version, which its trajectories name
+        steps = SampleFiles(run.config.log_folder, None).steps("val")
+        places += [("val", step) for step in sorted(steps, key=lambda step: step != summary.newest_version)]
+    elif summary.step is not None:
+        places.append(("train", summary.step))
+    if summary.state == "failed":
+        places.append(("failed", 0))
+    return places
+
+
+def _sample_heads(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, SampleHead], list[str]]:
+    """Return the samples of a group that are kept, by index, and what could not be read."""
+    files = SampleFiles(run.config.log_folder, None)
+    problems = []
+    for kind, step in sample_places(run, summary):
+        paths = files.failed_paths if kind == "failed" else (files.path(kind, step),)
+        heads: dict[int, SampleHead] = {}
+        for path in paths:
+            try:
+                for head in _read_heads(path, summary):
+                    heads[head.index] = head
+            except HeadraceError as error:
+                problems.append(str(error))
+        if heads:
+            return heads, problems
+    return {}, problems
+
+
+def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
+    """Yield the samples of one group in a file; only its lines are decoded. Raises `CodecError`."""
+    needle = b'"group":' + msgspec.json.encode(summary.id)
+    seen: set[int] = set()
+    try:
+        with contextlib.ExitStack() as opened:
+            file: IO[bytes] = opened.enter_context(check_file(path, path.parent).open("rb"))
+            indexed = path.suffix == ".gz" and has_index(file)
+            if path.suffix == ".gz" and not indexed:
+                file = opened.enter_context(gzip.open(file))
+            for index in range(summary.n) if indexed else [-1]:
+                for line in _lines(file, summary.id, index, indexed=indexed, skip=index in seen):
+                    if needle in line and line.endswith(b"\n"):
+                        head = msgspec.json.decode(line, type=SampleHead)
+                        if head.group == summary.id and not (indexed and head.index in seen):
+                            seen.add(head.index)
+                            yield head
+    except FileNotFoundError:
+        return
+    except UNREADABLE as error:
+        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
+
+
+def _lines(file: IO[bytes], group: str, index: int, *, indexed: bool, skip: bool) -> Iterable[bytes]:
+    """Return the lines among which those of a trajectory are: a few, or all in a file without an index."""
+    if skip:
+        return ()
+    return find_lines(file, (group, index)) if indexed else file
+
+
+def _origins(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Origin], list[str]]:
+    """Return the origins of a trained group's trajectories, by index, and what could not be read."""
+    if summary.step is None or summary.state != "trained":
+        return {}, []
+    try:
+        for group in _lineage(run).read(summary.step):
+            if group.group == summary.id:
+                return {origin.index: origin for origin in group.trajectories}, []
+    except HeadraceError as error:
+        return {}, [str(error)]
+    return {}, []
+
+
+# -- runs of older builds
+
+
+def _lineage(run: RunFiles) -> LineageFiles:
+    return LineageFiles(run.config.checkpoint_folder / LINEAGE)
+
+
+def _old_groups(run: RunFiles) -> tuple[list[GroupSummary], list[str]]:
+    """Return the trained groups of the newest steps, and what could not be read."""
+    problems = [WITHOUT_HISTORY]
+    lineage = _lineage(run)
+    samples = SampleFiles(run.config.log_folder, None)
+    kept = set(samples.steps("train"))
+    times = {line.step: line.time for line in run.journal.lines if line.kind == "train"}
+    found: list[GroupSummary] = []
+    try:
+        steps = [step for step, _ in lineage.files()][-OLD_STEPS:]
+    except HeadraceError as error:
+        return [], [*problems, str(error)]
+    for step in steps:
+        try:
+            prompts: dict[str, str] = {}
+            if step in kept:
+                prompts = {head.group: write_prompt(head.messages) for head in _all_heads(samples.path("train", step))}
+            found += [_old_group(group, prompts, times.get(step)) for group in lineage.read(step)]
+        except HeadraceError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def _all_heads(path: Path) -> Iterator[SampleHead]:
+    try:
+        with gzip.open(check_file(path, path.parent)) as file:
+            for line in file:
+                yield msgspec.json.decode(line, type=SampleHead)
+    except FileNotFoundError:
+        return
+    except UNREADABLE as error:
+        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
+
+
+def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | None) -> GroupSummary:
+    origins = group.trajectories
+    rewards = tuple(origin.reward for origin in origins)
+    known = [reward for reward in rewards if reward is not None]
+    whole = bool(known) and len(known) == len(rewards)
+    versions = [part.version for origin in origins for part in origin.ranges]
+    oldest = min(versions, default=None)
+    return GroupSummary(
+        id=group.group,
+        lane="train",
+        order=group.order,
+        epoch=None,
+        task=group.task,
+        environment=next((origin.environment for origin in origins if origin.environment), group.env),
+        n=len(origins),
+        prompt=prompts.get(group.group, "")[:SHOWN],
+        source=None,
+        state="trained",
+        reason=group.reason,
+        step=group.step,
+        timeline=group.timeline,
+        attempts=max((origin.attempt for origin in origins), default=1),
+        replicas=tuple(sorted({part.replica for origin in origins for part in origin.ranges})),
+        build=next((origin.build for origin in origins if origin.build), None),
+        rewards=rewards,
+        mean=statistics.fmean(known) if whole else None,
+        spread=statistics.pstdev(known) if whole else None,
+        tokens=tuple(origin.tokens for origin in origins),
+        oldest_version=oldest,
+        newest_version=max(versions, default=None),
+        age=None if oldest is None or group.step is None else group.step - oldest,
+        enqueued=time or 0.0,
+        ended=time,
+    )
+
+
+def _matches(group: GroupSummary, query: GroupQuery) -> bool:
+    text = query.text.casefold()
+    return (
+        (not text or text in group.prompt.casefold() or query.text == group.id)
+        and (query.lane in (None, group.lane))
+        and (query.environment in (None, group.environment))
+        and (query.task in (None, group.task))
+        and (query.step in (None, group.step))
+        and (query.reason in group.reason)
+        and (query.replica is None or query.replica in group.replicas)
+        and (query.build in (None, group.build))
+        and query.row is None
+    )
+
+
+def _sort(groups: Iterable[GroupSummary], sort: str) -> list[GroupSummary]:
+    """Sort as `GroupQuery.sort` says; what has no value is last."""
+    name, descending = sort.removeprefix("-"), sort.startswith("-")
+    field = {"reward": "mean"}.get(name, name)
+
+    def place(group: GroupSummary) -> tuple[bool, float]:
+        value = getattr(group, field)
+        return value is None, 0.0 if value is None else -value if descending else value
+
+    return sorted(groups, key=place)
+
+
+def _count(states: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for state in states:
+        counts[state] = counts.get(state, 0) + 1
+    return counts

@@ -1,0 +1,141 @@
+"""How a run stands: its state, its flow of groups, where its time goes, what is amiss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import HeadraceError
+from headrace.page.groups import count_groups
+from headrace.page.metric_series import thin_out
+from headrace.page.run_files import RunFiles, check_file
+from headrace.page.run_list import describe_run
+from headrace.run import findings, now
+from headrace.run.checkpoints import best_first, find_published, read_metrics
+from headrace.run.findings import PARTS, REST, TOTAL, Window
+from headrace.run.headlines import ALARMS, alarms, seconds_per_step
+from headrace.run.history import RunHistory
+from headrace.run.journal import Kind, Line
+from headrace.run.now import NOW, Now
+
+STEPS = 500  # points of the curve of a step's parts
+_NEWEST_ALARMS = 100
+_LARGEST_NOW = 64 << 20
+
+
+def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
+    """Return the overview of a run; shares of the time are of the window's steps. Raises as `RunFiles.history` does. What else can't be
+    read is in `problems`, and the rest is answered."""
+    past, problems = run.history, list[str]()
+    state: Now | None = None
+    try:
+        if (run.folder / NOW).exists():
+            state = now.read(check_file(run.folder / NOW, run.folder, _LARGEST_NOW).parent)
+    except HeadraceError as error:
+        problems.append(str(error))
+    counts, of_groups = count_groups(run, state)
+    problems += of_groups
+    checkpoints: list[dict[str, Any]] = []
+    try:
+        checkpoints = _checkpoints(past)
+    except HeadraceError as error:
+        problems.append(str(error))
+    found, parts, per_second = _judge(run, past, window, state)
+    return {
+        "run": describe_run(run),
+        "now": None if state is None else msgspec.to_builtins(state),
+        "newest": {"train": _newest(past, "train"), "validation": _newest(past, "validation")},
+        "flow": {"counts": counts, "per_s": per_second},
+        "time": {"parts": parts, "steps": _steps(run)},
+        "findings": found,
+        "alarms": _alarms(run),
+        "checkpoints": checkpoints,
+        "window": window,
+        "problems": problems,
+    }
+
+
+def _judge(
+    run: RunFiles, past: RunHistory, window: Window, state: Now | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, float]]:
+    """Return the findings, the parts of a step and the groups per second, over the window. Those of a whole run take a while, and are
+    computed anew for each hundredth of it."""
+    steps = findings.in_window(past.lines, window)
+
+    def judge() -> Any:
+        found = msgspec.to_builtins(findings.find(past.lines, past.config, window, state))
+        return found, _parts(steps), _per_second(past, steps)
+
+    return judge() if window != "all" else run.remember("judged", len(steps) * 100 // 101, len(steps), judge)
+
+
+def _newest(past: RunHistory, kind: Kind) -> dict[str, Any] | None:
+    line: Line | None = next((line for line in reversed(past.lines) if line.kind == kind), None)
+    return None if line is None else {"step": line.step, "time": line.time, "metrics": dict(line.metrics.items())}
+
+
+def _per_second(past: RunHistory, steps: list[Mapping[str, float]]) -> dict[str, float]:
+    seconds = seconds_per_step(steps)
+    return {"trained": past.config.algorithm.num_prompts_per_step / seconds} if seconds else {}
+
+
+def _parts(steps: list[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Return the mean seconds of each part of a step, and its share."""
+    split = [findings.split(step) for step in steps if TOTAL in step]
+    if not split:
+        return []
+    metrics = {part.name: part.metric for part in PARTS}
+    means = {name: sum(parts[name] for parts in split) / len(split) for name in split[0]}
+    total = sum(means.values())
+    return [
+        {"name": name, "metric": metrics.get(name, TOTAL), "seconds": mean, "share": mean / total if total else 0.0}
+        for name, mean in means.items()
+    ]
+
+
+def _steps(run: RunFiles) -> dict[str, Any]:
+    """Return the parts of all steps over the run, as means of neighbours."""
+    columns = run.journal.columns["train"]
+    total, timed = columns.values(TOTAL)
+    rest, found = total.copy(), dict[str, Any]()
+    for part in PARTS:
+        seconds, present = columns.values(part.metric)
+        seconds = np.where(present & np.isfinite(seconds), seconds, 0.0)
+        rest -= seconds
+        found[part.name] = thin_out(columns.steps[timed], seconds[timed], STEPS)[1]
+    found[REST] = thin_out(columns.steps[timed], np.maximum(rest, 0.0)[timed], STEPS)[1]
+    return {"step": thin_out(columns.steps[timed], total[timed], STEPS)[0], **found}
+
+
+def _alarms(run: RunFiles) -> list[dict[str, Any]]:
+    """Return the newest alarms, the newest last."""
+    columns, found = run.journal.columns["train"], []
+    for name in ALARMS:
+        metric = f"{name}_alarm"
+        values, present = columns.values(metric)
+        places = np.flatnonzero(present & (values != 0))[-_NEWEST_ALARMS:]
+        evidence = {"view": "metrics", "query": {"metric": [f"train:{metric}"]}}
+        for place in places.tolist():
+            step = int(columns.steps[place])
+            texts = alarms(step, columns.metrics(place), only=(name,))
+            found += [{"step": step, "name": name, "text": text, "evidence": evidence} for text in texts]
+    return sorted(found, key=lambda alarm: alarm["step"])[-_NEWEST_ALARMS:]
+
+
+def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:
+    """Return the published checkpoints, oldest first, with the metric that chooses among them. Raises as `find_published` does."""
+    folder, settings = past.config.checkpoint_folder, past.config.checkpointing
+    found = {version: read_metrics(folder, version) for version in find_published(folder)}
+    best = best_first(found, settings.metric_name, higher_is_better=settings.higher_is_better)[:1]
+    return [
+        {
+            "step": version,
+            "kept": True,
+            "metric": metrics.get(settings.metric_name or ""),
+            "best": version in best and settings.metric_name in metrics,
+        }
+        for version, metrics in found.items()
+    ]

@@ -1,0 +1,93 @@
+"""`now.json`: the state of a run that is up, at most about a second old. Its trainer writes it, and pages read it.
+
+It is a view: nothing in a run depends on it. Fields that nobody knows are absent. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import CodecError
+from headrace.base.files import UNREADABLE, atomic_write
+
+NOW = "now.json"  # in the run's folder
+
+
+class ReplicaNow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rollout replica. `holding` counts the groups that it generates. `reason` is why it is quarantined, and `logprob_error` how far its
+    log-probabilities are from the trainer's. `tokens_per_s` and `queue`, the sequences in its engine, are what its own page says."""
+
+    id: str
+    state: str
+    version: int
+    holding: int
+    seen_s_ago: float
+    address: str | None = None
+    device: str | None = None
+    reason: str | None = None
+    logprob_error: float | None = None
+    tokens_per_s: float | None = None
+    queue: int | None = None
+
+
+class RunnerNow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A runner of episodes. `holding` counts the groups that it plays."""
+
+    id: str
+    alive: bool
+    holding: int
+    seen_s_ago: float
+    address: str | None = None
+
+
+class EnvironmentNow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An environment. Trajectories: `waiting` for it, `in_hand` of it, and the most that it takes, `capacity`. `broken`: its breaker is
+    open, and `message` says why. Of the scores of the last minute, half took no longer than `p50_s`, and 99 of 100 no longer than `p99_s`.
+    """
+
+    name: str
+    waiting: int
+    in_hand: int
+    broken: bool
+    message: str | None = None
+    capacity: int | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
+    scored_per_s: float | None = None
+    build: str | None = None
+
+
+class Now(msgspec.Struct, frozen=True):
+    """The state of a run at `time`. `counts` are its training groups by state, and `validation` those of its validation lane. The trainer
+    reserves `next_step`; the newest checkpoint is of version `committed`, -1 if there is none. `closed`: no more prompts will come.
+    `waits` are sentences: what the run waits for."""
+
+    time: float
+    next_step: int
+    committed: int
+    closed: bool
+    counts: dict[str, int]
+    validation: dict[str, int]
+    replicas: list[ReplicaNow]
+    runners: list[RunnerNow]
+    environments: list[EnvironmentNow]
+    waits: list[str]
+
+
+def write(folder: Path, now: Now) -> None:
+    """Replace the file. Raises `OSError`."""
+    with atomic_write(folder / NOW) as unfinished:
+        unfinished.write_bytes(msgspec.json.encode(now))
+
+
+def read(folder: Path) -> Now | None:
+    """Return the last known state of the run in `folder`; None if no trainer has written one. Raises `CodecError` for a damaged file."""
+    path = folder / NOW
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Now)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise CodecError(f"{path} can't be read ({error}); remove it") from error

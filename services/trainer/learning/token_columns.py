@@ -1,0 +1,96 @@
+"""What a step did with each token, for people: columns of the batch that passes of the policy's optimizer steps compute anyway.
+
+Nothing is computed a second time, so a column says what the loss used. The columns of a micro-batch stay on its device until the optimizer
+step is taken: a single copy from a GPU, because each copy waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.run.samples import MaskReason
+from headrace_services.trainer.distributed.ranks import Ranks
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.losses import LossParts
+from headrace_services.trainer.network.policy_model import PolicyOutput
+
+# The columns that are summed over the passes and divided by the number of optimizer steps, as the metric `loss` is. Of the others the last
+# pass is kept.
+AVERAGED = ("token_losses", "token_loss_gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A micro-batch's paths, its columns [n], and the gradients that reached its log-probabilities."""
+
+    paths: Sequence[int]
+    columns: dict[str, Tensor]
+    gradients: list[Tensor]
+
+
+class TokenColumns:
+    """Takes notes of the policy's passes in a step, and writes them to the columns of `batch`.
+
+    A token has one pass in each epoch. Unless `whole`, only the policy's log-probabilities are noted.
+    """
+
+    def __init__(self, batch: Batch, ranks: Ranks, *, optimizer_steps: int, whole: bool) -> None:
+        self.whole = whole
+        self._batch, self._ranks, self._optimizer_steps = batch, ranks, optimizer_steps
+        self._passes: list[_Pass] = []
+
+    def note(self, paths: Sequence[int], output: PolicyOutput, parts: LossParts) -> None:
+        """Take note of a pass over these paths, before its backward pass."""
+        gradients: list[Tensor] = []
+        if self.whole:
+            for logprobs in (output.logprobs, output.unfiltered):
+                if logprobs is not None:
+                    logprobs.register_hook(gradients.append)
+        self._passes.append(_Pass(paths, {"policy_logprobs": output.logprobs.detach(), **parts.columns}, gradients))
+
+    def write(self) -> None:
+        """Write what was noted since the last call: once an optimizer step is taken."""
+        passes, self._passes = self._passes, []
+        if not passes:
+            return
+        tables = []
+        for one in passes:
+            columns = dict(one.columns)
+            if self.whole:
+                none = torch.zeros_like(one.columns["policy_logprobs"])
+                columns["token_loss_gradients"] = torch.stack([none, *one.gradients]).sum(0) / self._ranks.size
+            tables.append(torch.stack([values.double() for values in columns.values()]))
+        found = torch.cat(tables, dim=1).cpu().numpy()
+        tokens = self._batch.tokens_of_paths([path for one in passes for path in one.paths])
+        for name, values in zip(columns, found, strict=True):
+            self._write(name, tokens, values)
+
+    def _write(self, name: str, tokens: np.ndarray, values: Float64) -> None:
+        if name == "mask_reasons":
+            assert self._batch.mask_reasons is not None
+            self._batch.mask_reasons[tokens] = values
+            return
+        column = getattr(self._batch, name)
+        if column is None:
+            column = np.full(self._batch.trajectory.size, np.nan, np.float32)
+            setattr(self._batch, name, column)
+        if name in AVERAGED:
+            values = values / self._optimizer_steps + np.where(np.isnan(column[tokens]), 0.0, column[tokens])
+        column[tokens] = values
+
+
+def find_mask_reasons(batch: Batch, given: Float64, untruncated: Float64) -> np.ndarray:
+    """Return the `MaskReason` [N] int8 of tokens that leave the whole loss. `given` [B] are the multipliers that the batch came with, and
+    `untruncated` those after overlong filtering."""
+    of_trajectory = np.select(
+        [given == 0, untruncated == 0, batch.multipliers == 0],
+        [MaskReason.ZERO_MULTIPLIER, MaskReason.OVERLONG, MaskReason.LOGPROB_ERROR],
+        MaskReason.COUNTED,
+    )
+    reasons = np.where(batch.mask, of_trajectory[batch.trajectory], MaskReason.OVER_AGE)
+    return reasons.astype(np.int8)

@@ -1,0 +1,258 @@
+"""What the page's API answers, from the files of runs alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from jsonschema import Draft202012Validator
+
+from headrace.page.run_files import RunFolder
+from headrace.page.server import build_app, encode
+from headrace.run.history import RUN_LOCK
+from headrace.run.journal import JOURNAL, Journal
+from tests.support.page_runs import START, STEPS, recorded_run
+from tests.support.past_run import past_run
+
+HOSTILE = "</script><img src=x>\x1b[2J\u202e\"'&"
+# by the path of the description: the addresses to ask
+ASKED = {
+    "/api/runs": ["/api/runs"],
+    "/api/compare": ["/api/compare?run=adder&run=old"],
+    "/api/runs/{run}": ["/api/runs/adder", "/api/runs/adder?window=all", "/api/runs/old?window=last"],
+    "/api/runs/{run}/metrics": ["/api/runs/adder/metrics"],
+    "/api/runs/{run}/series": ["/api/runs/adder/series?metric=train:reward&metric=validation:accuracy&metric=train:no"],
+    "/api/runs/{run}/timeline": ["/api/runs/adder/timeline", "/api/runs/old/timeline?first=1764000020&last=1764000030"],
+    "/api/runs/{run}/system": ["/api/runs/adder/system"],
+    "/api/runs/{run}/logs": ["/api/runs/adder/logs"],
+    "/api/runs/{run}/groups": ["/api/runs/adder/groups", "/api/runs/old/groups?sort=-reward", "/api/runs/adder/groups?row=sums.jsonl:3"],
+    "/api/runs/{run}/groups/{group}": [
+        *(f"/api/runs/adder/groups/{group}" for group in ("0-0", "0-10", "0-90", "0-91", "validation-0")),
+        "/api/runs/old/groups/0-10",
+    ],
+    "/api/runs/{run}/groups/{group}/trajectories/{index}": [
+        "/api/runs/adder/groups/0-10/trajectories/1",
+        "/api/runs/old/groups/0-10/trajectories/1",
+        "/api/runs/adder/groups/validation-0/trajectories/0",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    recorded_run(folder, text=HOSTILE)
+    recorded_run(folder, "old", groups=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[TestClient]:
+    with TestClient(build_app(folder)) as client:
+        yield client
+
+
+def ask(client: TestClient, path: str, status: int = 200) -> Any:
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def description(client: TestClient) -> dict[str, Any]:
+    found: dict[str, Any] = ask(client, "/api/openapi.json")
+    return found
+
+
+def test_every_answer_is_as_it_is_described(client: TestClient, description: dict[str, Any]) -> None:
+    own = {path for path in description["paths"] if path.startswith("/api/")}
+    assert own - ASKED.keys() == {"/api/view", "/api/follow"}
+    for path, addresses in ASKED.items():
+        schema = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        whole = {**schema, "components": description["components"]}
+        for address in addresses:
+            problems = [error.message for error in Draft202012Validator(whole).iter_errors(ask(client, address))]
+            assert problems == [], address
+
+
+def test_every_field_and_parameter_is_described(description: dict[str, Any]) -> None:
+    for name, schema in description["components"]["schemas"].items():
+        if name not in ("Health", "Problem", "HTTPValidationError", "ValidationError"):
+            lacking = [field for field, about in schema["properties"].items() if not about.get("description")]
+            assert lacking == [], name
+    for path, methods in description["paths"].items():
+        for method in methods.values():
+            assert method["summary"], path
+            lacking = [
+                about["name"]
+                for about in method.get("parameters", ())
+                if about["in"] == "query" and "description" not in about
+            ]
+            assert lacking == [], path
+
+
+def test_a_run_is_described_by_its_files(client: TestClient) -> None:
+    run = {each["id"]: each for each in ask(client, "/api/runs")["runs"]}["adder"]
+    assert (run["state"], run["step"], run["max_steps"], run["started"]) == ("finished", STEPS - 1, 10, START)
+    assert run["best"] == {"metric": "val:accuracy", "step": STEPS, "value": 0.5}
+    assert run["environments"] == ["math"]
+    overview = ask(client, "/api/runs/adder?window=all")
+    parts = {part["name"]: part["share"] for part in overview["time"]["parts"]}
+    assert parts["waiting for generation"] == pytest.approx(0.6)
+    assert sum(parts.values()) == pytest.approx(1)
+    assert overview["flow"]["counts"] == {"trained": 12, "filtered": 1, "failed": 1}
+    assert any("generation" in finding["title"] for finding in overview["findings"])
+    assert ask(client, "/api/runs/old")["flow"]["counts"] == {"trained": 12}
+
+
+def test_curves_have_means_and_extremes_of_their_buckets(client: TestClient) -> None:
+    curve = ask(client, "/api/runs/adder/series?metric=train:reward&points=3")["series"][0]
+    assert curve["steps"] == [1, 3, 5]
+    assert curve["values"] == pytest.approx([0.05, 0.25, 0.45])
+    assert (curve["low"], curve["high"]) == ([0.0, 0.2, 0.4], [0.1, 0.3, 0.5])
+    odd = ask(client, "/api/runs/adder/series?metric=train:not/a known one&first=2&last=3")["series"][0]
+    assert (odd["steps"], odd["values"], odd["missing"]) == ([2, 3], [None, 1.0], 1)
+    named = ask(client, "/api/runs/adder/metrics")
+    assert {mark["kind"] for mark in named["marks"]} == {"build", "rewind"}
+    assert named["steps"] == [0, STEPS]
+    assert ask(client, "/api/runs/adder/series?metric=reward", 404)["detail"]
+    assert "points" in ask(client, "/api/runs/adder/series?metric=train:reward&points=0", 400)["detail"]
+
+
+def test_groups_are_found_in_each_state(client: TestClient) -> None:
+    found = ask(client, "/api/runs/adder/groups?state=filtered&state=failed")
+    assert [group["id"] for group in found["groups"]] == ["0-90", "0-91"]
+    assert found["states"] == {"trained": 12, "filtered": 1, "failed": 1, "evaluated": 1}
+    assert ask(client, "/api/runs/adder/groups?row=sums.jsonl:3")["groups"][0]["source"] == {
+        "file": "data/sums.jsonl",
+        "line": 3,
+    }
+    assert "row" in ask(client, "/api/runs/adder/groups?row=sums", 400)["detail"]
+    assert "sort" in ask(client, "/api/runs/adder/groups?sort=colour", 400)["detail"]
+    best = ask(client, "/api/runs/old/groups?sort=-order&limit=1&offset=1")
+    assert (best["total"], [group["id"] for group in best["groups"]]) == (12, ["0-10"])
+    assert best["problems"], "what an older build did not write"
+
+
+def test_a_group_tells_its_whole_story(client: TestClient) -> None:
+    group = ask(client, "/api/runs/adder/groups/0-10")
+    happened = [event["what"] for event in group["story"]]
+    assert happened == ["enqueued", "leased", *["pushed"] * 3, *["scored"] * 3, "ready", "reserved", "trained"]
+    assert (group["previous"], group["next"], group["expected"]) == ("0-9", "0-11", "2")
+    first = group["trajectories"][0]
+    assert (first["kept"], first["content"], first["advantage"], first["versions"]) == (
+        True,
+        HOSTILE,
+        -1.0,
+        [[5, 0, 2]],
+    )
+    older = ask(client, "/api/runs/adder/groups/0-0")["trajectories"][0]
+    assert (older["kept"], older["content"], older["reward"]) == (False, None, 0.0)
+    assert ask(client, "/api/runs/adder/groups/0-91")["reason"].startswith("the environment says")
+    assert "0-999" in ask(client, "/api/runs/adder/groups/0-999", 404)["detail"]
+
+
+def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
+    found = ask(client, "/api/runs/adder/groups/0-10/trajectories/1?first=1&count=1")
+    assert (found["total"], found["first"], [token["id"] for token in found["tokens"]]) == (2, 1, [6])
+    assert found["columns"]["advantages"] == [None]
+    assert "keep_step_data" in ask(client, "/api/runs/adder/groups/0-0/trajectories/1", 404)["detail"]
+
+
+def test_lanes_are_those_of_who_worked(client: TestClient) -> None:
+    lanes = {lane["name"]: lane for lane in ask(client, "/api/runs/adder/timeline")["lanes"]}
+    assert {name: lane["kind"] for name, lane in lanes.items()} == {
+        "trainer": "trainer",
+        "rollout-1": "replica",
+        "math": "environment",
+    }
+    generation = lanes["rollout-1"]["bars"][0]
+    assert (generation["start"] - START, generation["end"] - START, generation["group"]) == (1.0, 2.0, "0-0")
+    scoring = lanes["math"]["bars"][0]
+    assert (scoring["start"] - START, scoring["end"] - START, scoring["index"]) == (2.0, 3.0, 0)
+    assert sum(bar["end"] - bar["start"] for bar in lanes["trainer"]["bars"] if bar["step"] == 1) == pytest.approx(10)
+    cut = ask(client, f"/api/runs/adder/timeline?first={START + 20}&last={START + 29}")["lanes"]
+    assert {bar["step"] for lane in cut if lane["kind"] == "trainer" for bar in lane["bars"]} == {1, 2}
+
+
+def test_logs_are_merged_by_time(client: TestClient) -> None:
+    lines = ask(client, "/api/runs/adder/logs")["lines"]
+    assert [(line["service"], line["level"]) for line in lines] == [
+        ("trainer", "INFO"),
+        ("replay", "WARNING"),
+        ("trainer", "ERROR"),
+    ]
+    assert lines[-1]["text"].endswith("Traceback: of it"), "a traceback belongs to its record"
+    assert HOSTILE in lines[-1]["text"]
+    newest = ask(client, "/api/runs/adder/logs?limit=1")
+    assert (len(newest["lines"]), newest["more"]) == (1, True)
+    before = newest["lines"][0]["time"]
+    assert [line["service"] for line in ask(client, f"/api/runs/adder/logs?limit=1&before={before}")["lines"]] == [
+        "replay"
+    ]
+    assert len(ask(client, "/api/runs/adder/logs?service=trainer&level=ERROR")["lines"]) == 1
+    assert ask(client, "/api/runs/adder/logs?text=BETWEEN")["lines"][0]["service"] == "replay"
+
+
+def test_runs_are_compared_by_their_keys(tmp_path: Path) -> None:
+    past_run(tmp_path, "one", 2, replay="{redis_url: 'redis://me:secret@10.0.0.1:6379/0'}")
+    past_run(tmp_path, "two", 2, grpo="{seed: 7}")
+    client = TestClient(build_app(tmp_path))
+    found = {each["key"]: each["values"] for each in ask(client, "/api/compare?run=one&run=two")["differences"]}
+    assert found["grpo.seed"] == [42, 7]
+    assert found["replay.redis_url"] == ["redis://me:***@10.0.0.1:6379/0", None]
+    assert "run.id" not in found
+    assert "secret" not in client.get("/api/runs/one/system").text
+
+
+def test_a_live_run_is_read_as_it_grows(tmp_path: Path) -> None:
+    folder = recorded_run(tmp_path, state="running")
+    client = TestClient(build_app(tmp_path))
+    assert ask(client, "/api/runs/adder")["run"]["state"] == "killed", "no process holds its lock"
+    lock = os.open(folder / RUN_LOCK, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        Journal(folder / JOURNAL).append("train", STEPS, "a", {"reward": 9.0, "timing/train/total_step_time": 4.0})
+        run = ask(client, "/api/runs/adder")["run"]
+        assert (run["state"], run["step"]) == ("running", STEPS)
+        assert run["eta_s"] == pytest.approx(3 * 10.0)
+        with (folder / JOURNAL).open("a") as file:
+            file.write('{"kind": "train", "step": 7')
+        assert ask(client, "/api/runs/adder")["run"]["step"] == STEPS, "a line is being written"
+    finally:
+        os.close(lock)
+
+
+def test_texts_stay_data(client: TestClient) -> None:
+    answer = client.get("/api/runs/adder/groups/0-10/trajectories/1")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["metadata"] == {"judge": HOSTILE}
+    assert encode({"a": "\ud800", "b": float("nan")}) == b'{"a":"\\\\ud800","b":null}'
+
+
+def test_the_first_page_is_at_every_view(client: TestClient) -> None:
+    for view in ("/", "/runs/adder", "/runs/adder/groups/0-1/2", "/runs/adder/timeline", "/compare?run=a&run=b"):
+        answer = client.get(view)
+        assert answer.headers["content-type"].startswith("text/html"), view
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+    assert client.get("/static/index.html").status_code == 200
+    assert client.get("/static/..%2fserver.py").status_code == 404
+    assert client.get("/static/../server.py").status_code == 404
+
+
+def test_the_journals_that_are_kept_are_bounded(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        recorded_run(tmp_path, name)
+    folder = RunFolder(tmp_path)
+    for name in folder.names():
+        assert folder.find(name).journal.lines
+    cells = folder.find("one").cells
+    folder.bound_memory(most=cells)
+    assert [folder.find(name).cells > 0 for name in ("one", "three", "two")] == [True, False, False]

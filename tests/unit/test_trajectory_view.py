@@ -1,0 +1,177 @@
+"""One trajectory of a sample file for a viewer: only its line is read, also from files of before."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.base.errors import CodecError
+from headrace.records.score import Score
+from headrace.records.trajectory import Group, Sampling, Span
+from headrace.run import indexed_lines, samples
+from headrace.run.samples import COLUMNS, MaskReason, SampleFiles, failed_record, record
+from headrace.run.token_texts import TokenTexts
+from tests.support.episodes import call, episode
+from tests.support.stored_samples import sample
+
+GROUP = Group("g", "train", 0, "sums", "math", (), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
+
+
+class Letters:
+    """A tokenizer whose token 1 is `a`; 26 is half a character."""
+
+    def __len__(self) -> int:
+        return 27
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join("\N{REPLACEMENT CHARACTER}" if id_ == 26 else chr(96 + id_) for id_ in ids)
+
+    def convert_ids_to_tokens(self, _: int) -> str:
+        return "<0xE2>"
+
+
+def line(group: str, index: int, **more: Any) -> dict[str, Any]:
+    made = json.loads(msgspec.json.encode(sample(group, index)))
+    return {**made, "prompt_token_ids": [3], "step": 7, **more}
+
+
+def many(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [line(f"g{place // 4}", place % 4, **more) for place in range(count)]
+
+
+def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Path) -> None:
+    played = episode(
+        [call(-1, [1], [2, 3], version=3), call(0, [4], [5, 26], spans=(Span(3, 0, 1), Span(4, 1, 2)), trained=False)]
+    )
+    played = msgspec.structs.replace(played, artifacts={"board": [1]})
+    score = Score("SCORED", 0.5, {"exact": 0.5}, metadata={"judge": "well argued"})
+    of_step = {"step": 7, "token_losses": [0.5, -0.25, None, None], "ratios": None}
+    group = f'{GROUP.id}"\\'
+    files = SampleFiles(tmp_path, None)
+    files.write(
+        "train", 7, [*many(8), {**record(GROUP, played, score, TokenTexts(Letters())), **of_step, "group": group}]
+    )
+    found = files.view("train", 7, group, played.index, first=1, count=2)
+    assert found is not None
+    assert (found["total"], found["first"], found["step"], found["reward"]) == (4, 1, 7, 0.5)
+    assert found["tokens"] == [{"id": 3, "text": "c"}, {"id": 5, "text": "e"}]
+    assert found["columns"] == {"generation_logprobs": [-0.5, None], "token_losses": [-0.25, None]}
+    assert found["prompt_tokens"] == [{"id": 1, "text": "a"}]
+    assert found["versions"] == [[3, 0, 3], [4, 3, 4]]
+    assert (found["metadata"], found["artifacts"]) == ({"judge": "well argued"}, {"board": [1]})
+    second = found["calls"][1]
+    assert (second["number"], second["parent"], second["start"], second["end"], second["trained"]) == (
+        1,
+        0,
+        2,
+        4,
+        False,
+    )
+    assert second["context_tokens"] == [{"id": 4, "text": "d"}]
+    assert found["legend"]["mask_reasons"][2] == "UNTRAINED_CALL"
+    rest = files.view("train", 7, group, played.index, first=3)
+    assert rest is not None
+    assert rest["tokens"] == [{"id": 26, "text": "<0xE2>"}]
+    beyond = files.view("train", 7, group, played.index, first=9)
+    assert beyond is not None
+    assert beyond["tokens"] == []
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_is_not_kept_is_none(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    files.write("train", 7, many(8))
+    assert files.view("train", 7, "g1", 4) is None
+    assert files.view("train", 7, "g", 1) is None
+    assert files.view("train", 8, "g1", 1) is None
+
+
+def test_only_the_line_that_is_asked_for_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SampleFiles(tmp_path, None)
+    files.write("train", 7, many(40, content="x" * 30_000))
+    unpacked: list[int] = []
+    whole = gzip.decompress
+
+    def decompress(data: bytes) -> bytes:
+        found = whole(data)
+        unpacked.append(len(found))
+        return found
+
+    monkeypatch.setattr("headrace.run.indexed_lines.gzip.decompress", decompress)
+    for place in (0, 17, 39):
+        found = files.view("train", 7, f"g{place // 4}", place % 4)
+        assert found is not None
+        assert (found["group"], found["index"]) == (f"g{place // 4}", place % 4)
+    assert len(unpacked) == 3
+    assert max(unpacked) < 2 * indexed_lines.BLOCK_BYTES
+
+
+def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    for lines in (many(40, content="x" * 30_000), []):
+        files.write("val", 1, lines)
+        assert files.read("val", 1) == lines
+        text = subprocess.run(["zcat", files.path("val", 1)], capture_output=True, check=True).stdout
+        assert [json.loads(each) for each in text.splitlines()] == lines
+
+
+def test_a_file_of_before_is_read_without_index_texts_or_columns(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    with gzip.open(files.path("train", 7), "wb") as file:
+        file.writelines(msgspec.json.encode(each) + b"\n" for each in many(8))
+    found = files.view("train", 7, "g1", 2)
+    assert found is not None
+    assert found["tokens"] == [{"id": 5, "text": None}, {"id": 6, "text": None}]
+    assert list(found["columns"]) == ["generation_logprobs"]
+    assert found["metadata"] == found["artifacts"] == {}
+    assert found["calls"] == []
+    assert len(files.samples("train", 7)) == 8
+
+
+@pytest.mark.parametrize("cut", [1, 20, 2000])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, cut: int) -> None:
+    files = SampleFiles(tmp_path, None)
+    files.write("train", 7, many(40, content="x" * 30_000))
+    path = files.path("train", 7)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(CodecError, match="train_data_step7"):
+        files.view("train", 7, "g9", 3)
+
+
+def test_of_a_completion_that_failed_twice_the_last_is_viewed(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    (completion,) = episode([call(-1, [1], [2])]).paths()
+    for message in ("first", "second"):
+        failed = Score("FAILED", message=message, metadata={"stderr": message})
+        files.append_failed([failed_record(GROUP, completion, failed, "bad")], segment_bytes=1)
+    found = files.view("failed", 0, GROUP.id, completion.index)
+    assert found is not None
+    assert found["metadata"] == {"stderr": "second"}
+
+
+def test_metadata_too_large_for_a_score_has_a_note_in_its_place() -> None:
+    (completion,) = episode([call(-1, [1], [2])]).paths()
+    large = Score("SCORED", 1.0, metadata={"judge": "x" * 10_000}).fit()
+    assert "left out" in record(GROUP, completion, large)["metadata"]["headrace"]
+
+
+def test_small_losses_keep_seven_digits() -> None:
+    values = np.array([1.23456789e-9, -3.0e-20, 0.0, 12345.678], np.float32)
+    np.testing.assert_allclose(samples.round_digits(values), values, rtol=1e-6)
+    assert samples.round_digits(values)[2] == 0
+    assert samples.whole_numbers(np.array([1, np.nan, -1], np.float32)) == [1, None, -1]
+
+
+def test_the_documentation_defines_every_list_and_every_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Trajectories\n")[2].partition("\n## ")[0]
+    rows = [row.split(" | ")[0].strip("| `") for row in section.splitlines() if row.startswith("| ")]
+    assert [row for row in rows if row in COLUMNS] == list(COLUMNS)
+    assert [row for row in rows if row.isdigit()] == [str(int(reason)) for reason in MaskReason]
