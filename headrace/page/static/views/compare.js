@@ -156,10 +156,10 @@ function Curves({ runs, query }) {
   const { names, steps } = unite(ids.map((id) => answers[id]?.data));
   const found = sections(names, test, chosen.only);
   const broken = ids.filter((id) => answers[id]?.error);
-  const shared = { runs: ids, reader, marks: NONE, range, extent: steps, chosen, query };
+  const shared = { runs: ids, reader, marks: NONE, range, extent: steps, chosen };
   return html`
     ${ids.map((id) => html`<${Names} key=${id} run=${id} tell=${setAnswers} />`)}
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error}>
+    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}>
       <p class="runs-legend">
         ${runs.map((run, i) => html`<${Named} key=${run.id} run=${run} index=${i} />`)}
         ${!chosen.re && !chosen.only.length && html`<span class="faint">These are the usual metrics. <button onClick=${() => setQuery(query, { re: "." })}>All metrics</button></span>`}

@@ -30,26 +30,32 @@ export function evidenceAddress(run, { view, query = {} }) {
   return address(run, `groups/${encodeURIComponent(id)}${index === undefined ? "" : `/${index}`}`);
 }
 
-const steps = (value) => `${number(value)} ${value === 1 ? "step" : "steps"}`;
+function steps(value) {
+  return `${number(value)} ${value === 1 ? "step" : "steps"}`;
+}
 
-/** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and a note. */
+/** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and what its note adds. */
 export const TILES = [
-  ["reward", ["reward"], number],
-  ["entropy", ["entropy"], number],
-  ["age", ["avg_trajectory_age", "mean_age"], steps],
-  ["oldest", ["max_trajectory_age", "staleness/max"], steps],
   ["tokens/s", ["performance/tokens_per_sec", "tokens_per_second"], number],
-  ["mean length", ["mean_gen_tokens_per_sample", "mean_generation_length"], number],
-  ["gradient norm", ["grad_norm"], number],
+  ["age", ["avg_trajectory_age", "mean_age"], steps, oldest],
+  ["entropy", ["entropy"], number],
+  ["mean length", ["mean_gen_tokens_per_sample", "mean_generation_length"], (value) => `${number(value)} tokens`],
   ["failed prompts", ["failed_prompts_total", "failed_prompts"], count],
 ];
 
-/** Returns the tiles that the newest training step has values for: `[{label, metric, text}]`. */
-export const metricTiles = (metrics) =>
-  TILES.map(([label, names, text]) => {
-    const metric = names.find((name) => metrics[name] !== undefined && metrics[name] !== null);
-    return metric && { label, metric, text: text(metrics[metric]) };
-  }).filter(Boolean);
+function oldest(metrics) {
+  const most = metrics.max_trajectory_age ?? metrics["staleness/max"];
+  return most > (metrics.avg_trajectory_age ?? metrics.mean_age) ? `oldest ${steps(most)}` : "";
+}
+
+/** Returns the tiles that the newest training step has values for: `[{label, metric, text, note}]`. */
+export const metricTiles = (metrics, tiles = TILES) =>
+  tiles
+    .map(([label, names, text, note]) => {
+      const metric = names.find((name) => metrics[name] !== undefined && metrics[name] !== null);
+      return metric && { label, metric, text: text(metrics[metric]), note: note?.(metrics) ?? "" };
+    })
+    .filter(Boolean);
 
 const exactly = (metric) => `re=${encodeURIComponent(`^${metric.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}$`)}`;
 
@@ -126,6 +132,15 @@ const Trouble = ({ run, problems }) => html`
   ${problems.map((problem) => html`<${Failure} key=${problem} error=${problem} />`)}
 `;
 
+/** The tiles of the newest training step, each with its curve behind it. */
+const MetricTiles = ({ run, train, tiles }) =>
+  metricTiles(train.metrics, tiles).map(
+    ({ label, metric, text, note }) =>
+      html`<${Tile} key=${label} label=${label} value=${text} note=${[note, `at step ${count(train.step)}`].filter(Boolean).join(", ")} href=${address(run, "metrics", exactly(metric))} />`,
+  );
+
+const FIRST = [["reward", ["reward"], number]];
+
 function Facts({ run, data }) {
   const { train, validation } = data.newest;
   const { best, state, step, max_steps, seconds_per_step, started } = data.run;
@@ -142,9 +157,10 @@ function Facts({ run, data }) {
   return html`<div class="even"><${Tiles}>
     <${Tile} label="state" value=${state} note=${started ? `started ${ago(started)}` : ""} tone=${["failed", "killed"].includes(state) ? "bad" : ""} />
     <${Tile} label="step" value=${count(step)} note=${note.filter(Boolean).join(", ")} href=${address(run, "timeline")} />
+    ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${FIRST} />`}
     ${validation && html`<${Tile} label=${name} value=${number(heldOut)} note=${`at step ${count(validation.step)}`} href=${address(run, "metrics", "metric=validation%3Aaccuracy&metric=validation%3Areward")} />`}
     ${best && html`<${Tile} label="best" value=${number(best.value)} note=${`${visible(best.metric)} at step ${count(best.step)}`} href=${address(run, "metrics", exactly(best.metric.replace(/^val:/, "validation:")))} />`}
-    ${train && metricTiles(train.metrics).map(({ label, metric, text }) => html`<${Tile} key=${label} label=${label} value=${text} note=${`at step ${count(train.step)}`} href=${address(run, "metrics", exactly(metric))} />`)}
+    ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${TILES} />`}
   <//></div>`;
 }
 
