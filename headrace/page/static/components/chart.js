@@ -92,7 +92,7 @@ function Legend({ xs, series, hidden, toggle, cursor, time }) {
     cursor.current = { show };
     show(null);
   }, [xs, series, time, hidden]);
-  return html`<div class="legend" ref=${place}>
+  return html`<div class="chart-legend" ref=${place}>
     ${series
       .map((each, i) => ({ colour: colourOf(i), ...each }))
       .filter(({ faint }) => !faint)

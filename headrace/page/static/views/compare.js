@@ -76,7 +76,7 @@ function Choose({ runs, query }) {
 
 /** The name of a run with its colour in the charts. */
 const Named = ({ run, index }) => html`<span class="named">
-  <i class="swatch" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${`/runs/${encodeURIComponent(run.id)}`}><b>${visible(run.id)}</b></a>
+  <i class="run-colour" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${`/runs/${encodeURIComponent(run.id)}`}><b>${visible(run.id)}</b></a>
 </span>`;
 
 function Results({ runs, query }) {
@@ -130,7 +130,7 @@ function Differences({ runs, differences }) {
     { name: "key", label: "key", cell: ({ key }) => html`<code>${visible(key)}</code>` },
     ...runs.map((run, i) => ({
       name: run.id,
-      label: html`<i class="swatch" style=${{ background: `var(${colourOf(i)})` }}></i>${visible(run.id)}`,
+      label: html`<i class="run-colour" style=${{ background: `var(${colourOf(i)})` }}></i>${visible(run.id)}`,
       cell: ({ values }) => shown(values[i]),
     })),
   ];

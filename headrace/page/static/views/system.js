@@ -116,7 +116,7 @@ function Versions({ system }) {
   const { versions = {}, git } = system;
   const rows = Object.entries(versions);
   return html`<${Card} title="Versions">
-    <dl class="facts">
+    <dl class="versions">
       ${git && html`<dt>commit</dt><dd><code>${visible(git.commit)}</code> ${git.dirty && html`<${Badge} tone="warn" title="Files differed from the commit">with changes<//>`}</dd>`}
       ${rows.map(([name, version]) => html`<dt key=${name}>${visible(name)}</dt><dd><code>${visible(version)}</code></dd>`)}
     </dl>
