@@ -17,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ LOOK_S = 240.0  # to look at the machine
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=40.0, help="for all parts together")
+    parser.add_argument("--minutes", type=_minutes, default=40.0, help="for all parts together")
     parser.add_argument(
         "--parts", type=_parts, default=list(PARTS), help="these alone: names or numbers, comma-separated"
     )
@@ -44,7 +45,13 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     over = time.monotonic() + 60 * arguments.minutes
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=arguments.out).close()
+    except OSError as error:
+        raise SystemExit(
+            f"error: --out {arguments.out} can't be written ({error.strerror}); name another folder"
+        ) from None
     about = _about(arguments)
     # it draws, so it imports what only the machine's own look has shown to be here
     from benchmarks.gpu.report import write
@@ -59,9 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _minutes(text: str) -> float:
+    if not (minutes := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes")
+    return minutes
+
+
 def _parts(names: str) -> list[Part]:
     try:
-        return choose(names.split(","))
+        return choose([name.strip() for name in names.split(",")])
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -16,11 +16,9 @@ from benchmarks.gpu.rows import Rows, line
 from benchmarks.gpu.runner import ROWS
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
-from headrace.net.service import die_with_parent
 
 
 def main() -> None:
-    die_with_parent()
     function, device, size, folder, model = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     if device == "cpu":

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.rows import NOT_RUN, Row, Rows
 from headrace.base.files import atomic_write
+from headrace.net.service import die_with_parent
 
 RESULT, ROWS, LOG = "result.json", "rows.jsonl", "log"
 LAST_LINES = 40  # of a log, in the report
@@ -97,10 +98,14 @@ class Runner:
     def _kept(self, part: Part) -> Outcome | None:
         """Return the outcome of an earlier call, if it was one of this machine, size and versions."""
         folder = self._out / part.name
-        with contextlib.suppress(FileNotFoundError):
+        try:
             found = json.loads((folder / RESULT).read_text())
             if found.pop("about") == self._identity():
                 return Outcome(part, tuple(Rows(folder / ROWS).read()), **found)
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            say(f"{part.name}: what an earlier call left in {folder} can't be read ({type(error).__name__}: {error})")
         return None
 
     def _identity(self) -> dict[str, Any]:
@@ -123,6 +128,7 @@ def run_part(command: Sequence[str], log: Path, limit_s: float, environ: Mapping
             stderr=file,
             env={**os.environ, **environ},
             start_new_session=True,
+            preexec_fn=die_with_parent,  # before it imports: who is killed meanwhile leaves no part on the GPU either
         )
     try:
         while (code := process.poll()) is None and time.monotonic() - began < limit_s:

@@ -4,10 +4,12 @@ as text."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -176,6 +178,63 @@ def test_what_a_part_started_ends_with_it(tmp_path: Path, rows: Rows) -> None:
     assert gone(int((tmp_path / "log").read_text()))
 
 
+def test_a_part_ends_with_a_call_that_is_killed(tmp_path: Path) -> None:
+    """However early: it has not come to its first line."""
+    part = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    script = (
+        "import pathlib\nfrom benchmarks.gpu import rows, runner\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "real = runner.subprocess.Popen\n"
+        "def started(*words, **named):\n"
+        "    process = real(*words, **named)\n"
+        "    print(process.pid, flush=True)\n"
+        "    return process\n"
+        "runner.subprocess.Popen = started\n"
+        f"runner.run_part({part!r}, folder / 'log', 600.0, {{}}, rows.Rows(folder / 'rows'))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as call:
+        assert call.stdout is not None
+        pid = int(call.stdout.readline())
+        call.kill()
+    try:
+        assert gone(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("left", ["{", "7", '{"problem": null}', '{"about": {}, "seconds": 1}'])
+def test_a_result_that_cannot_be_read_is_measured_again(left: str, tmp_path: Path, started: list[str]) -> None:
+    outcomes(tmp_path, [part("ends")])
+    result = tmp_path / "ends" / runner.RESULT
+    if left.startswith('{"about'):  # of a script that wrote other fields
+        left = json.dumps({"about": json.loads(result.read_text())["about"], "colour": "blue"})
+    result.write_text(left)
+    assert outcomes(tmp_path, [part("ends")])["ends"].verdict == "passed"
+    assert started == ["ends", "ends"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "nan"], "--minutes"),
+        (["--minutes", "-5"], "--minutes"),
+        (["--out", "/dev/null/report"], "--out"),
+        (["--out", "/dev/null"], "--out"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_line(words: list[str], said: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        *(words if "--out" in words else [*words, "--out", str(tmp_path)]),
+    ]
+    done = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr.splitlines()[-1]
+
+
 def test_a_line_that_was_cut_off_is_no_row(rows: Rows) -> None:
     rows.add("a", 1.0)
     rows.path.write_text(rows.path.read_text() + '{"what": "b", "mea')
@@ -262,6 +321,7 @@ def test_every_part_is_there_and_together_they_fit_40_minutes() -> None:
 
 def test_parts_are_chosen_by_number_or_name() -> None:
     assert [each.name for each in choose(["3", "tiny-run"])] == ["tiny-run", "step"]
+    assert [each.name for each in __main__._parts("1, 3")] == ["tiny-run", "step"]
     assert {each.gpus for each in choose(["0"])} == {2}
     with pytest.raises(argparse.ArgumentTypeError, match=r"9.*tiny-run"):
         __main__._parts("9")
