@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,8 @@ async def test_a_trainer_draws_what_one_that_was_killed_has_not(tmp_path: Path) 
     await again.drawn()
     assert "1 steps, the last one 0" in again.page.read_text()
     assert not are_curves_old(killed.config.run_folder)
+    os.utime(again.page, (0, 0))
+    assert are_curves_old(killed.config.run_folder)
     await again.telemetry.draw_end()
 
 
