@@ -97,7 +97,7 @@ function Known({ run, query, window, data, lost }) {
     </div>
     <${Trouble} run=${data.run} problems=${data.problems ?? []} />
     <${Facts} run=${run} data=${data} />
-    <${Card} title="Groups" tools=${html`<a href=${address(run, "prompts")}>All prompts</a>`}>
+    <${Card} title="Groups" tools=${html`<a href=${address(run, "prompts")}>All groups</a>`}>
       <${Flow} run=${run} counts=${flow.counts} perSecond=${flow.per_s} now=${live} secondsPerStep=${data.run.seconds_per_step} />
       <${Waits} now=${live} />
     <//>
