@@ -221,7 +221,7 @@ class Trajectory(Answer):
     message: str = Field(description="the environment's message, or why it was dropped")
     tokens: int | None = Field(description="tokens of its completion")
     finish_reason: str | None = Field(description="why its completion ended")
-    versions: list[tuple[int, int, int | None]] = Field(description="version, start and end of each range of tokens")
+    versions: list[tuple[int, int, int]] = Field(description="version, start and end of each range of tokens")
     kept: bool = Field(description="whether its sample is kept, with its text and tokens")
     content: str | None = Field(description="its text; null if it is not kept")
     metadata: dict[str, Any] = Field(description="what the environment added to its score")

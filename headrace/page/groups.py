@@ -9,7 +9,7 @@ import gzip
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 import msgspec
 
@@ -84,7 +84,12 @@ def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list
     except HeadraceError as error:
         return {}, [str(error)]
     steps = sum(line.kind == "train" for line in run.journal.lines)
-    return ({"trained": steps * run.config.algorithm.num_prompts_per_step} if steps else {}), [WITHOUT_HISTORY]
+    return ({"trained": steps * run.config.algorithm.num_prompts_per_step} if steps else {}), without_history(run)
+
+
+def without_history(run: RunFiles) -> list[str]:
+    """Return what is not known of a run that has trained and has no history of groups."""
+    return [WITHOUT_HISTORY] if run.history.last_step is not None else []
 
 
 def describe_group(group: GroupSummary) -> dict[str, Any]:
@@ -196,8 +201,14 @@ def _trajectories(
     story: GroupStory, heads: Mapping[int, SampleHead], origins: Mapping[int, Origin]
 ) -> list[dict[str, Any]]:
     newest: dict[int, dict[str, GroupEvent]] = {}
+    by: dict[int, str | None] = {}  # who had the lease when it was pushed
+    holder: str | None = None
     for event in story.events:
+        if event.what == "leased":
+            holder = event.replica
         if event.index is not None:
+            if event.what == "pushed":
+                by[event.index] = event.replica or holder
             newest.setdefault(event.index, {})[event.what] = event
     summary = story.summary
     found = []
@@ -213,13 +224,13 @@ def _trajectories(
             tokens = summary.tokens[index]
         ranges = [[part.version, part.start, part.end] for part in origin.ranges] if origin else []
         if not ranges and pushed and pushed.oldest is not None and pushed.oldest == pushed.newest:
-            ranges = [[pushed.oldest, 0, tokens]]
+            ranges = [[pushed.oldest, 0, tokens or 0]]
         message = head.message if head else ""
         found.append(
             {
                 "index": index,
                 "attempt": last.attempt if last and last.attempt is not None else head.attempt if head else None,
-                "replica": pushed.replica if pushed else next((part.replica for part in origin.ranges), None) if origin else None,
+                "replica": by.get(index) or (next((part.replica for part in origin.ranges), None) if origin else None),
                 "reward": reward,
                 "advantage": origin.advantage if origin else None,
                 "components": head.components if head else {},
@@ -278,7 +289,7 @@ def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
             file: IO[bytes] = opened.enter_context(check_file(path, path.parent).open("rb"))
             indexed = path.suffix == ".gz" and has_index(file)
             if path.suffix == ".gz" and not indexed:
-                file = opened.enter_context(gzip.open(file))
+                file = cast(IO[bytes], gzip.GzipFile(fileobj=file))
             for index in range(summary.n) if indexed else [-1]:
                 for line in _lines(file, summary.id, index, indexed=indexed, skip=index in seen):
                     if needle in line and line.endswith(b"\n"):
@@ -321,7 +332,7 @@ def _lineage(run: RunFiles) -> LineageFiles:
 
 def _old_groups(run: RunFiles) -> tuple[list[GroupSummary], list[str]]:
     """Return the trained groups of the newest steps, and what could not be read."""
-    problems = [WITHOUT_HISTORY]
+    problems = without_history(run)
     lineage = _lineage(run)
     samples = SampleFiles(run.config.log_folder, None)
     kept = set(samples.steps("train"))

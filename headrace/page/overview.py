@@ -112,7 +112,7 @@ def _steps(run: RunFiles) -> dict[str, Any]:
 
 def _alarms(run: RunFiles) -> list[dict[str, Any]]:
     """Return the newest alarms, the newest last."""
-    columns, found = run.journal.columns["train"], []
+    columns, found = run.journal.columns["train"], list[dict[str, Any]]()
     for name in ALARMS:
         metric = f"{name}_alarm"
         values, present = columns.values(metric)

@@ -85,7 +85,14 @@ def _spark(run: RunFiles, past: RunHistory) -> dict[str, Any]:
 def _unreadable(name: str, why: str) -> dict[str, Any]:
     nothing = dict.fromkeys(("started", "since", "step", "max_steps", "seconds_per_step", "eta_s", "best", "collapse"))
     spark: dict[str, Any] = {"metric": "", "points": []}
-    unknown = {"id": name, "state": "unknown", "reason": "", "environments": [], "model": "", "algorithm": None}
+    unknown: dict[str, Any] = {
+        "id": name,
+        "state": "unknown",
+        "reason": "",
+        "environments": [],
+        "model": "",
+        "algorithm": None,
+    }
     return {**unknown, **nothing, "spark": spark, "error": why}
 
 

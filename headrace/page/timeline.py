@@ -57,7 +57,7 @@ def describe(run: RunFiles, first: float | None = None, last: float | None = Non
         lanes += _of_events(run, files, first, last, problems)
     except HeadraceError as error:
         problems.append(str(error))
-    if not files:
+    if not files and journal.lines:
         problems.append(
             "the build that ran it wrote no history of groups, so what replicas and environments did is unknown"
         )
@@ -217,11 +217,11 @@ def _replicas(events: _Events, first: float, last: float) -> list[dict[str, Any]
     """A trajectory's bar begins with the lease of its group and ends with its push: the replica generates all of a group together."""
     leased, pushed = events.where("leased"), events.where("pushed")
     begin = _latest(events.group[leased], events.time[leased], events.group[pushed], events.time[pushed])
-    of_lane: dict[int, list[Bar]] = {}
+    of_lane: dict[str, list[Bar]] = {}
     for place, lease in zip(pushed.tolist(), begin.tolist(), strict=True):
-        start, end = (
-            float(events.time[leased[lease]]) if lease >= 0 else float(events.time[place]),
-            float(events.time[place]),
+        end, who = float(events.time[place]), int(events.replica[place])
+        start, leaseholder = (
+            (float(events.time[leased[lease]]), int(events.replica[leased[lease]])) if lease >= 0 else (end, who)
         )
         if end >= first and start <= last:
             group, index, version = (
@@ -231,9 +231,10 @@ def _replicas(events: _Events, first: float, last: float) -> list[dict[str, Any]
             )
             known = {"group": group, "index": index, "version": version if version >= 0 else None}
             bar = _bar(start, end, "generation", f"group {group}, trajectory {index}", **known)
-            of_lane.setdefault(int(events.replica[place]), []).append(bar)
-    named = sorted((events.replicas[code] or "unknown replica", bars) for code, bars in of_lane.items())
-    return [_lane(name, "replica", bars, first, last) for name, bars in named]
+            # a push is of the replica that has the lease, and need not say so
+            name = events.replicas[who] or events.replicas[leaseholder] or "unknown replica"
+            of_lane.setdefault(name, []).append(bar)
+    return [_lane(name, "replica", bars, first, last) for name, bars in sorted(of_lane.items())]
 
 
 def _environments(run: RunFiles, events: _Events, first: float, last: float) -> list[dict[str, Any]]:
