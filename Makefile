@@ -96,6 +96,7 @@ style: $(STAMP)
 	$(BIN)/yamllint --strict deploy examples .github .pre-commit-config.yaml .yamllint.yaml buf.yaml
 	$(BIN)/hadolint deploy/Dockerfile
 	$(PY) scripts/check_lua.py
+	$(BIN)/biome ci --colors=off headrace/page/static
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -120,6 +121,7 @@ golden: $(STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
+	$(BIN)/biome check --write headrace/page/static
 	$(BIN)/ruff format .
 
 proto: $(STAMP)

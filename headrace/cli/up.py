@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
 
+from headrace.base.errors import HeadraceError
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
@@ -16,6 +19,7 @@ from headrace.cli.display import RunConsole, closing_table, failures, open_displ
 from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
+from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints, findings, history
@@ -75,7 +79,11 @@ def up(
             say(f"{name}: {runs.page_url(loaded, host, port)}")
         started = time.monotonic()
         try:
-            with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:
+            with (
+                curves_drawn(loaded, say),
+                recorded(loaded.run_folder, StoppedBySignal),
+                open_display(console) as display,
+            ):
                 run = asyncio.run(Pipeline(loaded, saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` continues this run from {_resumes_from(loaded)}")
@@ -102,6 +110,20 @@ def up(
         versions = checkpoints.find_published(folder)
         newest = checkpoints.policy_of(folder, versions[-1]) if versions else None
         say(f"checkpoint:     {newest or 'none was written'}")
+
+
+@contextlib.contextmanager
+def curves_drawn(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """However the context ends, draw the page of curves if the trainer has not: it was killed."""
+    try:
+        yield
+    finally:
+        if history.are_curves_old(config.run_folder):
+            try:
+                write: Any = load_entry_point("headrace.tools", "curves-page", extra="trainer")
+                write(config.run_folder, config.run.id)
+            except (HeadraceError, OSError) as error:  # what ended the run matters more
+                say(f"warning: {config.run_folder / CURVES} lacks the newest steps and can't be drawn: {error}")
 
 
 def _resumes_from(config: Config) -> str:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.run.headlines import build_changes
 from headrace.run.journal import Line
@@ -67,6 +67,18 @@ class Collapse:
 
     def __str__(self) -> str:
         return f"the policy collapsed at step {self.step}: {self.what}. {self.cause}; {self.remedy}"
+
+    def describe_way_back(self, run: str, checkpoints: Sequence[int]) -> str:
+        """Return how to continue from before it, if any of the run's `checkpoints` (versions, oldest first) allows that."""
+        healthy = [version for version in checkpoints if version < self.step]
+        if healthy:
+            return f"`headrace rewind {run} {healthy[-1]}` goes back to the newest checkpoint from before it"
+        kept = (
+            f"its checkpoints ({', '.join(map(str, checkpoints))}) are all later"
+            if checkpoints
+            else "it has no checkpoint"
+        )
+        return f"{kept}; save more often (checkpointing.save_period), or keep more (checkpointing.keep_top_k)"
 
 
 class CollapseDetector:

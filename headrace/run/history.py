@@ -192,6 +192,16 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
     end("finished")
 
 
+def are_curves_old(folder: Path) -> bool:
+    """Whether the page of curves lacks newest lines of the journal, because the trainer that wrote them was killed before it drew them."""
+    try:
+        written = (folder / JOURNAL).stat().st_mtime_ns
+    except OSError:  # nothing to draw
+        return False
+    page = folder / CURVES
+    return not page.exists() or page.stat().st_mtime_ns < written
+
+
 def _is_held(config: Config) -> bool:
     """Whether `headrace up` or a trainer is running the run."""
     return is_locked(config.run_folder / RUN_LOCK) or is_locked(config.checkpoint_folder / LOCK)

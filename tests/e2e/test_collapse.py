@@ -14,12 +14,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def test_a_collapse_ends_the_run_with_a_code_of_its_own(tmp_path: Path, warm_model: Path) -> None:
-    arguments = demo_arguments(tmp_path, warm_model, "checkpointing.save_period=2", "grpo.max_num_steps=30")
+    arguments = demo_arguments(
+        tmp_path, warm_model, "checkpointing.save_period=2", "checkpointing.keep_top_k=null", "grpo.max_num_steps=30"
+    )
     up = Up(
         DEMO, *arguments, "policy.optimizer.kwargs.lr=2e-2", "run.stop_on=[collapse]", output=tmp_path / "collapsed.out"
     )
     assert up.ends() == EXIT_ALARM, up.said()
     assert "the policy collapsed at step" in up.said()
+    assert "headrace rewind demo 2" in up.said()
     run = tmp_path / "demo"
     assert (run / "curve.png").exists()
     assert "collapsed" in said("status", run)

@@ -14,6 +14,7 @@ PROGRAMS = {
     "perl": "perl-base",
     "prometheus": "prometheus",
     "promtool": "prometheus",
+    "chromium": "chromium",
 }
 
 

@@ -117,3 +117,17 @@ def test_recorded_runs_hold_what_the_rules_watch() -> None:
     for path in RECORDED.glob("*.jsonl"):
         first = json.loads(path.read_text().splitlines()[0])
         assert {"reward", "entropy", "grad_norm"} <= first["metrics"].keys(), path
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ([0, 2, 4, 6], "headrace rewind adder 2`"),
+        ([4, 6], "(4, 6) are all later"),
+        ([3], "checkpointing.keep_top_k"),
+        ([], "no checkpoint"),
+    ],
+)
+def test_the_way_back_is_the_newest_checkpoint_before_it(checkpoints: list[int], said: str) -> None:
+    collapse = Collapse(3, "the reward fell", "", "", {}, {})
+    assert said in collapse.describe_way_back("adder", checkpoints)

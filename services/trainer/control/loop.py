@@ -138,8 +138,8 @@ class Loop:
                     )  # fmt: skip
                     if alarm := self._recorder.stopped_by:
                         raise StoppedByAlarm(
-                            f"{alarm} (run.stop_on). `headrace rewind` goes back to an earlier checkpoint; without this alarm in "
-                            "run.stop_on, the run continues from here"
+                            f"{alarm} (run.stop_on). {self._recorder.describe_way_back()}; without this alarm in run.stop_on, "
+                            "the run continues from here"
                         )
                     await self._context.telemetry.draw_end()
                     return False

@@ -13,6 +13,7 @@ from headrace.config import Config
 from headrace.records.origin import Origin
 from headrace.records.trajectory import Group
 from headrace.replay import Reservation, frequent
+from headrace.run.checkpoints import find_published
 from headrace.run.collapse import CollapseDetector
 from headrace.run.headlines import alarms, build_changes
 from headrace.run.journal import Line
@@ -158,10 +159,17 @@ class Recorder:
         found = self._collapse.add(Line("train", step, self._timeline, time.time(), dict(metrics), builds=dict(builds)))
         if found is not None and before is None:
             log.warning(
-                "%s. %s. `headrace rewind` goes back to an earlier checkpoint; run.stop_on=[collapse] ends a run by itself",
-                found, ", ".join(found.evidence),
+                "%s. %s. %s; run.stop_on=[collapse] ends a run by itself",
+                found, ", ".join(found.evidence), self.describe_way_back(),
             )  # fmt: skip
         return {"collapse_alarm": float(found is not None)}
+
+    def describe_way_back(self) -> str:
+        """Return how the run can continue from weights before an alarm."""
+        if self._collapse.found is None:
+            return "`headrace rewind` goes back to an earlier checkpoint"
+        folder = self._config.checkpoint_folder
+        return self._collapse.found.describe_way_back(self._config.run_folder.name, find_published(folder))
 
     def _name_alarm(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the alarms of a step that end the run, in words; empty if there is none."""

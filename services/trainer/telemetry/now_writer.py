@@ -217,7 +217,9 @@ class NowWriter:
             self._failed.discard(now.NOW)
         except OSError as error:
             self._note(
-                now.NOW, f"{self._folder / now.NOW} can't be written ({error.strerror}): the pages show an old state"
+                logging.WARNING,
+                now.NOW,
+                f"{self._folder / now.NOW} can't be written ({error.strerror}): the pages show an old state",
             )
 
     async def _ask(self) -> None:
@@ -243,7 +245,7 @@ class NowWriter:
                 page = await answer.content.read(_PAGE_BYTES)
                 return read_load(page.decode(errors="replace"), time.monotonic()) if answer.status == 200 else None
         except (OSError, aiohttp.ClientError, ValueError, ConfigError) as error:
-            self._note("replicas", f"{address}/metrics can't be read ({error or type(error).__name__})")
+            self._note(logging.INFO, "replicas", f"{address}/metrics can't be read ({error or type(error).__name__})")
             return None
 
     async def _ask_hubs(self) -> None:
@@ -257,11 +259,11 @@ class NowWriter:
                 return await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=ASK_S)
             except (grpc.aio.AioRpcError, ConfigError) as error:
                 why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                self._note("hubs", f"the reward hub at {address} does not list its environments ({why})")
+                self._note(logging.INFO, "hubs", f"the reward hub at {address} does not list its environments ({why})")
                 return None
 
-    def _note(self, what: str, message: str) -> None:
+    def _note(self, level: int, what: str, message: str) -> None:
         """Log a failure the first time."""
         if what not in self._failed:
             self._failed.add(what)
-            log.warning("%s", message)
+            log.log(level, "%s", message)

@@ -8,11 +8,12 @@ import html
 import io
 import logging
 import math
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -25,8 +26,8 @@ from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.run.findings import long_wait
 from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step
-from headrace.run.history import Metric
-from headrace.run.journal import Kind, Line, iter_journal, surviving
+from headrace.run.history import CURVES, Metric
+from headrace.run.journal import JOURNAL, Kind, Line, iter_journal, surviving
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
 
@@ -41,6 +42,9 @@ CHANGES = 5  # the newest changes of builds, which the page names
 # What the learning curve and the summary need of every line.
 OUTLINE = ("reward", "accuracy", "partial_credit", "timing/train/total_step_time", "efficiency/init/total_s")
 SAME = 1e-6  # values with a smaller relative difference are drawn as one: no ticks could distinguish them
+# A value this many times further from the median of its curve than nine tenths of the others lies beyond the axis, which it would flatten;
+# unless it is within `ORDINARY` of the median: shares, rewards and probabilities are always on the axis.
+FAR, ORDINARY = 1000.0, 10.0
 NARROW = 0.06  # a smaller share of a picture's width gets no label
 
 SVG = "http://www.w3.org/2000/svg"
@@ -239,6 +243,11 @@ def write_page(shown: Shown, path: Path, title: str, failures: str = "") -> None
         unfinished.write_text(render_page(shown, title, failures), encoding="utf-8")
 
 
+def write_curves(folder: Path, run_id: str) -> None:
+    """Write the page of curves of a run that is down into its folder, from its journal."""
+    write_page(read_shown(folder / JOURNAL), folder / CURVES, f"Headrace, run {run_id}")
+
+
 def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[Metric], path: Path) -> None:
     """Write one HTML file with a chart for each curve that any of the runs has. The curves are those of `metrics`, or without any, those of
     the page of curves. `histories` are by run name."""
@@ -312,26 +321,32 @@ def _draw_card(
     drawn = found[: len(COLOURS)]
     if len(found) > len(drawn):
         note += f"; {len(found) - len(drawn)} more are in metrics.jsonl"
+    low, high = _shown_range(points for _, points in drawn)
+    values = [value for _, points in drawn for _, value in points]
+    # a limit far above every value would only flatten the curves
+    near_limit = limit is not None and max(values) > 1 + (limit - 1) / 3
+    if near_limit and limit is not None:
+        high = max(high, limit)
+    if high - low <= SAME * max(abs(low), abs(high)):
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
+    ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    beyond = sum(not ticks[0] <= value <= ticks[-1] for value in values)
+    if beyond:
+        note += f"; {beyond} values lie beyond the axis (triangles)"
     figure = Figure(figsize=(4.2, 1.9))
     axes = figure.subplots(gridspec_kw={"left": 0.125, "right": 0.975, "top": 0.95, "bottom": 0.13})
     legend = []
     for place, ((label, points), colour) in enumerate(zip(drawn, COLOURS, strict=False)):
         size = 5 if len(points) <= 40 else 2
-        axes.plot(
-            *zip(*points, strict=True), color=colour, lw=1.4, marker=".", ms=size, clip_on=False, gid=f"curve{place}"
-        )
+        style = {"color": colour, "lw": 1.4, "marker": ".", "ms": size, "clip_on": False, "gid": f"curve{place}"}
+        _plot(axes, points, ticks[0], ticks[-1], **style)
         newest = points[-1][1]
         key = f'<i style="background:{colour}"></i>{html.escape(label)} <b>{newest:.4g}</b>'
         legend.append(f'<span class="key">{key}</span>')
-    # a limit far above every value would only flatten the curves
-    if limit is not None and axes.dataLim.y1 > 1 + (limit - 1) / 3:
+    if near_limit:
         axes.axhline(limit, color=ALARM_COLOUR, lw=1, ls="--")
     for step in marks:
         axes.axvline(step, color=GREY, lw=1, ls=":")
-    low, high = axes.dataLim.intervaly
-    if high - low <= SAME * max(abs(low), abs(high)):
-        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
-    ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.set_ylim(ticks[0], ticks[-1])
     first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
@@ -352,6 +367,30 @@ def _draw_card(
         f'<section><h2>{html.escape(title)} <span class="note">{html.escape(note)}</span></h2>'
         f"{_svg(figure, hover)}{''.join(legend)}</section>"
     )
+
+
+def _shown_range(curves: Iterable[Sequence[tuple[int, float]]]) -> tuple[float, float]:
+    """Return the least and the greatest of the curves' values that are not far from the others of their curve (`FAR`)."""
+    shown: list[float] = []
+    for points in curves:
+        values = [value for _, value in points]
+        median = min(statistics.median_low(values), statistics.median_high(values), key=abs)
+        distances = sorted(abs(value - median) for value in values)
+        usual = distances[int(0.9 * (len(distances) - 1))] or abs(median)
+        reach = max(FAR * usual, ORDINARY)
+        shown += [value for value in values if abs(value - median) <= reach]
+    return min(shown), max(shown)
+
+
+def _plot(axes: Axes, points: Sequence[tuple[float, float]], low: float, high: float, **style: Any) -> None:
+    """Plot a curve within `low` and `high`. A point beyond them is at the edge, marked by a triangle."""
+    axes.plot([step for step, _ in points], [min(max(value, low), high) for _, value in points], **style)
+    for edge, marker, beyond in (
+        (high, "^", [step for step, value in points if value > high]),
+        (low, "v", [step for step, value in points if value < low]),
+    ):
+        if beyond:
+            axes.plot(beyond, [edge] * len(beyond), marker, color=style["color"], ms=6, clip_on=False)
 
 
 def _label(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
@@ -409,32 +448,43 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     The reward of a step is drawn at the version that the step started from. With more than a dozen steps, single values are pale, and a
     running mean over the last `SMOOTHING` steps is drawn over them.
     """
-    train = sorted((line.step, line.metrics["reward"]) for line in lines if line.kind == "train")
     validations = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
-    held_out = sorted((line.step, line.metrics["accuracy"]) for line in validations)
+    train, held_out = (
+        sorted(
+            (line.step, value)
+            for line in lines
+            if line.kind == kind and math.isfinite(value := line.metrics.get(name, math.nan))
+        )
+        for kind, name in (("train", "reward"), ("validation", "accuracy"))
+    )
     reward, accuracy = COLOURS[:2]
     newest = validations[-1].metrics if validations else {}
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     axes = figure.subplots()
+    low, high = _shown_range(curve for curve in (train, held_out) if curve) if train or held_out else (0.0, 1.0)
     if len(train) > 12:
-        axes.plot(*zip(*train, strict=True), color=reward, lw=0.8, alpha=0.35)
+        _plot(axes, train, low, high, color=reward, lw=0.8, alpha=0.35)
         windows = [train[max(0, i - SMOOTHING + 1) : i + 1] for i in range(len(train))]
-        means = [sum(value for _, value in window) / len(window) for window in windows]
+        # of what is shown: one value beyond the axis must not move its neighbours there
+        means = [sum(min(max(value, low), high) for _, value in window) / len(window) for window in windows]
         label = f"training reward, mean of {SMOOTHING} steps"
         axes.plot([step for step, _ in train], means, color=reward, lw=2, label=label)
     elif train:
-        axes.plot(*zip(*train, strict=True), color=reward, lw=1.5, marker=".", label="training reward")
+        _plot(axes, train, low, high, color=reward, lw=1.5, marker=".", label="training reward")
     if held_out:
-        axes.plot(
-            *zip(*held_out, strict=True),
-            color=accuracy,
-            lw=2,
-            marker="o",
-            ms=5,
-            label=f"held-out {accuracy_name(newest)}",
-        )
-        for point in {held_out[0], held_out[-1]}:
-            _annotate(axes, point, f"{point[1]:.2f}", 9, color=accuracy, fontsize=11, fontweight="bold")
+        label = f"held-out {accuracy_name(newest)}"
+        _plot(axes, held_out, low, high, color=accuracy, lw=2, marker="o", ms=5, label=label)
+        for step, value in {held_out[0], held_out[-1]}:
+            edge = (step, min(max(value, low), high))
+            _annotate(
+                axes,
+                edge,
+                f"{value:.2f}" if abs(value) < FAR else f"{value:.2g}",
+                9,
+                color=accuracy,
+                fontsize=11,
+                fontweight="bold",
+            )
     axes.set_title(title, fontsize=13, loc="left")
     axes.set_xlabel("step (version of the weights)", fontsize=12)
     axes.set_ylabel("mean reward" if newest.get("partial_credit") else "mean reward, accuracy", fontsize=12)
@@ -442,9 +492,9 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", lw=0.8)
-    if values := [value for _, value in train + held_out]:
+    if train or held_out:
         axes.legend(loc="lower right", fontsize=11, frameon=False)
-        if min(values) >= 0 and max(values) <= 1:
+        if low >= 0 and high <= 1:
             axes.set_ylim(0, 1.08)
     with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
@@ -478,8 +528,16 @@ def _draw_tokens(axes: Axes, batch: Batch, i: int, step: int) -> None:
     axes.plot(places, rollout, color=COLOURS[0], lw=1.2, marker=".", ms=3, label="inference engine")
     axes.plot(places, old, color=COLOURS[2], lw=1.2, ls="--", marker=".", ms=3, label="trainer")
     axes.plot(places, difference, color=COLOURS[1], lw=1.4, marker=".", ms=3, label="|difference|")
-    peak = int(np.nanargmax(difference))
-    _annotate(axes, (peak, difference[peak]), f"{difference[peak]:.3g}", 4, color=COLOURS[1], fontsize=8)
+    finite = [
+        [(place, value) for place, value in enumerate(curve.tolist()) if math.isfinite(value)]
+        for curve in (rollout, old, difference)
+    ]
+    if any(finite):
+        low, high = _shown_range(curve for curve in finite if curve)
+        axes.set_ylim(low - 0.05 * (high - low) - SAME, high + 0.15 * (high - low) + SAME)
+    if finite[2]:
+        peak, largest = max(finite[2], key=lambda point: point[1])
+        _annotate(axes, (peak, min(largest, high)), f"{largest:.3g}", 4, color=COLOURS[1], fontsize=8)
     for place, span in enumerate(trajectory.spans):
         axes.axvspan(span.start - 0.5, span.end - 0.5, color="#000000", alpha=0.03 if place % 2 else 0.0, lw=0)
         if span.end - span.start > NARROW * difference.size:

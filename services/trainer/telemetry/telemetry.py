@@ -16,7 +16,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
-from headrace.run.history import CURVES
+from headrace.run.history import CURVES, are_curves_old
 from headrace.run.journal import Journal, Line
 from headrace.run.samples import SampleFiles, make_sample
 from headrace.run.token_texts import TokenTexts
@@ -89,6 +89,8 @@ class Telemetry:
             self._gpus.start()
         for thread in self._trackers:
             thread.start()
+        if are_curves_old(self._config.run_folder):  # the trainer before was killed
+            self._drawing = asyncio.create_task(self._draw())
 
     def notify(self) -> None:
         """Take note of a new line in the journal. Raises `ServiceError` if the curves could not be written."""

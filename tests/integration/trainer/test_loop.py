@@ -18,6 +18,7 @@ from headrace.net.service import EXIT_STOPPED, EXIT_USER_ERROR
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
+from headrace.run import now
 from headrace.run.evaluation import report
 from headrace.run.group_history import GroupHistory, GroupQuery
 from headrace.run.metric_names import unknown
@@ -61,6 +62,10 @@ async def test_a_run_trains_its_steps_and_leaves_files(
     assert "val:accuracy" in trainer.checkpoints().state(2).metrics
     assert (trainer.config.run_folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "run " + trainer.config.run_folder.name in (trainer.config.run_folder / "curves.html").read_text()
+    state = now.read(trainer.config.run_folder)
+    assert state is not None
+    assert [each.id for each in state.replicas] == [replica.id]
+    assert 0 <= state.next_step <= STEPS
     published = [(kind, step) for _, kind, step, _ in await replay.metrics()]
     assert published.count(("train", 3)) == 1
     assert await replay.newest_metrics(2) == (await replay.metrics())[:-3:-1]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from matplotlib.figure import Figure
 
-from headrace.base.errors import ServiceError
+from headrace.base.errors import HeadraceError, ServiceError
+from headrace.cli import up
 from headrace.config import Config
-from headrace.run.history import CURVES
+from headrace.run.history import CURVES, are_curves_old
 from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry import telemetry as module
 from headrace_services.trainer.telemetry.http import build_app
+from headrace_services.trainer.telemetry.plots import write_curves
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 
 
@@ -30,9 +33,12 @@ class Run:
         self.telemetry = Telemetry(self.config, self._journal, lambda: "1 prompts failed")
         self._steps = 0
 
-    def step(self) -> None:
+    def step_line(self) -> None:
         self._journal.append("train", self._steps, "t", {"reward": 0.5})
         self._steps += 1
+
+    def step(self) -> None:
+        self.step_line()
         self.telemetry.notify()
 
     async def drawn(self) -> None:
@@ -72,6 +78,47 @@ async def test_it_is_drawn_without_a_validation_and_once_per_pause(run: Run, mon
         await another.drawn()
         assert another.page.read_text() != first
         first = another.page.read_text()
+
+
+async def test_a_trainer_draws_what_one_that_was_killed_has_not(tmp_path: Path) -> None:
+    killed = Run(tmp_path)
+    killed.telemetry.start()
+    assert not killed.page.exists()  # nothing has been trained
+    killed.step()
+    again = Run(tmp_path)
+    again.telemetry.start()
+    await again.drawn()
+    assert "1 steps, the last one 0" in again.page.read_text()
+    assert not are_curves_old(killed.config.run_folder)
+    await again.telemetry.draw_end()
+
+
+def test_up_draws_what_a_trainer_that_was_killed_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = Run(tmp_path), list[str]()
+    missing = HeadraceError("matplotlib is not there")
+
+    def load(*names: str, extra: str) -> Callable[..., None]:
+        if missing in to_raise:
+            raise missing
+        return write_curves
+
+    monkeypatch.setattr(up, "load_entry_point", load)
+    to_raise = [missing]
+    with up.curves_drawn(run.config, said.append):
+        pass
+    assert said == []  # nothing to draw
+    run.step_line()
+    with pytest.raises(KeyError), up.curves_drawn(run.config, said.append):
+        raise KeyError
+    assert "matplotlib is not there" in said.pop()
+    to_raise.clear()
+    with pytest.raises(KeyError), up.curves_drawn(run.config, said.append):
+        raise KeyError
+    assert "1 steps, the last one 0" in run.page.read_text()
+    monkeypatch.setattr(up, "load_entry_point", None)
+    with up.curves_drawn(run.config, said.append):  # it is drawn
+        pass
+    assert said == []
 
 
 async def test_the_end_draws_what_the_pauses_left_out(run: Run) -> None:

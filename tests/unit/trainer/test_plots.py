@@ -12,9 +12,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from headrace.run.journal import Journal, Kind, Line, surviving
 from headrace.run.metric_names import unknown
@@ -24,10 +26,13 @@ from headrace_services.trainer.telemetry.plots import (
     CHARTS,
     POINTS,
     Shown,
+    draw_curve,
+    draw_disagreement,
     read_shown,
     render_page,
     write_page,
 )
+from tests.support.trainer import batch, trajectory
 
 POINT = re.compile(r'<use [^>]*x="([^"]+)" y="([^"]+)"[^>]*><title>([^<]+)</title>')
 FRAME = re.compile(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
@@ -133,6 +138,61 @@ def test_the_page_says_where_an_environment_went_on_by_another_build() -> None:
 def test_values_that_are_not_finite_are_left_out() -> None:
     page = render([line(0, reward=math.nan, loss=1.0), line(1, reward=math.inf)], "run")
     assert "<section>" not in page
+
+
+@pytest.mark.parametrize("far", [4e28, -1e300, 1e6])
+def test_a_value_far_from_the_others_is_marked_beyond_the_axis(far: float) -> None:
+    values = [0.5, 0.75, far, 0.25, 1.0]
+    page = render([line(step, reward=value) for step, value in enumerate(values)], "run")
+    assert max(map(float, TICK.findall(page)[2:])) <= 1.0
+    assert "1 values lie beyond the axis" in page
+    points = POINT.findall(page)
+    assert points[2][2] == f"step 2: {far:.4g}"
+    heights = [float(y) for _, y, _ in points]
+    assert heights[2] == (min(heights) if far > 0 else max(heights))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.0, 0.0, 0.0, 0.0, 9.0], [1e-4, 1.0], [2.0, 2.1, 2.0, 90.0], [4e28, 5e28, 4e28], [1e3, 2e3, 9e5]],
+)
+def test_a_value_that_is_not_far_stays_on_the_axis(values: list[float]) -> None:
+    page = render([line(step, reward=0.0, entropy=value) for step, value in enumerate(values)], "run")
+    assert "beyond the axis" not in page
+    assert "be drawn" not in page
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The pictures that are saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *rest: Any, **named: Any) -> None:
+        figures.append(figure)
+        save(figure, *rest, **named)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures
+
+
+def test_the_learning_curve_is_drawn_of_any_values(tmp_path: Path, drawn: list[Figure]) -> None:
+    rewards = [0.5, math.nan, 4e28, -math.inf, *[0.6] * 12]
+    lines = [line(step, reward=value) for step, value in enumerate(rewards)]
+    lines += [line(step, "validation", accuracy=value) for step, value in enumerate((math.nan, 0.5, 1e28))]
+    for number, some in enumerate((lines, lines[1:2], [])):
+        draw_curve(some, tmp_path / f"{number}.png", "run")
+        assert (tmp_path / f"{number}.png").stat().st_size > 0
+    assert drawn[0].axes[0].get_ylim()[1] < 2
+
+
+def test_the_tokens_of_an_alarm_are_drawn_of_any_values(tmp_path: Path, drawn: list[Figure]) -> None:
+    of_tokens = batch([trajectory([1], [2, 3, 4, 5], index=index) for index in range(2)])
+    # -inf where top-k or top-p leaves a token out, NaN in a trajectory where it was not computed
+    of_tokens.old_logprobs = np.array([-1.0, -math.inf, -1e28, math.nan, *[math.nan] * 4], np.float32)
+    draw_disagreement(of_tokens, [0], 0, tmp_path / "picture.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert -100 < low < high < 100
 
 
 @pytest.mark.parametrize(("error", "drawn"), [(1.001, False), (1.04, True), (1.2, True)])

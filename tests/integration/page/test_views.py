@@ -1,0 +1,178 @@
+"""Every view of the page in a real browser, as `headrace page` serves it: wide and narrow, light and dark, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, StorageState, expect
+
+from headrace.run.journal import JOURNAL, Journal
+from tests.support.browser import NARROW, WIDE, Theme, Window, browser, page_of
+from tests.support.page_runs import STEPS, recorded_run
+
+HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e\x1b[2J {{7*7}}"
+# by address: a word that the view shows, or a pattern
+VIEWS = {
+    "/": "adder",
+    "/runs/adder": "trained",
+    "/runs/adder/metrics": "reward",
+    "/runs/adder/prompts": "0-10",
+    "/runs/adder/groups/0-10": "Story",
+    "/runs/adder/groups/0-10/1": "Tokens",
+    "/runs/adder/groups/0-91": "the environment says",
+    "/runs/adder/timeline": "rollout-1",
+    "/runs/adder/system": "num_prompts_per_step",
+    "/compare?run=adder&run=wider": "wider",
+    "/runs/older": "older",
+    "/runs/older/prompts": "0-10",
+    "/runs/older/groups/0-10": "0-10",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs: `adder` with hostile texts, `wider`, one of an older build, and one that is damaged."""
+    folder = tmp_path_factory.mktemp("runs")
+    recorded_run(folder, text=HOSTILE)
+    recorded_run(folder, "wider")
+    recorded_run(folder, "older", groups=False)
+    (recorded_run(folder, "broken") / JOURNAL).write_text("no journal\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Iterator[str]:
+    with page_of(folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def signed_in(site: str, chromium: Browser) -> StorageState:
+    """What a browser keeps that was signed in."""
+    window = Window(chromium, site)
+    return window.context.storage_state()
+
+
+@pytest.fixture(scope="module", params=[(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
+def reading(request: pytest.FixtureRequest, site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
+    width: int = request.param[0]
+    theme: Theme = request.param[1]
+    window = Window(chromium, site, signed_in, width, theme)
+    yield window
+    window.context.close()
+
+
+@pytest.fixture
+def window(site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
+    window = Window(chromium, site, signed_in)
+    yield window
+    window.context.close()
+
+
+@pytest.mark.parametrize("address", VIEWS)
+def test_every_view_is_read_without_a_fault(reading: Window, address: str) -> None:
+    reading.open(address)
+    assert VIEWS[address] in reading.text()
+    reading.check()
+
+
+@pytest.mark.parametrize("address", ["/runs/adder/prompts", "/runs/adder/groups/0-10", "/runs/adder/groups/0-10/1"])
+def test_texts_of_others_stay_text(window: Window, address: str) -> None:
+    page = window.open(address)
+    text = window.text()
+    assert "<img src=x onerror=alert(1)>" in text
+    assert "\\u202e" in text
+    assert "\\u001b" in text
+    assert "\u202e" not in text
+    assert page.locator("img[src=x], main b:text-is('bold')").count() == 0
+    window.check()
+
+
+def test_a_browser_that_is_not_signed_in_sees_no_run(site: str, chromium: Browser) -> None:
+    window = Window(chromium, site.partition("#")[0])
+    window.page.goto(window.site + "/runs/adder")
+    assert "headrace page" in window.text()
+    assert "trained" not in window.text()
+    window.context.close()
+
+
+def test_what_cant_be_shown_says_why(window: Window) -> None:
+    window.open("/runs/nowhere")
+    assert "nowhere" in window.page.get_by_role("alert").first.inner_text()
+    window.open("/runs/adder/groups/none-such")
+    assert "none-such" in window.page.get_by_role("alert").first.inner_text()
+    window.open("/")
+    assert "broken" in " ".join(window.page.get_by_role("alert").all_inner_texts())
+
+
+def test_a_prompt_is_three_clicks_from_its_end(window: Window) -> None:
+    page = window.open("/")
+    page.get_by_role("link", name="adder").click()
+    page.get_by_role("link", name="Prompts").click()
+    page.get_by_role("searchbox").fill("0-91")
+    expect(page.get_by_role("heading", name="1 group")).to_be_visible()
+    page.get_by_role("row").filter(has_text="0-91").get_by_role("link").first.click()
+    page.wait_for_url("**/runs/adder/groups/0-91")
+    expect(page.get_by_role("main")).to_contain_text("the environment says")
+    window.check()
+
+
+def test_prompts_are_opened_by_keys_alone(window: Window) -> None:
+    page = window.open("/runs/adder/prompts")
+    page.locator("tbody tr").first.focus()
+    for key in ("ArrowDown", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_url("**/runs/adder/groups/0-2")
+    window.settle()
+    page.keyboard.press("n")
+    page.wait_for_url("**/runs/adder/groups/0-3")
+    window.settle()
+    window.check()
+
+
+def test_filters_are_part_of_the_address(window: Window) -> None:
+    page = window.open("/runs/adder/prompts?state=failed")
+    assert "0-91" in window.text()
+    assert "0-10" not in window.text()
+    page = window.open("/runs/adder/metrics?re=%5Ereward%24")
+    assert page.get_by_text("policy_training").count() == 0
+
+
+def test_a_run_that_goes_on_is_followed(folder: Path, window: Window) -> None:
+    page = window.open("/runs/wider")
+    before = window.text()
+    metrics = {"reward": 0.875, "timing/train/total_step_time": 10.0}
+    Journal(folder / "wider" / JOURNAL).append("train", STEPS, "a", metrics)
+    expect(page.get_by_role("main")).to_contain_text("0.875", timeout=30_000)
+    assert "0.875" not in before
+    window.check()
+
+
+def test_a_program_opens_a_view_for_its_person(window: Window) -> None:
+    page = window.open("/")
+    cookies = "; ".join(f"{each['name']}={each['value']}" for each in window.context.cookies())
+    answer = window.context.request.post(
+        f"{window.site}/api/view",
+        data=json.dumps({"path": "/runs/adder/groups/0-10"}),
+        headers={"content-type": "application/json", "cookie": cookies, "origin": window.site},
+    )
+    assert answer.ok, answer.text()
+    page.wait_for_url("**/runs/adder/groups/0-10")
+
+
+def test_the_theme_is_the_persons_choice(window: Window) -> None:
+    page = window.open("/runs/adder")
+    page.get_by_title("Light or dark").click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    window.open("/runs/adder/timeline")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    window.check()
