@@ -9,7 +9,7 @@ import gzip
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, cast, get_args
 
 import msgspec
 
@@ -19,7 +19,7 @@ from headrace.page.run_files import NotHere, RunFiles, check_file
 from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
 from headrace.run import group_files
-from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary
+from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, State
 from headrace.run.indexed_lines import find_lines, has_index
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
@@ -51,6 +51,7 @@ class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
     extra_env_info: dict[str, Any] = {}
     status: str = "SCORED"
     message: str = ""
+    traceback: str = ""
     calls: list[msgspec.Raw] = []
 
 
@@ -74,17 +75,23 @@ def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
 
 
 def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list[str]]:
-    """Return the number of training groups by state, and what could not be read: from the run's own count while it is up, or else from the
-    history of groups, or else from its steps."""
-    if state is not None:
-        return state.counts, []
+    """Return the number of groups by state, training groups and those that were evaluated, and what could not be read: from the history of
+    groups, while the run is up with its own newer counts; without a history, the groups of its steps."""
+    problems: list[str] = []
+    counts: dict[str, int] = {}
     try:
         if (history := _history(run)) is not None:
-            return history.states(GroupQuery(lane="train")), history.damaged
+            counts = dict.fromkeys(get_args(State), 0) | history.states(GroupQuery(lane="train"))
+            counts["evaluated"] = history.states(GroupQuery(lane="validation")).get("evaluated", 0)
+            problems = history.damaged
     except HeadraceError as error:
-        return {}, [str(error)]
-    steps = sum(line.kind == "train" for line in run.journal.lines)
-    return ({"trained": steps * run.config.algorithm.num_prompts_per_step} if steps else {}), without_history(run)
+        problems = [str(error)]
+    if state is not None and (run.history.state == "running" or not counts):
+        counts |= state.counts
+    if not counts and (steps := len(run.journal.columns["train"].steps)):
+        counts = {"trained": steps * run.config.algorithm.num_prompts_per_step}
+        problems += without_history(run)
+    return counts, problems
 
 
 def without_history(run: RunFiles) -> list[str]:
@@ -236,6 +243,7 @@ def _trajectories(
                 "components": head.components if head else {},
                 "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "NOT_STARTED",
                 "message": message or (dropped.reason if dropped and dropped.reason else ""),
+                "traceback": head.traceback if head else "",
                 "tokens": tokens,
                 "finish_reason": origin.finish_reason if origin else head.finish_reason if head else None,
                 "versions": ranges,

@@ -56,7 +56,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
         "reason": past.reason,
         "started": past.started,
         "since": past.since,
-        "step": last,
+        "step": None if last is None else last + 1,
         "max_steps": config.algorithm.max_num_steps,
         "seconds_per_step": seconds,
         "eta_s": left * seconds if seconds is not None and past.state == "running" else None,
