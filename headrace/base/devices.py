@@ -120,6 +120,22 @@ class Site:
     gpus_per_host: int
     shared: bool = False
 
+    def replicas_beside(self, ranks: int, slice_size: int) -> int | None:
+        """Return how many replicas of `slice_size` devices have a place beside so many `ranks` of the trainer; None if the ranks have none.
+        Hosts with ranks have equally many, and a replica has its devices on one host."""
+        size = self.gpus_per_host
+        whole, rest = divmod(self.gpus, size)  # hosts, and the devices of one that has fewer
+        taken = each = 0
+        if ranks:
+            counts = range(-(-ranks // size), whole + 2)
+            taken = next((n for n in counts if ranks % n == 0 and (n <= whole or ranks // n <= rest)), 0)
+            if not taken:
+                return None
+            each = ranks // taken
+        full = min(taken, whole)
+        left = rest - each if taken > whole else rest
+        return full * ((size - each) // slice_size) + (whole - full) * (size // slice_size) + left // slice_size
+
 
 def check_for_engine(devices: Iterable[Device]) -> None:
     """Raise `ServiceError` if a replica's engine can't use one of its devices.
@@ -272,13 +288,16 @@ def read_inventory() -> Inventory:
         pynvml.nvmlShutdown()
 
 
-def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
-    return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
+def _driver_error(error: pynvml.NVMLError, what: str = "its devices") -> UnusableGPU:
+    return UnusableGPU(f"the NVIDIA driver can't list {what} ({error}); see what `nvidia-smi` reports")
 
 
 def _list_devices(index: int) -> Iterator[Device]:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError as error:
+        raise _driver_error(error, f"GPU {index}") from error
     if not _is_divided(handle):
         yield _device(handle, str(index), capability)
         return
@@ -302,7 +321,8 @@ def _device(handle: object, index: str, capability: Sequence[int]) -> Device:
     memory = free = None
     with contextlib.suppress(pynvml.NVMLError_NotSupported):
         found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        memory, free = int(found.total), int(found.free)
+        if found.total:  # a driver that doesn't know may say 0
+            memory, free = int(found.total), int(found.free)
     return Device(
         pynvml.nvmlDeviceGetUUID(handle),
         index,

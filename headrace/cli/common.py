@@ -35,6 +35,9 @@ RunArgument = Annotated[
 ]
 
 
+# More GiB than any GPU has, and more GPUs than a run is compared with: a larger number is a mistake, such as one of MiB.
+MOST_GIB, MOST_GPUS = 10_000, 4096
+
 # The console's width for output that is copied or piped: rich would cut it off at the width of a narrow terminal or a pipe.
 WIDTH = 1000
 

@@ -9,7 +9,7 @@ import typer
 from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.base.model_name import tokenizer_is_here
 from headrace.base.printable import printable
-from headrace.cli.common import ConfigArgument, Overrides
+from headrace.cli.common import MOST_GIB, MOST_GPUS, ConfigArgument, Overrides
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
@@ -41,10 +41,14 @@ def check(
     config: ConfigArgument,
     overrides: Overrides = None,
     size: Annotated[
-        float | None, typer.Option("--gpu-memory", min=1, help="Memory in GiB of a GPU of the machines for this run.")
+        float | None,
+        typer.Option("--gpu-memory", min=1, max=MOST_GIB, help="Memory in GiB of a GPU of the machines for this run."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="Number of GPUs for this run; without it, as many as it takes.")
+        int | None,
+        typer.Option(
+            "--gpus", min=1, max=MOST_GPUS, help="Number of GPUs for this run; without it, as many as it takes."
+        ),
     ] = None,
     per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
 ) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ConfigError
-from headrace.cli.common import WIDTH, ConfigArgument, Overrides, plain_table, say
+from headrace.cli.common import MOST_GIB, WIDTH, ConfigArgument, Overrides, plain_table, say
 from headrace.config import load
 from headrace.launch.entry_points import load_entry_point
 
@@ -30,7 +30,7 @@ def memory(
     overrides: Overrides = None,
     gpus: Annotated[str, typer.Option("--gpus", help="Numbers of the trainer's GPUs to compare.")] = "1,4,8,16",
     per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
-    size: Annotated[float, typer.Option("--gpu-memory", min=1, help="Memory of a GPU in GiB.")] = 80,
+    size: Annotated[float, typer.Option("--gpu-memory", min=1, max=MOST_GIB, help="Memory of a GPU in GiB.")] = 80,
 ) -> None:
     """Print the memory that the trainer needs on each of its GPUs at its peak, and a replica on each of its own, part by part in GiB.
 

@@ -22,11 +22,12 @@ from headrace.launch.pipeline import http_get, parse_reason
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
-from headrace.run import findings, history
+from headrace.run import findings, history, now
 from headrace.run.checkpoints import find_published, list_set_aside
 from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
+from headrace.run.now import Now
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -78,6 +79,7 @@ def status(
         *findings_of(
             [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
             loaded,
+            now.read(loaded.run_folder),
         ),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
@@ -181,9 +183,10 @@ def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
     return lines
 
 
-def findings_of(lines: Sequence[Line], config: Config) -> list[tuple[str, str]]:
-    """Return lines about what the newest steps of a history lost, the gravest first. `lines` are the surviving ones."""
-    return [("finding", line) for line in findings.top(findings.find(lines, config))]
+def findings_of(lines: Sequence[Line], config: Config, current: Now | None = None) -> list[tuple[str, str]]:
+    """Return lines about what the newest steps of a history lost, the gravest first. `lines` are the surviving ones; `current` is the state
+    of a run that is up."""
+    return [("finding", line) for line in findings.top(findings.find(lines, config, now=current))]
 
 
 def show(

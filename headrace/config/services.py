@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
-from headrace.base.addresses import replace_wildcard, with_port
+from headrace.base.addresses import is_one_host, replace_wildcard, with_port
 from headrace.config.marks import AnyPath, Fixed, MayChange
 from headrace.config.section import Section
 
@@ -110,12 +110,23 @@ class ReplayConfig(Section):
     )
 
 
+def _one_host(text: str) -> str:
+    if not is_one_host(text):
+        raise ValueError(
+            f"{text!r} is not a host at which others reach this one; give a name or an address, without a port or http://"
+        )
+    return text
+
+
+Reachable = Annotated[str, AfterValidator(_one_host)]
+
+
 class RolloutConfig(Section):
     host: str = Field("127.0.0.1", description="host on which the HTTP API listens")
     port: int = Field(
         0, ge=0, le=65535, description="port of the HTTP API; 0 chooses a free one (`headrace status` shows it)"
     )
-    advertise_host: str | None = Field(
+    advertise_host: Reachable | None = Field(
         None,
         description="name at which others reach this replica; null: host, or the machine's name where host is 0.0.0.0",
     )
@@ -222,6 +233,7 @@ class TrainerConfig(Section):
     collective_timeout_s: float = Field(
         1800.0,
         gt=0,
+        le=1e9,  # 31 years; torch and threads take no more seconds than ten times that
         description="seconds without progress after which a rank ends, naming the rank that it waits for; with one rank, its /healthz "
         "turns red. Must be more than fleet_deadline_s, weight_channel.timeout_s, and the time of a micro-batch or of writing a model to "
         "disk",
@@ -244,7 +256,7 @@ class WeightChannelConfig(Section):
         "auto",
         description="auto: nccl where the trainer and the replicas run on GPUs and it connects them, else gloo (docs/gpu.md)",
     )
-    host: str | None = Field(
+    host: Reachable | None = Field(
         None,
         description="address of the trainer that replicas can reach; null: the address of its interface to the buffer's server",
     )

@@ -62,13 +62,10 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
     try:
         found = devices.plan(inventory.devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
     except TooFewDevices as error:
-        wanted = [f"trainer.num_processes {ranks}"] if ranks else []
-        if replicas:
-            wanted.append(f"rollout.replicas {replicas} x policy.generation.vllm_cfg.tensor_parallel_size {slice_size}")
         raise ServiceError(
-            f"the run needs {error.needed} GPUs ({', '.join(wanted)}), and this machine has {len(inventory.devices)} for it "
-            f"({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to cpu. The plan so far:\n"
-            + "\n".join(lines(error.partial))
+            f"the run needs {error.needed} GPUs ({_wanted(ranks, replicas, slice_size)}), and this machine has "
+            f"{len(inventory.devices)} for it ({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to "
+            "cpu. The plan so far:\n" + "\n".join(lines(error.partial))
         ) from error
     of_replicas = [device for slice_ in found.replicas for device in slice_]
     devices.check_for_engine(of_replicas)
@@ -76,6 +73,13 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
         devices.check_precision(found.trainer, key, precision)
     devices.check_precision(of_replicas, *config.policy.rollout_precision)
     return found
+
+
+def _wanted(ranks: int, replicas: int, slice_size: int) -> str:
+    wanted = [f"trainer.num_processes {ranks}"] if ranks else []
+    if replicas:
+        wanted.append(f"rollout.replicas {replicas} x policy.generation.vllm_cfg.tensor_parallel_size {slice_size}")
+    return ", ".join(wanted)
 
 
 # -- memory
@@ -121,7 +125,8 @@ def _tightest(own: Iterable[Device]) -> DeviceMemory | None:
 
 
 def assume(config: Config, gpus: int | None, per_host: int, memory: int) -> Site:
-    """Return a site of `gpus` devices of `memory` bytes each; None: as many as the run takes. Raises `ConfigError` if it takes more."""
+    """Return a site of `gpus` devices of `memory` bytes each, `per_host` on a host; None: as many as the run takes. Raises `ConfigError` if
+    it takes more, or has no place on these hosts."""
     ranks, replicas = config.trainer.num_processes, config.rollout.replicas
     if config.trainer.device == "cpu":
         ranks = 0
@@ -132,11 +137,22 @@ def assume(config: Config, gpus: int | None, per_host: int, memory: int) -> Site
     shared = gpus == ranks == replicas == slice_size == 1
     if gpus is not None and gpus < needed and not shared:
         raise ConfigError(
-            f"the run needs {needed} GPUs (trainer.num_processes {ranks}, rollout.replicas {replicas} x "
-            f"policy.generation.vllm_cfg.tensor_parallel_size {slice_size}), and --gpus is {gpus}; lower these or raise it"
+            f"the run needs {needed} GPUs ({_wanted(ranks, replicas, slice_size)}), and --gpus is {gpus}; lower these or raise it"
         )
     device = DeviceMemory(f"a GPU of {memory / 2**30:g} GiB", memory, memory)
-    return Site(device if ranks else None, device if replicas else None, gpus or needed, per_host, shared)
+    site = Site(device if ranks else None, device if replicas else None, gpus or needed, per_host, shared)
+    if slice_size > per_host and replicas:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size {slice_size} is more than the {per_host} GPUs of a host (--gpus-per-host), "
+            "and a replica has its GPUs on one host; lower it, and raise rollout.replicas"
+        )
+    room = site.replicas_beside(ranks, slice_size)
+    if gpus is not None and not shared and (room is None or room < replicas):
+        raise ConfigError(
+            f"the run ({_wanted(ranks, replicas, slice_size)}) has no place on {gpus} GPUs with {per_host} on a host (--gpus-per-host): "
+            "hosts with ranks have equally many, and a replica has its GPUs on one host; change these numbers"
+        )
+    return site
 
 
 def _may_use(device: str, is_for_cuda: bool) -> bool:

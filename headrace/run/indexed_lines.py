@@ -50,8 +50,9 @@ def has_index(file: IO[bytes]) -> bool:
     return found.startswith(_MAGIC) and found[_HEADER.size :].startswith(_FIELD)
 
 
-def find_lines(file: IO[bytes], key: Key) -> Iterator[bytes]:
-    """Yield the lines of the members that have one with this key. Raises `OSError`, `EOFError` or `zlib.error` for a damaged file."""
+def find_lines(file: IO[bytes], key: Key | str) -> Iterator[bytes]:
+    """Yield the lines of the members that have one with this key, or with this first part of a key. Raises `OSError`, `EOFError` or
+    `zlib.error` for a damaged file."""
     whole = file.seek(0, os.SEEK_END)
     file.seek(0)
     while head := file.read(_HEADER.size + _EXTRA.size):
@@ -62,7 +63,7 @@ def find_lines(file: IO[bytes], key: Key) -> Iterator[bytes]:
         if (magic, name) != (_MAGIC, _FIELD):
             raise OSError("a member has no index")
         keys = file.read(extra_bytes - _EXTRA.size)
-        if key in msgspec.json.decode(keys, type=list[Key]):
+        if any(key in (each, each[0]) for each in msgspec.json.decode(keys, type=list[Key])):
             yield from gzip.decompress(head + keys + file.read(member_bytes)).splitlines(keepends=True)
         else:
             file.seek(member_bytes, os.SEEK_CUR)

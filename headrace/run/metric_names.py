@@ -204,7 +204,12 @@ METRIC_SECTIONS = (
                "far below the time of a step; else more reward.workers or more concurrency"),
         Metric("scoring_time/<environment>", "s", "the environment was at work on a trajectory"),
     )),
-    MetricSection("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
+    MetricSection("Where the time went",
+            "The goodput of the trainer. The shares of one step (`_pct`, with `efficiency_pct`) add up to 100. The categories are NeMo "
+            "RL's. It has more for its generation workers, which a trainer here does not time: `idle/refit_event_wait`, "
+            "`idle/generation_limit_pause`, `idle/buffer_full_backoff` and `wasted/failed_trajectory`; of the last two "
+            "`headrace_replay_full` and `headrace_replay_requeues_total` tell. Trackers have these names, and Prometheus has them with "
+            "`_` for `/`, after `headrace_trainer_`.", (
         Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready; `timing/train/wait_for_…` tell for what"),
         Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, as a share of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),

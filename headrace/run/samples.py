@@ -531,23 +531,34 @@ def _key(line: Mapping[str, Any]) -> Key:
     return line.get("group", ""), line.get("index")
 
 
+def read_group(path: Path, group: str, form: type[T]) -> Iterator[T]:
+    """Yield the lines of a sample file that are about a group, decoded; none if the file doesn't exist. The lines of other groups are not
+    decoded, and in a file with an index not unpacked. Raises `CodecError` for a file that can't be read."""
+    return _find_lines(path, group, None, form)
+
+
 def _find(path: Path, group: str, index: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines about a trajectory, decoded; none if the file doesn't exist."""
+    """Yield the lines about a trajectory, likewise."""
+    return _find_lines(path, group, index, dict[str, Any])
+
+
+def _find_lines(path: Path, group: str, index: int | None, form: type[T]) -> Iterator[T]:
     needle = b'"group":' + msgspec.json.encode(group)
     try:
         with path.open("rb") as file:
-            for line in _lines(path, file, (group, index)):
+            for line in _lines(path, file, group if index is None else (group, index)):
                 if needle not in line or not line.endswith(b"\n"):
                     continue
-                if msgspec.json.decode(line, type=_Place) == _Place(group, index):
-                    yield msgspec.json.decode(line, type=dict[str, Any])
+                place = msgspec.json.decode(line, type=_Place)
+                if place.group == group and index in (None, place.index):
+                    yield msgspec.json.decode(line, type=form)
     except FileNotFoundError:
         return
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 
-def _lines(path: Path, file: IO[bytes], key: Key) -> Iterable[bytes]:
+def _lines(path: Path, file: IO[bytes], key: Key | str) -> Iterable[bytes]:
     """Return the lines among which those with this key are: a few, or all in a file without an index."""
     if path.suffix != ".gz":
         return file

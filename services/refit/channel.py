@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from headrace.base.addresses import own_address
+from headrace.base.addresses import own_address, with_port
 from headrace.base.errors import (
     Restartable,
     ServiceError,
@@ -56,6 +57,8 @@ _GROUP_LIFETIME = timedelta(days=365)
 # how long the abort of a group may take, including the calls that it ends
 ABORT_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
+# how long the trainer tries to reach its own store; torch would try a name that doesn't exist for a minute
+_REACH_S = 10.0
 _TIMEOUT_CAUSES = "a peer died or hangs, or the network is slow: then raise weight_channel.timeout_s"
 
 
@@ -69,6 +72,10 @@ class RendezvousStore:
         sock = bind(_listen_address(host), port, "weight_channel.port")
         self.port: int = sock.getsockname()[1]
         try:
+            with contextlib.ExitStack() as unless_reached:
+                unless_reached.callback(sock.close)
+                socket.create_connection((host, self.port), _REACH_S).close()
+                unless_reached.pop_all()
             self._store = dist.TCPStore(
                 host,
                 self.port,
@@ -77,9 +84,9 @@ class RendezvousStore:
                 master_listen_fd=sock.detach(),
                 timeout=_STORE_TIMEOUT,
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise ServiceError(
-                f"weight_channel.host: the trainer can't reach its own store at {host}:{self.port} ({_line(error)}); set it to "
+                f"weight_channel.host: the trainer can't reach its own store at {with_port(host, self.port)} ({_line(error)}); set it to "
                 "an address of this machine that replicas can reach"
             ) from error
 
@@ -479,8 +486,11 @@ def _no_buffers() -> list[torch.Tensor]:
 def _listen_address(host: str) -> str:
     """Return `host` if it is a loopback address, else all interfaces, because `host` may be a name that this machine can't bind to."""
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
+        address = ipaddress.ip_address(host)
+        if address.is_loopback:
             return host
+        if address.version == 6:
+            return "::"  # it takes connections of both kinds
     return "127.0.0.1" if host == "localhost" else "0.0.0.0"
 
 

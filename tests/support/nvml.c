@@ -1,12 +1,13 @@
 /* Stands in for NVIDIA's libnvidia-ml.so.1 where there is no GPU. STANDIN_GPUS names the devices, separated by spaces: a GPU's UUID, or
  * that of a divided one and its instances, `GPU-a=MIG-x,MIG-y` (`-` for a place that holds none). STANDIN_CUDA: what the driver runs;
  * STANDIN_INIT: the code that it starts with. A `GPU-old` is of 7.5, a `GPU-ancient` of 6.1. A `GPU-busy` has memory in use, and
- * a `GPU-silent` doesn't tell its own. */
+ * a `GPU-silent` doesn't tell its own; a
+ * `GPU-nothing` says 0, and a `GPU-lost` has fallen off the bus. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, MOST = 16 };
+enum { SUCCESS = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPU_IS_LOST = 15, MOST = 16 };
 typedef struct { char uuid[96]; int divided, count; struct { char uuid[96]; } instances[MOST]; } gpu_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
 static gpu_t gpus[MOST];
@@ -38,12 +39,15 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) {
     return SUCCESS;
 }
 int nvmlDeviceGetCount_v2(unsigned *found) { *found = count; return SUCCESS; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = gpus[index].uuid; return SUCCESS; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    *handle = gpus[index].uuid;
+    return strncmp(*handle, "GPU-lost", 8) ? SUCCESS : GPU_IS_LOST;
+}
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) { snprintf(text, size, "%s", (char *)handle); return SUCCESS; }
 int nvmlDeviceGetName(void *handle, char *text, unsigned size) { (void)handle; snprintf(text, size, "Stand-in"); return SUCCESS; }
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
     if (!strncmp(handle, "GPU-silent", 10)) return NOT_SUPPORTED;
-    memory->total = (strncmp(handle, "MIG", 3) ? 80ULL : 10ULL) << 30;
+    memory->total = (!strncmp(handle, "GPU-nothing", 11) ? 0ULL : strncmp(handle, "MIG", 3) ? 80ULL : 10ULL) << 30;
     memory->used = (strncmp(handle, "GPU-busy", 8) ? 0ULL : 60ULL) << 30;
     memory->free = memory->total - memory->used;
     return SUCCESS;

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.base.addresses import find_proxy, own_address, parse_hosts
 from headrace.base.errors import ConfigError, ServiceError
+from headrace.config import load
 from headrace_services.refit import sender
 from headrace_services.refit.sender import host_towards
 from headrace_services.trainer.distributed.ranks import gloo_problem
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic_tiny.yaml"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,15 @@ from headrace_services.trainer.distributed.ranks import gloo_problem
 )
 def test_a_buffers_url_names_its_hosts(url: str, hosts: list[str]) -> None:
     assert parse_hosts(url) == hosts
+
+
+@pytest.mark.parametrize("key", ["weight_channel.host", "rollout.advertise_host"])
+def test_what_others_reach_a_host_by_is_a_name_or_an_address(key: str) -> None:
+    for good in ("trainer", "gpu-1.internal", "my_host", "10.0.0.1", "fd00::1", "fe80::1%eth0"):
+        load(EXAMPLE, [f'{key}="{good}"'], {})
+    for bad in ("", "a b", "0.0.0.0", "::", "10.0.0.1:29500", "gpu-1:29500", "http://10.0.0.1", "[fd00::1]"):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            load(EXAMPLE, [f'{key}="{bad}"'], {})
 
 
 def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:

@@ -137,7 +137,7 @@ def test_an_environment_keeps_its_python(programs: Path, check: Check, tmp_path:
     assert "make clean" in check().stderr
 
 
-@pytest.mark.parametrize(("driver", "warned"), [("570.86.15", True), ("580.65.06", False), ("", False)])
+@pytest.mark.parametrize(("driver", "warned"), [("570.86.15", True), ("580.65.06", False)])
 def test_a_driver_that_is_too_old_is_told_before_the_download(
     programs: Path, check: Check, driver: str, warned: bool
 ) -> None:
@@ -146,6 +146,18 @@ def test_a_driver_that_is_too_old_is_told_before_the_download(
     done = check("vllm")
     assert done.returncode == 0, "cuda-compat may help"
     assert (f"{driver}, and ENGINE=vllm needs 580" in done.stderr) is warned
+    assert check("vllm-cpu").stderr == ""
+
+
+@pytest.mark.parametrize("said", ["Failed to initialize NVML: Driver/library version mismatch", "[N/A]", ""])
+def test_a_driver_that_does_not_answer_is_told_before_the_download(programs: Path, check: Check, said: str) -> None:
+    install(programs / f"python{supported()[-1]}", supported()[-1])
+    assert check("vllm").stderr == "", "an image is built where there is no driver"
+    write(programs / "nvidia-smi", f"#!/bin/sh\necho '{said}'\nexit 18\n")
+    done = check("vllm")
+    assert done.returncode == 0
+    assert done.stderr.startswith("warning: nvidia-smi")
+    assert said in done.stderr
     assert check("vllm-cpu").stderr == ""
 
 

@@ -154,10 +154,17 @@ def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) ->
 
 
 def test_a_device_that_tells_no_memory_is_a_device_all_the_same(find: Find) -> None:
-    """A GPU that has the host's memory: NVML answers NotSupported."""
-    busy, silent, idle = find("GPU-busy GPU-silent GPU-c")["devices"]
-    assert (silent["memory"], silent["free"]) == (None, None)
+    """A GPU that has the host's memory: NVML answers NotSupported, or 0."""
+    busy, silent, idle, nothing = find("GPU-busy GPU-silent GPU-c GPU-nothing")["devices"]
+    for each in (silent, nothing):
+        assert (each["memory"], each["free"]) == (None, None)
     assert [(each["memory"] >> 30, each["free"] >> 30) for each in (busy, idle)] == [(80, 20), (80, 80)]
+
+
+def test_a_gpu_that_is_lost_is_named_by_its_number(find: Find) -> None:
+    said = find("GPU-a GPU-lost GPU-c")
+    assert said.startswith("UnusableGPU")
+    assert "GPU 1 " in said
 
 
 def test_devices_on_which_nothing_runs_come_first() -> None:

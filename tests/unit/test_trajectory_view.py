@@ -15,8 +15,16 @@ import pytest
 from headrace.base.errors import CodecError
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
-from headrace.run import indexed_lines, samples
-from headrace.run.samples import COLUMNS, MaskReason, SampleFiles, failed_record, record
+from headrace.run import samples
+from headrace.run.samples import (
+    COLUMNS,
+    MaskReason,
+    SampleFiles,
+    StoredSample,
+    failed_record,
+    read_group,
+    record,
+)
 from headrace.run.token_texts import TokenTexts
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample
@@ -110,7 +118,11 @@ def test_only_the_line_that_is_asked_for_is_unpacked(tmp_path: Path, monkeypatch
         assert found is not None
         assert (found["group"], found["index"]) == (f"g{place // 4}", place % 4)
     assert len(unpacked) == 3
-    assert max(unpacked) < 2 * indexed_lines.BLOCK_BYTES
+    assert max(unpacked) < 400_000, "of 1.2 MB"
+    (path,) = tmp_path.iterdir()
+    found_group = list(read_group(path, "g5", StoredSample))
+    assert [(one.group, one.index) for one in found_group] == [("g5", place) for place in range(4)]
+    assert len(unpacked) <= 5
 
 
 def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
@@ -132,6 +144,7 @@ def test_a_file_of_before_is_read_without_index_texts_or_columns(tmp_path: Path)
     assert list(found["columns"]) == ["generation_logprobs"]
     assert found["metadata"] == found["artifacts"] == {}
     assert found["calls"] == []
+    assert [one.index for one in read_group(files.path("train", 7), "g1", StoredSample)] == [0, 1, 2, 3]
     assert len(files.samples("train", 7)) == 8
 
 

@@ -4,6 +4,7 @@ import { navigate, useAddress } from "./address.js";
 import { useData } from "./api.js";
 import { Failure, State } from "./components/basics.js";
 import { follow } from "./follow.js";
+import { visible } from "./format.js";
 import { useTheme } from "./theme.js";
 import { html, render, useEffect, useErrorBoundary } from "./vendor/preact.js";
 import { Compare } from "./views/compare.js";
@@ -25,6 +26,9 @@ const TABS = [
   ["system", "System", System],
 ];
 
+/** The titles of the views that belong to no run, by the first part of the address. */
+const TITLES = { "": "Runs", compare: "Compare" };
+
 /** Returns what an address shows: `{View, run, tab, params}`. A view gets `run`, `params` and `query` (URLSearchParams). */
 export function route(path) {
   const [first, run, tab = "", ...rest] = path.split("/").slice(1).map(decodeURIComponent);
@@ -42,7 +46,13 @@ function App() {
   const { path, query } = useAddress();
   const { View, run, tab, params = {} } = route(path);
   const [theme, setTheme] = useTheme();
+  const title = [run && visible(run), TABS.find(([name]) => run && name === tab)?.[1] ?? TITLES[path.split("/")[1]]]
+    .filter(Boolean)
+    .join(" · ");
   useEffect(() => follow(navigate), []);
+  useEffect(() => {
+    document.title = `${title} · Headrace`;
+  }, [title]);
   return html`
     <header class="bar">
       <a class="brand" href="/" aria-label="All runs">
@@ -68,6 +78,7 @@ function App() {
       </button>
     </header>
     <main>
+      <h1 class="unseen">${title}</h1>
       ${
         View
           ? html`<${Guarded} key=${path}><${View} run=${run} params=${params} query=${query} /><//>`
@@ -80,7 +91,7 @@ function App() {
 /** The run's name and state, beside the tabs. */
 function RunName({ run }) {
   const { data } = useData(`/api/runs/${encodeURIComponent(run)}`, {}, { every: 5 });
-  return html`<a class="run" href=${`/runs/${encodeURIComponent(run)}`}><b>${run}</b></a>
+  return html`<a class="run" href=${`/runs/${encodeURIComponent(run)}`}><b>${visible(run)}</b></a>
     ${data && html`<${State} run=${data.run} />`}`;
 }
 

@@ -18,6 +18,7 @@ from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.context import TrainerContext
+from headrace_services.trainer.control.decisions import Action
 from headrace_services.trainer.control.recorder import Recorder
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.telemetry.metrics import score_metrics
@@ -159,9 +160,13 @@ class Validations:
         self._validated.add(version)
 
     async def poll(self) -> None:
-        """Fetch the results of the running one, and report it if they are complete."""
-        if self.running is not None and await self.running.poll():
+        """Fetch the results of the running one, and report it if they are complete. The step has that time under validation."""
+        if self.running is None:
+            return
+        began = self._context.clock()
+        if await self.running.poll():
             await self._report(self.running)
+        self._recorder.spend(Action.AWAIT_VALIDATION, self._context.clock() - began, {})
 
     async def abandon(self, reason: str) -> None:
         assert self.running is not None

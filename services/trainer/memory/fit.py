@@ -115,6 +115,8 @@ class Verdict:
 def judge(config: Config, site: Site) -> Verdict:
     """Compare what `config` needs with the devices of `site`. Raises `ServiceError` if the configuration of a model can't be read."""
     try:
+        if problem := _not_sharded(config, site):
+            return Verdict(problem)
         shares, uses = _uses(config, site)
     except NotPlanned as error:
         return Verdict(warnings=(f"the run's memory is not compared with its GPUs: {error}",))
@@ -125,13 +127,25 @@ def judge(config: Config, site: Site) -> Verdict:
     change = None if found is None else tuple(f"{key}={_written(value)}" for key, value in found.items())
     said = "; ".join(map(str, over))
     remedy = (
-        "No change of memory keys makes it fit: take GPUs with more memory, or a smaller model"
+        "No change that is tried makes it fit (docs/memory.md): lower what is largest here, take GPUs with more memory, or a smaller model"
         if change is None
         else f"The smallest change that fits: {' '.join(change)}"
     )
     if any(use.over > ERROR * use.room for use in over):
         return Verdict(f"{said}. {remedy}", change)
     return Verdict(None, change, shares, (f"{said}. That is within the error of the plan, so it may fit. {remedy}",))
+
+
+def _not_sharded(config: Config, site: Site) -> str | None:
+    """Return why vLLM can't divide the model among the GPUs of a replica; None if it can."""
+    parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
+    if site.replica is None or parallel == 1:
+        return None
+    size = models_of(config)["policy"].size
+    if size.can_be_sharded(parallel):
+        return None
+    possible = ", ".join(str(count) for count in range(1, size.heads + 1) if size.can_be_sharded(count))
+    return f"{_PARALLEL} {parallel} does not divide the model's {size.heads} attention heads into equal parts; give one of {possible}"
 
 
 def fits(config: Config, site: Site) -> bool:
@@ -391,9 +405,9 @@ def larger_replicas(config: Config, site: Site) -> Iterator[Changes]:
         return
     size = models_of(config)["policy"].size
     parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
-    left = site.gpus - (config.trainer.num_processes if site.trainer else 0)
-    while (parallel := 2 * parallel) <= min(left, site.gpus_per_host) and size.heads % parallel == 0:
-        count = min(config.rollout.replicas, left // parallel)
+    ranks = config.trainer.num_processes if site.trainer else 0
+    while (room := site.replicas_beside(ranks, parallel := 2 * parallel)) and size.can_be_sharded(parallel):
+        count = min(config.rollout.replicas, room)
         yield {_PARALLEL: parallel} | ({_REPLICAS: count} if count != config.rollout.replicas else {})
 
 
@@ -409,9 +423,10 @@ def more_ranks(config: Config, site: Site) -> Iterator[Changes]:
             continue  # hosts have equally many
         if any(-(-count // -(-count // ranks)) < ranks for count in experts):
             continue  # a rank would be without one
-        replicas = (
-            config.rollout.replicas if not taken else min(config.rollout.replicas, (site.gpus - ranks) // parallel)
-        )
+        room = site.replicas_beside(ranks, parallel)
+        if room is None or (taken and not room):
+            continue
+        replicas = min(config.rollout.replicas, room) if taken else config.rollout.replicas
         yield {_RANKS: ranks} | ({_REPLICAS: replicas} if replicas != config.rollout.replicas else {})
 
 

@@ -154,6 +154,11 @@ class ModelSize:
             vocabulary=text.vocab_size,
         )
 
+    def can_be_sharded(self, parallel: int) -> bool:
+        """Whether vLLM can divide the model among so many GPUs: each has whole heads, or a key's head whole."""
+        keys = self.key * self.heads // self.query
+        return self.heads % parallel == 0 and (keys % parallel == 0 or parallel % keys == 0)
+
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
         return (*(shape for layer in self.layers for shape in layer), *self.rest)

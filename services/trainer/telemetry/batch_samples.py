@@ -3,8 +3,11 @@ trackers, and one HTML page without scripts, with a form that picks step, rankin
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +19,7 @@ from rich.text import Text
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.records.score import Score
-from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Float32
+from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory
 from headrace.records.trajectory import Group as TrajectoryGroup
 from headrace.run.samples import (
     Kind,
@@ -34,14 +37,33 @@ from headrace.run.samples import (
 )
 from headrace.run.token_texts import TokenTexts
 from headrace_services.trainer.data import Problem
-from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.plots import html_page, safe
 
 Order = Literal["stored", "best", "worst"]
-Rounding = Callable[[Float32], list[Any]]
 
 OF = "^((train|val)(-(0|[1-9][0-9]{0,9}))?|failed)$"  # `train-12`: what step 12 trained on
 SHOWN = 20  # groups per page
+
+# Tokens of a batch whose columns are made into lists together.
+_TOKENS = 1 << 16
+# The lists of a training sample: their names there, the batch's, and how they are rounded.
+_COLUMNS: Sequence[tuple[str, str, Callable[[Any], list[Any]]]] = (
+    ("advantages", "advantages", round_values),
+    ("prev_logprobs", "old_logprobs", round_values),
+    ("policy_logprobs", "policy_logprobs", round_values),
+    ("reference_policy_logprobs", "ref_logprobs", round_values),
+    ("teacher_logprobs", "teacher_logprobs", round_values),
+    ("ratios", "ratios", round_values),
+    ("clipped", "clipped", whole_numbers),
+    ("importance_weights", "importance_weights", round_values),
+    ("raw_importance_weights", "raw_importance_weights", round_values),
+    ("entropies", "entropies", round_values),
+    ("token_losses", "token_losses", round_digits),
+    ("token_loss_gradients", "token_loss_gradients", round_digits),
+    ("values", "values", round_values),
+    ("returns", "returns", round_values),
+)
 
 # The kinds of samples that are shown by step. Those of `val_failed` have no completion.
 _STEPS: Mapping[Kind, str] = {"train": "step", "val": "validation of version"}
@@ -59,47 +81,76 @@ article.good { border-left-color: #228833 } .failed { color: #b3261e }
 """
 
 
-def training_record(
-    step: int, group: TrajectoryGroup, batch: Batch, i: int, texts: TokenTexts | None = None
-) -> dict[str, Any]:
-    """Make the line of `train_data_step<N>` for trajectory `i` of the batch. Names are NeMo RL's where it has them. Without values, three
-    columns are null, and those that older builds don't write are missing."""
-
-    def column(values: Float32 | Float64 | None, rounded: Rounding = round_values) -> list[Any] | None:
-        whole = None if values is None else batch.over_completion(i, values)
-        return None if whole is None or np.isnan(whole).all() else rounded(whole)
-
-    newer = {
-        "policy_logprobs": column(batch.policy_logprobs),
-        "ratios": column(batch.ratios),
-        "clipped": column(batch.clipped, whole_numbers),
-        "importance_weights": column(batch.importance_weights),
-        "raw_importance_weights": column(batch.raw_importance_weights),
-        "entropies": column(batch.entropies),
-        "token_losses": column(batch.token_losses, round_digits),
-        "token_loss_gradients": column(batch.token_loss_gradients, round_digits),
-        "values": column(batch.values),
-        "returns": column(batch.returns),
-        "mask_reasons": None if batch.mask_reasons is None else _mask_reasons(batch, i),
-    }
-    return {
-        "step": step,
-        **record(group, batch.trajectories[i], batch.scores[i], texts),
-        "total_reward": float(batch.rewards[i]),
-        "sample_loss_mask": float(batch.multipliers[i]),
-        "token_loss_mask": (batch.over_completion(i, batch.mask) == 1).astype(int).tolist(),
-        "advantages": round_values(batch.over_completion(i, batch.advantages)),
-        "prev_logprobs": column(batch.old_logprobs),
-        "reference_policy_logprobs": column(batch.ref_logprobs),
-        "teacher_logprobs": column(batch.teacher_logprobs),
-        **{name: values for name, values in newer.items() if values is not None},
-    }
+def training_records(
+    step: int, groups: Sequence[TrajectoryGroup], batch: Batch, texts: TokenTexts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `train_data_step<N>`, one for each trajectory of the batch. Names are NeMo RL's where it has them. Three of the
+    lists are null if they would have no number, the others then missing."""
+    for part in _parts(batch):
+        columns = _list_columns(part)
+        for i, trajectory in enumerate(part.trajectories):
+            yield {
+                "step": step,
+                **record(groups[part.groups[i]], trajectory, part.scores[i], texts),
+                "total_reward": float(part.rewards[i]),
+                "sample_loss_mask": float(part.multipliers[i]),
+                **dict.fromkeys(("prev_logprobs", "reference_policy_logprobs", "teacher_logprobs")),
+                **{name: column.over_completion(i, trajectory) for name, column in columns.items() if column.has[i]},
+            }
 
 
-def _mask_reasons(batch: Batch, i: int) -> list[int]:
-    trajectory, reasons = batch.trajectories[i], batch.over_completion(i, batch.mask_reasons)
-    others = MaskReason.UNTRAINED_CALL if isinstance(trajectory, EpisodeTrajectory) else MaskReason.ENVIRONMENT
-    return np.where(np.isnan(reasons), others, reasons).astype(int).tolist()
+def _parts(batch: Batch) -> Iterator[Batch]:
+    """Yield the trajectories of the batch a few at a time: as lists, the columns of all of them would take gigabytes."""
+    part, tokens = [], 0
+    for i, length in enumerate(batch.lengths.tolist()):
+        part.append(i)
+        tokens += length
+        if tokens >= _TOKENS or i == len(batch) - 1:
+            yield batch.take(part)
+            part, tokens = [], 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _ListColumn:
+    """A column [N] of a batch as lists, one for each trajectory, and whether it has a number. Tokens that the policy did not write get
+    `fill`, or `untrained` in an episode."""
+
+    values: list[list[Any]]
+    has: list[bool]
+    fill: float | None = math.nan
+    untrained: float | None = math.nan
+
+    def over_completion(self, i: int, trajectory: AnyTrajectory) -> list[Any]:
+        """As `Batch.over_completion`."""
+        own, is_episode = self.values[i], isinstance(trajectory, EpisodeTrajectory)
+        size = trajectory.flat().loss_mask.size
+        if len(own) == size and not is_episode:
+            return own
+        whole = [self.untrained if is_episode else self.fill] * size
+        for place, value in zip(trajectory.places.tolist(), own, strict=True):
+            whole[place] = value
+        return whole
+
+
+def _list_columns(batch: Batch) -> dict[str, _ListColumn]:
+    """Return the lists of sample files that the batch has, by their names in these."""
+    edges = [0, *np.cumsum(batch.lengths).tolist()]
+
+    def split(values: list[Any]) -> list[list[Any]]:
+        return [values[first:last] for first, last in itertools.pairwise(edges)]
+
+    columns = {}
+    for name, of_batch, rounded in _COLUMNS:
+        values = getattr(batch, of_batch)
+        if values is not None:
+            has = (batch.sums(~np.isnan(values)) > 0).tolist()
+            columns[name] = _ListColumn(split(rounded(values)), has)
+    whole = [True] * len(batch)
+    columns["token_loss_mask"] = _ListColumn(split(batch.mask.astype(int).tolist()), whole, 0, 0)
+    if batch.mask_reasons is not None:
+        others = int(MaskReason.ENVIRONMENT), int(MaskReason.UNTRAINED_CALL)
+        columns["mask_reasons"] = _ListColumn(split(batch.mask_reasons.tolist()), whole, *others)
+    return columns
 
 
 def validation_record(

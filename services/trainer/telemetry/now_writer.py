@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,23 @@ def assemble(
         replicas=replicas,
         runners=runners,
         environments=environments,
-        waits=[*waits, *_broken(environments)],
+        waits=[
+            *waits,
+            *(
+                f"environment {each.name}, which is broken: {each.message or ''}"
+                for each in environments
+                if each.broken
+            ),
+            *_memory(stats["bytes"], stats["max_bytes"], stats["full"]),
+        ],
     )
 
 
-def _broken(environments: Sequence[EnvironmentNow]) -> list[str]:
-    return [f"environment {each.name}, which is broken: {each.message or ''}" for each in environments if each.broken]
+def _memory(held: int, most: int, refused: int) -> Iterator[str]:
+    if refused:
+        yield f"memory of the buffer's server, which refused {refused} bytes (its maxmemory)"
+    elif held >= most:
+        yield f"memory of the buffer: leases wait while {held} of {most} bytes are held (replay.max_bytes)"
 
 
 def _text(value: object) -> str | None:

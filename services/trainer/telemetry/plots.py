@@ -324,8 +324,9 @@ def _draw_card(
     low, high = _shown_range(points for _, points in drawn)
     values = [value for _, points in drawn for _, value in points]
     # a limit far above every value would only flatten the curves
-    near_limit = limit is not None and max(values) > 1 + (limit - 1) / 3
-    if near_limit and limit is not None:
+    if limit is not None and max(values) <= 1 + (limit - 1) / 3:
+        limit = None
+    if limit is not None:
         high = max(high, limit)
     if high - low <= SAME * max(abs(low), abs(high)):
         low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
@@ -343,7 +344,7 @@ def _draw_card(
         newest = points[-1][1]
         key = f'<i style="background:{colour}"></i>{html.escape(label)} <b>{newest:.4g}</b>'
         legend.append(f'<span class="key">{key}</span>')
-    if near_limit:
+    if limit is not None:
         axes.axhline(limit, color=ALARM_COLOUR, lw=1, ls="--")
     for step in marks:
         axes.axvline(step, color=GREY, lw=1, ls=":")

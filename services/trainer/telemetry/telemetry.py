@@ -29,7 +29,7 @@ from headrace_services.trainer.telemetry.batch_samples import (
     choose,
     failure_record,
     show,
-    training_record,
+    training_records,
     validation_record,
 )
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
@@ -149,10 +149,7 @@ class Telemetry:
             assert batch is not None
 
             def write() -> None:
-                records = (
-                    training_record(step, groups[group], batch, i, self._texts) for i, group in enumerate(batch.groups)
-                )
-                self._samples.write("train", step, records)
+                self._samples.write("train", step, training_records(step, groups, batch, self._texts))
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
         found = alarm.find_exceeded(metrics, self._limits)

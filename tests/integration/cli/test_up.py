@@ -40,6 +40,7 @@ grpo:
   max_num_steps: {steps}
   use_leave_one_out_baseline: false
   val_period: 2
+  val_at_start: false
   max_val_samples: 4
   async_grpo: {{enabled: true, max_trajectory_age_steps: 1}}
 loss_fn: {{reference_policy_kl_penalty: 0}}

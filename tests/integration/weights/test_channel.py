@@ -29,6 +29,7 @@ from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, 
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.transfer import receive, send
+from tests.chaos import runs
 from tests.support import weight_peer
 from tests.support.forks import fork
 
@@ -392,6 +393,13 @@ def test_an_unreachable_store_is_an_error_with_the_remedy() -> None:
         Channel.follow(place, time.monotonic() + 1.0)
 
 
+AT_SIX = """
+from headrace_services.refit.channel import RendezvousStore
+RendezvousStore("fd00::1", 0).connect()
+print("reached")
+"""
+
+
 def test_a_busy_port_is_an_error_that_names_the_key() -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -417,10 +425,23 @@ def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Flee
     assert len(given) == len(tensors)
 
 
-def test_a_host_that_is_not_this_machine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
+def test_a_host_that_is_not_this_machine_names_the_key(
+    host: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("headrace_services.refit.channel._STORE_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr("headrace_services.refit.channel._REACH_S", 0.5, raising=False)
     with pytest.raises(ServiceError, match=r"weight_channel\.host:.*store"):
-        RendezvousStore("no-such-host.invalid", 0)
+        RendezvousStore(host, 0)
+    assert "c10d" not in capfd.readouterr().err, "torch tried for a minute, and wrote its stack"
+
+
+def test_a_trainer_is_reached_at_an_address_of_version_6() -> None:
+    if lacks := runs.missing():
+        pytest.skip(lacks)
+    script = f"ip link set lo up && ip addr add fd00::1/64 dev lo nodad && {sys.executable} -c '{AT_SIX}'"
+    done = subprocess.run([*runs.NAMESPACES, "sh", "-c", script], cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["reached"], done.stderr
 
 
 def test_a_store_that_is_gone_is_an_error_before_any_rank_joins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

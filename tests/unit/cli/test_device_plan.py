@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.base.devices import SHARES, VISIBLE, Device, DevicePlan, Inventory
-from headrace.base.errors import ServiceError
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config, load
 from headrace.config.loading import examine
 from headrace.config.threads import Threads
@@ -289,3 +289,32 @@ def test_idle_devices_are_taken_first_unless_the_user_chose(
         plan = device_plan.of(run)
         assert plan is not None
         assert [device.uuid for device in plan.trainer] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("run", "total", "fits"),
+    [
+        (config(4, 4), 8, True),
+        (config(10, 3, 2), 16, False),  # five ranks on each host leave three devices there
+        (config(10, 2, 2), 16, True),
+        (config(12, 1, 4), 16, False),
+        (config(8, 1, 8), 16, True),
+        (config(11, 1), 16, False),  # hosts would have six and five ranks
+        (config(9, 1), 24, True),
+        (config(12, 1, 2, trainer={"device": "cpu"}), 3, True),
+        (config(1, 1, 16), None, False),
+    ],
+)
+def test_a_run_needs_a_place_on_hosts_of_eight_gpus(run: Config, total: int | None, fits: bool) -> None:
+    if fits:
+        assert device_plan.assume(run, total, 8, 80 * 2**30).gpus == total
+        return
+    with pytest.raises(ConfigError, match="gpus-per-host"):
+        device_plan.assume(run, total, 8, 80 * 2**30)
+
+
+def test_a_side_on_the_cpu_is_not_among_what_needs_gpus() -> None:
+    with pytest.raises(ConfigError) as caught:
+        device_plan.assume(config(1, 9, trainer={"device": "cpu"}), 8, 8, 80 * 2**30)
+    assert "rollout.replicas 9" in str(caught.value)
+    assert "num_processes" not in str(caught.value)

@@ -74,3 +74,17 @@ def test_half_a_host_more_is_refused_where_each_host_has_a_copy(config: Path) ->
         rows(config, "trainer.shard_within_host=true", "--gpus", "8,12")
     with pytest.raises(ConfigError, match=r"--gpus 0: give numbers of GPUs"):
         rows(config, "--gpus", "0")
+
+
+@pytest.mark.parametrize("command", [["plan", "memory"], ["config", "check"]])
+@pytest.mark.parametrize("size", ["inf", "1e300", "nan", "0", "81920"])
+def test_memory_that_no_gpu_has_is_refused(config: Path, command: list[str], size: str) -> None:
+    result = CliRunner().invoke(app, [*command, str(config), "--gpu-memory", size])
+    assert result.exit_code == 2
+    assert "--gpu-memory" in result.output
+
+
+def test_more_gpus_than_there_can_be_are_refused_at_once(config: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "check", str(config), "--gpu-memory", "2", "--gpus", "1000000000"])
+    assert result.exit_code == 2
+    assert "--gpus" in result.output

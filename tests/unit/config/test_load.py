@@ -187,6 +187,7 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
         ('env={"my env": {type: math}, adder: {type: math}}', "letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody'"),
+        ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf should be less"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x'"),
     ],
@@ -312,7 +313,7 @@ INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
     ],
 )
 @pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:
     file.write_text(marks + text)
     assert said in refusal(file)

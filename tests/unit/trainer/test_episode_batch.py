@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,8 @@ from headrace_services.trainer.control.validation import summarize
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from headrace_services.trainer.network.packing import Packing, pack, plan
-from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.batch_samples import training_record, validation_record
+from headrace_services.trainer.telemetry import alarm, batch_samples
+from headrace_services.trainer.telemetry.batch_samples import training_records, validation_record
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.episodes import call, episode, random_episodes
 from tests.support.trainer import batch, on_ranks, trajectory
@@ -123,7 +124,7 @@ def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     found = step_four()
     found.advantages = np.arange(8, dtype=np.float64)
     found.mask_reasons = np.array([0, MaskReason.OVER_AGE] + [0] * 6, np.int8)
-    line = training_record(4, PROMPT, found, 1)
+    line = list(training_records(4, [PROMPT] * 2, found))[1]
     assert line["token_ids"] == [2, 3, 5, 7, 9, 10]
     np.testing.assert_array_equal(line["advantages"], [2, 3, 1, np.nan, 4, 5])
     np.testing.assert_array_equal(line["generation_logprobs"], [-0.5, -1, -2, np.nan, -0.25, -0.75])
@@ -136,6 +137,16 @@ def test_an_episodes_line_says_of_every_token_how_it_counted() -> None:
     held_out = validation_record(4, PROMPT, TREE, Score("SCORED", 1.0))
     assert held_out["token_loss_mask"] == [1, 1, 1, 0, 1, 1]
     assert (held_out["finish_reason"], held_out["replica"]) == ("length", "a")
+
+
+def test_lines_are_the_same_however_many_are_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = step_four()
+    found.advantages = np.arange(8, dtype=np.float64)
+    found.policy_logprobs = np.array([np.nan] * 2 + [-0.5] * 6, np.float32)
+    together = [msgspec.json.encode(line) for line in training_records(4, [PROMPT] * 2, found)]
+    monkeypatch.setattr(batch_samples, "_TOKENS", 1)
+    assert [msgspec.json.encode(line) for line in training_records(4, [PROMPT] * 2, found)] == together
+    assert len(together) == len(found) > 1
 
 
 def test_the_lineage_of_an_episode_is_that_of_its_trained_calls() -> None:

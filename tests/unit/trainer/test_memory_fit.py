@@ -82,6 +82,27 @@ def test_accepted_fits_and_what_is_proposed_is_accepted(model: str) -> None:
     assert {(True, True)} < seen, "something fits, something does not"
 
 
+@pytest.mark.parametrize("per_host", [4, 8])
+def test_what_is_proposed_has_a_place_on_its_hosts(per_host: int) -> None:
+    hosts, proposed = 16 // per_host, 0
+    for gib, ranks in itertools.product(SOLD.values(), (4, 12)):
+        overrides = [f"trainer.num_processes={ranks}", "rollout.replicas=1"]
+        change = judged(TWO_NODES, site(gib, 16, per_host=per_host), *overrides).change
+        if change is None:
+            continue
+        proposed += 1
+        changed = load(TWO_NODES, [*overrides, *change])
+        ranks_of = [divmod(changed.trainer.num_processes, count) for count in range(1, hosts + 1)]
+        parallel = changed.policy.generation.vllm_cfg.tensor_parallel_size
+        room = [
+            count * ((per_host - each) // parallel) + (hosts - count) * (per_host // parallel)
+            for count, (each, over) in enumerate(ranks_of, 1)
+            if not over and each <= per_host
+        ]
+        assert max(room, default=0) >= changed.rollout.replicas, (gib, ranks, change)
+    assert proposed
+
+
 def test_what_is_over_within_the_error_of_the_plan_is_a_warning() -> None:
     config = run_on("Qwen/Qwen3-8B", 8)
     needed = max(map(total, fit.phases(config, site(79.2, 8)).values())) / GIB
@@ -187,6 +208,16 @@ def test_the_first_change_of_the_order_that_fits_is_proposed(
     if key is not None:
         assert verdict.change[0].partition("=")[0] == key
     assert judged(file, site(gib, gpus), *overrides, *verdict.change).problem is None
+
+
+@pytest.mark.parametrize(("parallel", "can"), [(2, True), (3, False), (4, True), (6, True), (7, False), (16, False)])
+def test_a_replica_has_whole_heads_on_each_gpu(parallel: int, can: bool) -> None:
+    # 12 heads, and 2 of keys: vLLM ends at its start for any other number
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    over = ["policy.model_name=Qwen/Qwen2.5-1.5B", f"{key}={parallel}", "rollout.replicas=1"]
+    found = judged(TWO_NODES, site(79.2, 32, per_host=32), *over).problem or ""
+    assert found.startswith(f"{key} {parallel} ") is not can
+    assert can or found.endswith("1, 2, 4, 6, 12")
 
 
 def test_a_replica_too_large_for_its_gpus_is_spread_over_more() -> None:

@@ -12,6 +12,8 @@ import pytest
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.run.metric_names import METRIC_SECTIONS, tracked_name, unknown
 from headrace_services.trainer.learning.losses import policy_loss, value_loss
+from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.throughput import StepTimes, efficiency_metrics
 from tests.unit.trainer import loss_cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,3 +67,18 @@ def test_a_tracker_has_nemo_rls_names() -> None:
     assert tracked_name("train", "critic/loss") == "train/critic/loss"
     for own in ("timing/train/policy_training", "performance/tokens_per_sec", "efficiency/idle/refit_bubble_s"):
         assert tracked_name("train", own) == own
+
+
+def test_goodput_is_one_table_from_which_all_other_names_come() -> None:
+    (section,) = [each for each in METRIC_SECTIONS if "efficiency/efficiency_pct" in {one.name for one in each.metrics}]
+    times = StepTimes(10.0, 1.0, {}, 1.0, 1.0, 1.0, 1.0)
+    emitted = efficiency_metrics(times) | {"efficiency/init/total_s": 1.0}
+    assert {metric.name for metric in section.metrics} == emitted.keys()
+    for category in ("idle/buffer_starvation", "idle/refit_bubble", "idle/validation", "overhead/checkpoint"):
+        assert emitted[f"efficiency/{category}_s"] == 1.0
+        assert emitted[f"efficiency/{category}_pct"] == 10.0
+    gauges = Gauges()
+    gauges.update("train", 0, emitted)
+    shown = {gauge.name for gauge in gauges.collect()}
+    assert {"headrace_trainer_" + name.replace("/", "_") for name in emitted} <= shown
+    assert {tracked_name("train", name) for name in emitted} == emitted.keys()

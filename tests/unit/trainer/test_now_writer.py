@@ -25,6 +25,9 @@ STATS: dict[str, Any] = {
     "next_step": 4,
     "committed": 2,
     "closed": False,
+    "bytes": 10,
+    "max_bytes": 100,
+    "full": 0,
     "counts": {"train": {"open": 3, "ready": 1}, "validation": {"queued": 2}},
     "replicas": [
         {
@@ -192,6 +195,14 @@ def test_the_state_has_what_pages_and_hubs_say() -> None:
     # a replica that was started again counts from 0
     again = {"http://there:1": (Load(400.0, 10.0, 1), Load(10.0, 12.0, 5))}
     assert assemble(STATS, again, {}, [], 0.0).replicas[0].tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize(("changes", "token"), [({"bytes": 100}, "replay.max_bytes"), ({"full": 7}, "maxmemory")])
+def test_a_run_without_memory_waits_for_it(changes: dict[str, int], token: str) -> None:
+    whole = STATS | {"environments": []}
+    assert assemble(whole, {}, {}, [], 0.0).waits == []
+    (said,) = assemble(whole | changes, {}, {}, [], 0.0).waits
+    assert token in said
 
 
 def test_a_page_without_the_load_says_nothing() -> None:

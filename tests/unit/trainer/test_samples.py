@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -22,7 +23,7 @@ from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
     choose,
     show,
-    training_record,
+    training_records,
 )
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.buffer import make_group
@@ -73,8 +74,13 @@ def trained(old: tuple[float, ...] = (-0.5, -1.25, -2.0, -0.25)) -> Batch:
     return batch
 
 
+def one_line(batch: Batch) -> dict[str, Any]:
+    (line,) = training_records(4, [PROMPT], batch)
+    return line
+
+
 def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
-    record = training_record(4, PROMPT, trained(), 0)
+    record = one_line(trained())
     assert record["token_ids"] == [1, 2, 3, 4, 5]
     assert record["token_loss_mask"] == [0, 0, 0, 1, 1]
     assert np.isnan(record["advantages"][2])
@@ -89,7 +95,7 @@ def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
 
 
 def test_a_trajectory_without_a_pass_has_no_trainers_probabilities() -> None:
-    assert training_record(4, PROMPT, trained((np.nan,) * 4), 0)["prev_logprobs"] is None
+    assert one_line(trained((np.nan,) * 4))["prev_logprobs"] is None
 
 
 def test_a_line_says_what_the_loss_made_of_each_token() -> None:
@@ -99,15 +105,15 @@ def test_a_line_says_what_the_loss_made_of_each_token() -> None:
     batch.clipped = np.array([np.nan, np.nan, -1, 0], np.float32)
     batch.token_losses = np.array([0, 0, 1.2345678e-8, -2.5e-7], np.float32)
     batch.values = np.array([0.5] * 4, np.float32)
-    record = training_record(4, PROMPT, batch, 0)
+    record = msgspec.json.decode(msgspec.json.encode(one_line(batch)))
     assert record["mask_reasons"] == [3, 3, 1, 0, 0]
     assert record["clipped"] == [None, None, None, -1, 0]
     assert [record["token_losses"][place] for place in (0, 3, 4)] == pytest.approx([0, 1.2345678e-8, -2.5e-7], rel=1e-6)
-    assert np.isnan(record["policy_logprobs"][2])
+    assert record["policy_logprobs"] == [-0.5, -1.0, None, -2.0, -0.25]
     assert record["values"][4] == 0.5
     written = {"mask_reasons", "policy_logprobs", "clipped", "token_losses", "values"}
     assert written < set(COLUMNS)
-    assert set(record) & set(COLUMNS) - set(training_record(4, PROMPT, trained(), 0)) == written
+    assert set(record) & set(COLUMNS) - set(one_line(trained())) == written
 
 
 async def test_the_files_of_steps_and_validations_have_the_texts_of_tokens(tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ async def test_the_files_of_steps_and_validations_have_the_texts_of_tokens(tmp_p
 
 def test_what_was_written_is_read_and_environment_tokens_are_null(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path / "logs", keep=3)
-    files.write("train", 4, [training_record(4, PROMPT, trained(), 0)])
+    files.write("train", 4, [one_line(trained())])
     (record,) = files.read("train", 4)
     assert record["advantages"] == [0.1, 0.2, None, 0.3, 0.333333]
     assert record["content"] == TRAJECTORY.text

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.config import Config
 from headrace.records.score import Score
 from headrace.records.trajectory import Span
 from headrace.replay import Evaluated
 from headrace.run.metric_names import unknown
-from headrace_services.trainer.control.validation import reaches_target, summarize
+from headrace_services.trainer.control.decisions import Action
+from headrace_services.trainer.control.validation import Validations, reaches_target, summarize
 from tests.unit.trainer.loop_cases import group, trajectory
 
 
@@ -73,3 +78,37 @@ def test_components_and_times_are_of_held_out_prompts_too() -> None:
 )
 def test_a_validation_ends_a_run_at_its_threshold_only(metric: str | None, threshold: float | None, ends: bool) -> None:
     assert reaches_target({"accuracy": 0.5}, metric, threshold) is ends
+
+
+async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
+    time, spent = [0.0], []
+
+    async def takes(seconds: float, *_: object) -> None:
+        time[0] += seconds
+
+    class Running(SimpleNamespace):
+        complete = False
+
+        async def poll(self) -> bool:
+            await takes(2.0)
+            return self.complete
+
+    context = SimpleNamespace(
+        clock=lambda: time[0],
+        telemetry=SimpleNamespace(report_validation=partial(takes, 3.0)),
+        prompts=SimpleNamespace(left_out=[]),
+    )
+    recorder = SimpleNamespace(
+        publish=partial(takes, 1.0), spend=lambda action, seconds, counts: spent.append((action, seconds))
+    )
+    stand_ins: list[Any] = [context, recorder, SimpleNamespace(add_metrics=lambda *_: None)]
+    validations = Validations(Config(), stand_ins[0], "t", stand_ins[1], stand_ins[2], [])
+    await validations.poll()
+    assert spent == []
+    running: Any = Running(version=0, metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[])
+    validations.running = running
+    await validations.poll()
+    running.complete = True
+    await validations.poll()
+    assert spent == [(Action.AWAIT_VALIDATION, 2.0), (Action.AWAIT_VALIDATION, 6.0)]
+    assert validations.running is None

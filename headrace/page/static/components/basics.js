@@ -54,10 +54,10 @@ export const Card = ({ title, tools, children, wide }) => html`
 
 /**
  * A table. `columns` are `{name, label, cell(row), numeric, sort}`; a column with `sort` has a button that calls `onSort(sort)`, and `sorted`
- * is the sort in use (with "-" in front: descending).
+ * is the sort in use (with "-" in front: descending). A `tall` one of many rows scrolls below its headings.
  */
-export const Table = ({ columns, rows, rowKey, sorted = "", onSort, label }) => html`
-  <div class="scroll">
+export const Table = ({ columns, rows, rowKey, sorted = "", onSort, label, tall = false }) => html`
+  <div class=${`scroll ${tall ? "tall" : ""}`} role=${label && "region"} aria-label=${label} tabindex="0">
     <table aria-label=${label}>
       <thead>
         <tr>

@@ -20,7 +20,7 @@ export function layout(calls) {
     const continues = parentLane !== null && parentLane !== undefined && lanes[parentLane]?.tip === call.parent;
     let lane = continues ? parentLane : lanes.findIndex((each) => each.until < call.number);
     if (lane < 0) lane = lanes.length;
-    const through = lanes.flatMap((each, i) => (i !== lane && each.until >= call.number ? [i] : []));
+    const through = lanes.flatMap((each, i) => (i !== lane && each.until > call.number ? [i] : []));
     const before = continues ? lanes[lane].until : -1;
     lanes[lane] = { tip: call.number, until: Math.max(before, until.get(call.number) ?? -1) };
     laneOf.set(call.number, lane);

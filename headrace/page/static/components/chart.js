@@ -92,7 +92,7 @@ function Legend({ xs, series, hidden, toggle, cursor, time }) {
     cursor.current = { show };
     show(null);
   }, [xs, series, time, hidden]);
-  return html`<div class="legend" ref=${place}>
+  return html`<div class="chart-legend" ref=${place}>
     ${series
       .map((each, i) => ({ colour: colourOf(i), ...each }))
       .filter(({ faint }) => !faint)
@@ -361,9 +361,12 @@ function drawMarks(plot, marks) {
   ctx.textAlign = "center";
   // many marks must not hide the curves
   ctx.globalAlpha = inside.length * 2 * room > bbox.width ? 0.35 : 1;
+  // to ask for a style is dear, and there are few colours
+  const colours = new Map();
+  const colourNamed = (name) => colours.get(name) ?? colours.set(name, styleOf(name)).get(name);
   let free = Number.NEGATIVE_INFINITY;
   for (const { at, colour, sign } of inside) {
-    ctx.strokeStyle = styleOf(colour ?? "--mark");
+    ctx.strokeStyle = colourNamed(colour ?? "--mark");
     ctx.fillStyle = ctx.strokeStyle;
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
     ctx.beginPath();

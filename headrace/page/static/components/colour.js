@@ -27,6 +27,10 @@ export function colourAt(at, strength = 100) {
   return `color-mix(in srgb, var(${at < 0 ? "--heat-low" : "--heat-high"}) ${share}%, transparent)`;
 }
 
+/** The colour of a cell or a bar without a text on it: grey in the middle, so that it is seen there too. */
+export const cellColour = (at) =>
+  `color-mix(in srgb, var(${at < 0 ? "--heat-low" : "--heat-high"}) ${Math.round(Math.abs(at) * 100)}%, var(--heat-middle))`;
+
 /**
  * Returns the scale of values: from their 2nd to their 98th percentile, so that one huge value leaves the others distinct. `middle`: the
  * value without a colour; undefined for 0 where values have both signs.

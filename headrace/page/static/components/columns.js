@@ -90,6 +90,19 @@ export function columnScale(name, values) {
 }
 
 const STRENGTH = 52;
+/** The colours of named values: custom property and per cent. There are as many as a column has names. */
+const NAMED = [
+  ["--series-2", 40],
+  ["--series-1", 40],
+  ["--series-4", 40],
+  ["--series-5", 40],
+  ["--series-3", 40],
+  ["--series-6", 40],
+  ["--series-7", 40],
+  ["--text", 22],
+  ["--bad", 45],
+  ["--series-8", 50],
+];
 
 /** The colour behind a token: weak enough that its text can be read in both themes. */
 export function colourOf(name, scale, value) {
@@ -97,8 +110,18 @@ export function colourOf(name, scale, value) {
   if (scale.kind !== "names") return colourAt(position(scale, value), STRENGTH);
   const { names, plain } = columnOf(name);
   if (value === plain) return "transparent";
-  const at = Object.keys(names).indexOf(String(value));
-  return `color-mix(in srgb, var(--series-${(Math.max(0, at) % 8) + 1}) 38%, transparent)`;
+  const others = Object.keys(names).filter((each) => Number(each) !== plain);
+  const [property, share] = NAMED[Math.max(0, others.indexOf(String(value))) % NAMED.length];
+  return `color-mix(in srgb, var(${property}) ${share}%, transparent)`;
+}
+
+/** Returns the values of a column of names that occur in it: a legend of those that don't is noise. */
+export function present(name, values) {
+  const { names, plain } = columnOf(name);
+  const found = new Set(values);
+  return Object.keys(names)
+    .map(Number)
+    .filter((value) => value === plain || found.has(value));
 }
 
 /** A value of a column as text. */

@@ -2,10 +2,10 @@
 
 import { count, number, percent, visible } from "../format.js";
 import { html } from "../vendor/preact.js";
-import { Badge, Fold, Text } from "./basics.js";
-import { colourAt, position } from "./colour.js";
+import { Badge, Fold } from "./basics.js";
+import { colourAt, position, rewardScale } from "./colour.js";
 import { groupAddress } from "./links.js";
-import { Values } from "./messages.js";
+import { LongText, Values } from "./messages.js";
 
 /** How completions can be ordered: name in the address, label, and a key of each; the greatest comes first, but for the index. */
 export const ORDERS = [
@@ -53,40 +53,67 @@ const noText = (state) =>
     ? "Its text is no longer kept: the samples of its step were deleted (logger.keep_step_data)."
     : `Its text is not kept: samples are written of groups that were trained, evaluated or failed, and this one is ${state}.`;
 
-/** Numbers of a completion, each with its name. */
-function Facts({ trajectory }) {
+/** Returns the scale of each number of a group's completions, by its name: they are compared with one another. */
+export function scalesOf(trajectories) {
+  const reach = Math.max(...trajectories.map((each) => Math.abs(each.advantage ?? 0)), 1e-9);
+  const longest = Math.max(...trajectories.map((each) => each.tokens ?? 0), 1);
+  const names = [...new Set(trajectories.flatMap((each) => Object.keys(each.components ?? {})))];
+  return {
+    reward: rewardScale(trajectories.map((each) => each.reward)),
+    advantage: { kind: "diverging", low: -reach, high: reach, middle: 0 },
+    tokens: { kind: "sequential", low: 0, high: longest },
+    components: Object.fromEntries(
+      names.map((name) => [name, rewardScale(trajectories.map((each) => each.components?.[name]))]),
+    ),
+  };
+}
+
+/** Numbers of a completion, each with its name and a colour behind it. */
+function Facts({ trajectory, scales }) {
   const { advantage, tokens, finish_reason, components = {}, versions = [] } = trajectory;
   const facts = [
-    ["advantage", number(advantage)],
-    ["tokens", count(tokens)],
-    ...Object.entries(components).map(([name, value]) => [visible(name), number(value)]),
+    ["advantage", number(advantage), scales.advantage, advantage],
+    ["tokens", count(tokens), scales.tokens, tokens],
+    ...Object.entries(components).map(([name, value]) => [
+      visible(name),
+      number(value),
+      scales.components[name],
+      value,
+    ]),
   ];
-  return html`<dl class="facts">
-    ${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
+  return html`<dl class="numbers">
+    ${facts.map(
+      ([name, text, scale, value]) =>
+        html`<div key=${name}><dt>${name}</dt><dd class="tinted" style=${{ background: colourAt(position(scale, value), 40) }}>${text}</dd></div>`,
+    )}
     ${finish_reason === "length" && html`<div><dd><${Badge} tone="warn">truncated<//></dd></div>`}
     ${versions.length > 0 && html`<div><dd class="faint">${versionText(versions)}</dd></div>`}
   </dl>`;
 }
 
 /** One completion, or several equal ones. `chosen` is "A" or "B" where it is compared; `choose(index)` takes it for that. */
-export function Completion({ run, group, same, scale, chosen, choose, state }) {
+export function Completion({ run, group, same, scales, chosen, choose, state, isMany, isAlone }) {
   const [first] = same;
   const indices = same.map((each) => each.index);
   const tone = first.status === "NOT_STARTED" ? "calm" : "bad";
   return html`<article class=${`completion ${chosen ? "chosen" : ""}`} aria-label=${`Completion ${indices.join(", ")}`}>
     <header>
-      <span class="reward" style=${{ background: colourAt(position(scale, first.reward), 50) }} title="reward">${number(first.reward)}</span>
-      <span class="indices">${indices.map((index) => html`<a key=${index} href=${groupAddress(run, group, index)} title=${`tokens of completion ${index}`}>#${index}</a> `)}</span>
+      <span class="reward" style=${{ background: colourAt(position(scales.reward, first.reward), 50) }} title="reward">${number(first.reward)}</span>
+      <span class="indices">${same.map(({ index, kept }) =>
+        kept
+          ? html`<a key=${index} href=${groupAddress(run, group, index)} title=${`tokens of completion ${index}`}>#${index}</a> `
+          : html`<span key=${index}>#${index}</span> `,
+      )}</span>
       ${same.length > 1 && html`<${Badge}>×${same.length}<//>`}
       ${first.status && first.status !== "SCORED" && html`<${Badge} tone=${tone}>${visible(first.status)}<//>`}
-      <button class="compare" aria-pressed=${Boolean(chosen)} onClick=${() => choose(first.index)}>${chosen ? `compared (${chosen})` : "compare"}</button>
+      ${!isAlone && html`<button class="compare" aria-pressed=${Boolean(chosen)} onClick=${() => choose(first.index)}>${chosen ? `compared (${chosen})` : "compare"}</button>`}
     </header>
-    <${Facts} trajectory=${first} />
+    <${Facts} trajectory=${first} scales=${scales} />
     ${first.message && html`<p class="because">${visible(first.message)}</p>`}
-    ${first.kept && first.content !== null ? html`<${Text}>${first.content || " "}<//>` : html`<p class="empty">${noText(state)}</p>`}
-    ${reasons(same).map(({ metadata, of }) => html`<${Fold} key=${of[0]} open label=${`metadata of the score${of.length < same.length ? ` of #${of.join(", #")}` : ""}`}><${Values} value=${metadata} /><//>`)}
+    ${first.kept && first.content !== null ? html`<${LongText} most=${isMany ? 4000 : 20_000}>${first.content || " "}<//>` : html`<p class="empty">${noText(state)}</p>`}
+    ${reasons(same).map(({ metadata, of }) => html`<${Fold} key=${of[0]} open=${!isMany} label=${`metadata of the score${of.length < same.length ? ` of #${of.join(", #")}` : ""}`}><${Values} value=${metadata} /><//>`)}
     <footer>
-      <a href=${groupAddress(run, group, first.index)}>${first.calls > 1 ? `${first.calls} calls, tokens` : "tokens"} →</a>
+      ${first.kept ? html`<a href=${groupAddress(run, group, first.index)}>${first.calls > 1 ? `${first.calls} calls, tokens` : "tokens"} →</a>` : html`<span></span>`}
       <span class="faint">${visible(first.replica)}${first.attempt > 1 ? `, attempt ${first.attempt}` : ""}</span>
     </footer>
   </article>`;

@@ -3,7 +3,7 @@
 /** Splits a text into words, spaces and single other characters. */
 export const wordsOf = (text) => String(text).match(/[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu) ?? [];
 
-const MOST_CHANGES = 1000;
+const MOST_CHANGES = 600;
 
 /**
  * Returns the parts `{kind: "same"|"removed"|"added", text}` that turn text `a` into `b` with the fewest words changed (Myers, "An O(ND)

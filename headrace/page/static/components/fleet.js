@@ -13,19 +13,10 @@ export const Busy = ({ share, label, text }) => {
   </span>`;
 };
 
-const STATES = {
-  healthy: "good",
-  verified: "good",
-  loading: "calm",
-  stale: "warn",
-  syncing: "warn",
-  quarantined: "bad",
-  dead: "bad",
-  lost: "bad",
-};
+const STATES = { HEALTHY: "good", LOADING: "calm", STALE: "warn", DEAD: "bad", QUARANTINED: "bad" };
 
 /** The tone of a replica's state: what isn't at work stands out. */
-export const toneOf = (state) => STATES[String(state).toLowerCase()] ?? "calm";
+export const toneOf = (state) => STATES[state] ?? "calm";
 
 const GRAVITY = { bad: 0, warn: 1, calm: 2, good: 3 };
 
@@ -74,7 +65,7 @@ export function Replicas({ replicas, full = false, most = replicas.length }) {
   if (!replicas.length) return html`<${Empty}>No replica is attached.<//>`;
   const columns = REPLICA_COLUMNS.filter((column) => has(replicas, column.name) && (full || !column.full));
   const rows = gravestFirst(replicas).slice(0, most);
-  return html`<div class=${full ? "" : "short"}><${Table} label="Replicas" columns=${columns} rows=${rows} rowKey=${({ id }) => id} /></div>`;
+  return html`<div class=${full ? "" : "short"}><${Table} label="Replicas" tall=${full} columns=${columns} rows=${rows} rowKey=${({ id }) => id} /></div>`;
 }
 
 const RUNNER_COLUMNS = [
@@ -90,7 +81,7 @@ const RUNNER_COLUMNS = [
 ];
 
 export const Runners = ({ runners }) =>
-  html`<${Table} label="Runners" columns=${RUNNER_COLUMNS.filter(({ name }) => has(runners, name))} rows=${runners} rowKey=${({ id }) => id} />`;
+  html`<${Table} label="Runners" tall columns=${RUNNER_COLUMNS.filter(({ name }) => has(runners, name))} rows=${runners} rowKey=${({ id }) => id} />`;
 
 const ENVIRONMENT_COLUMNS = [
   { name: "name", label: "environment", cell: ({ name }) => html`<b>${visible(name)}</b>` },

@@ -3,7 +3,7 @@
 import { duration, visible } from "../format.js";
 import { styleOf } from "../theme.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { AXIS, find, heightOf, kindOf, moveBar, pan, ticks, tickText, within, zoom } from "./lanes.js";
+import { AXIS, find, heightOf, kindOf, moveBar, pan, textOf, ticks, tickText, within, zoom } from "./lanes.js";
 
 /** The kinds of bars: the colour of each in style.css. */
 export const COLOURS = {
@@ -16,13 +16,12 @@ export const COLOURS = {
   wait: "--faint",
   other: "--series-8",
 };
-const SHADES = 4;
+/** How opaque bars are, so that text on them can be read in both themes. Consecutive weight versions differ. */
+const SHADES = [0.38, 0.55, 0.85];
+const OTHERS = 0.42;
 
-/** How opaque a bar is, so that text on it can be read; consecutive weight versions differ. */
 export const shade = (bar) =>
-  kindOf(bar.what) === "generation" && Number.isFinite(bar.version)
-    ? 0.22 + (0.42 * (bar.version % SHADES)) / (SHADES - 1)
-    : 0.5;
+  kindOf(bar.what) === "generation" && Number.isFinite(bar.version) ? SHADES[bar.version % SHADES.length] : OTHERS;
 
 const gutterOf = (width) => (width < 600 ? 84 : 150);
 
@@ -52,12 +51,16 @@ function drawLane(context, lane, place, paints) {
     if (to < gutter || from > width || x(bar.end) < gutter) return;
     const kind = kindOf(bar.what);
     const wide = Math.max(1, to - from - (to - from > 4 ? 0.5 : 0));
+    // Bars that lie on one another must not add up to another shade.
+    context.globalAlpha = 1;
+    context.fillStyle = paints.surface;
+    context.fillRect(from, top + lane.of[i] * row, wide, tall);
     context.globalAlpha = kind === "wait" ? 0.8 : shade(bar);
     context.fillStyle = paints[kind];
     context.fillRect(from, top + lane.of[i] * row, wide, tall);
     if (tall < 11 || wide < 34) return;
     context.globalAlpha = 1;
-    context.fillStyle = paints.text;
+    context.fillStyle = kind === "generation" && shade(bar) > 0.7 ? paints.onBar : paints.text;
     const text = labelOf(bar);
     if (context.measureText(text).width < wide - 6) context.fillText(text, from + 3, top + lane.of[i] * row + tall / 2);
   });
@@ -94,7 +97,8 @@ function drawAxis(context, range, place, paints) {
     context.fillStyle = paints.grid;
     context.fillRect(x(time), AXIS - 4, 1, height);
     context.fillStyle = paints.faint;
-    context.fillText(tickText(time, step), x(time) + 3, AXIS / 2);
+    const text = tickText(time, step);
+    if (x(time) + 3 + context.measureText(text).width <= width) context.fillText(text, x(time) + 3, AXIS / 2);
   }
 }
 
@@ -109,6 +113,7 @@ function draw(canvas, { lanes, range, focus, hover, drag, y }) {
   paints.wait = hatch(context, paints.wait);
   Object.assign(paints, {
     text: styleOf("--text"),
+    onBar: styleOf("--on-bar"),
     faint: styleOf("--faint"),
     grid: styleOf("--grid"),
     surface: styleOf("--surface"),
@@ -179,6 +184,24 @@ function useDrawing(canvas, scroller, state) {
   }, []);
 }
 
+/** Over the bars the wheel zooms about the pointer, and moves along with Shift or sideways; over the names it scrolls. */
+function useWheel({ canvas, where, range, whole, onRange }) {
+  const wheel = (event) => {
+    const { x, gutter, time, perPixel } = where(event);
+    if (x < gutter) return;
+    event.preventDefault();
+    const along = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+    const isAlong = event.shiftKey || Math.abs(along) > Math.abs(event.deltaY);
+    if (isAlong) onRange(within([range[0] + along * perPixel, range[1] + along * perPixel], whole));
+    else onRange(zoom(range, 1.0015 ** event.deltaY, time, whole));
+  };
+  useEffect(() => {
+    const place = canvas.current;
+    place.addEventListener("wheel", wheel, { passive: false });
+    return () => place.removeEventListener("wheel", wheel);
+  });
+}
+
 /** Returns what pointers do: the wheel zooms, a drag chooses a range (with Shift, or by touch, it moves), a click opens. */
 function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, onOpen }) {
   const [hover, setHover] = useState(null);
@@ -203,20 +226,7 @@ function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, 
       ? null
       : find(lanes, time, y, 3 * perPixel);
   };
-  const wheel = (event) => {
-    const { x, gutter, time, perPixel } = where(event);
-    if (x < gutter) return;
-    event.preventDefault();
-    const along = event.shiftKey ? event.deltaY : event.deltaX;
-    if (Math.abs(along) > Math.abs(event.shiftKey ? 0 : event.deltaY))
-      onRange(within([range[0] + along * perPixel, range[1] + along * perPixel], whole));
-    else onRange(zoom(range, 1.0015 ** event.deltaY, time, whole));
-  };
-  useEffect(() => {
-    const place = canvas.current;
-    place.addEventListener("wheel", wheel, { passive: false });
-    return () => place.removeEventListener("wheel", wheel);
-  });
+  useWheel({ canvas, where, range, whole, onRange });
   const down = (event) => {
     if (event.button !== 0) return;
     canvas.current.setPointerCapture(event.pointerId);
@@ -281,8 +291,16 @@ function withPlace(found, event, canvas) {
 }
 
 /** What a bar is, in a line. */
-export const describe = (lane, bar) =>
-  `${lane.name}: ${bar.text || bar.what}, ${duration(bar.end - bar.start)}${Number.isFinite(bar.version) && kindOf(bar.what) === "generation" ? `, version ${bar.version}` : ""}${bar.count > 1 ? `, ${bar.count} together` : ""}`;
+export function describe(lane, bar) {
+  const isGeneration = kindOf(bar.what) === "generation" && Number.isFinite(bar.version);
+  const parts = [
+    `${lane.name}: ${textOf(bar)}`,
+    duration(bar.end - bar.start),
+    isGeneration ? `version ${bar.version}` : "",
+    bar.count > 1 ? `${bar.count} together` : "",
+  ];
+  return parts.filter(Boolean).join(", ");
+}
 
 /** Returns what a key does in the lanes, or undefined. */
 function keyAction(event, { lanes, range, whole, focus, onRange, onFocus, onOpen }) {
@@ -329,7 +347,7 @@ export function LaneCanvas({ lanes, range, whole, focus, onRange, onFocus, onOpe
       style=${{ height: `${height}px` }}>
       <div style=${{ height: `${height}px` }}><canvas ref=${canvas} style=${{ height: `min(${height}px, 100%)` }} ...${handlers}></canvas></div>
     </div>
-    ${hovered && html`<div class="tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
+    ${hovered && html`<div class="lane-tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
   </div>`;
 }
 

@@ -2,9 +2,12 @@
 
 export const AXIS = 24;
 const MOST_ROWS = 12;
-const [SHORTEST, TALLEST] = [26, 54];
+const [SHORTEST, TALLEST, FEW] = [26, 54, 12];
 /** The shortest range that can be shown, in seconds. */
 export const SHORTEST_S = 0.05;
+
+/** Seconds by which bars that follow one another may seem to overlap: times are rounded. */
+const SAME = 0.001;
 
 /**
  * Gives each bar, which are in the order of their starts, a row in which it overlaps no other. Beyond `most` rows bars share the row that is
@@ -13,7 +16,7 @@ export const SHORTEST_S = 0.05;
 export function pack(bars, most = MOST_ROWS) {
   const ends = [];
   const of = bars.map(({ start, end }) => {
-    let row = ends.findIndex((each) => each <= start);
+    let row = ends.findIndex((each) => each <= start + SAME);
     if (row < 0 && ends.length < most) row = ends.length;
     if (row < 0) row = ends.indexOf(Math.min(...ends));
     ends[row] = Math.max(ends[row] ?? Number.NEGATIVE_INFINITY, end);
@@ -22,20 +25,41 @@ export function pack(bars, most = MOST_ROWS) {
   return { rows: Math.max(1, ends.length), of };
 }
 
+/** Returns the rows of the trainer's lane: the parts of its steps in the first, what goes on beside them below. */
+function packTrainer(bars) {
+  const isBeside = ({ what }) => / (run|written)$/.test(what);
+  const [steps, beside] = [
+    pack(
+      bars.filter((bar) => !isBeside(bar)),
+      1,
+    ),
+    pack(bars.filter(isBeside)),
+  ];
+  const next = [steps.of[Symbol.iterator](), beside.of[Symbol.iterator]()];
+  const of = bars.map((bar) => (isBeside(bar) ? steps.rows + next[1].next().value : next[0].next().value));
+  return { rows: Math.max(...of, 0) + 1, of };
+}
+
 const KINDS = ["trainer", "environment", "replica"];
+
+/** A part of a step that took less, in seconds, didn't happen in this step: it is the time of asking whether it should. */
+const WORTH_S = 0.001;
 
 /** Returns the lanes as they are drawn: the trainer, environments, then replicas, each with its rows, its height and its `top`. */
 export function arrange(lanes) {
   let top = AXIS;
+  // A few lanes have room for higher bars.
+  const [each, most] = lanes.length > FEW ? [5, TALLEST] : [9, 2 * TALLEST];
   return lanes
     .map((lane, i) => ({ lane, i }))
     .sort((a, b) => KINDS.indexOf(a.lane.kind) - KINDS.indexOf(b.lane.kind) || a.i - b.i)
     .map(({ lane }) => {
-      const bars = lane.bars.every((bar, i) => i === 0 || lane.bars[i - 1].start <= bar.start)
-        ? lane.bars
-        : [...lane.bars].sort((a, b) => a.start - b.start);
-      const { rows, of } = pack(bars);
-      const height = Math.max(SHORTEST, Math.min(TALLEST, rows * 5));
+      const given = lane.kind === "trainer" ? lane.bars.filter(({ start, end }) => end - start >= WORTH_S) : lane.bars;
+      const bars = given.every((bar, i) => i === 0 || given[i - 1].start <= bar.start)
+        ? given
+        : [...given].sort((a, b) => a.start - b.start);
+      const { rows, of } = lane.kind === "trainer" ? packTrainer(bars) : pack(bars);
+      const height = Math.max(SHORTEST, Math.min(most, rows * (lane.kind === "trainer" ? 20 : each) + 6));
       const placed = { ...lane, bars, rows, of, height, top, row: (height - 6) / rows };
       top += height;
       return placed;
@@ -128,6 +152,9 @@ export function moveBar(key, lanes, { lane, bar }) {
   const here = bars[bar];
   return { lane: to, bar: nearest(lanes[to], here ? (here.start + here.end) / 2 : 0) ?? 0 };
 }
+
+/** Returns the text of a bar without the seconds at its end: how long it took is shown beside it. */
+export const textOf = (bar) => (bar.text || bar.what).replace(/, [\d.e+-]+ s$/, "");
 
 /** Returns the kind of a bar, which decides its colour, by what it is. */
 export function kindOf(what) {

@@ -1,7 +1,7 @@
 // Messages of a conversation, and values that environments attach to a score.
 
-import { number, visible } from "../format.js";
-import { html } from "../vendor/preact.js";
+import { count, number, visible } from "../format.js";
+import { html, useState } from "../vendor/preact.js";
 import { Fold, Text } from "./basics.js";
 
 /** Returns the text of a message's content: a string, or parts of which some have a text. */
@@ -30,6 +30,15 @@ export const firstLine = (text, most = 90) => {
   return line.length > most ? `${line.slice(0, most)}…` : line;
 };
 
+/** Text of others of which a long one is cut off at `most` characters until a person asks for all of it: laying out megabytes takes seconds. */
+export function LongText({ children, most = 20_000, tone }) {
+  const [isWhole, setWhole] = useState(false);
+  const text = String(children ?? "");
+  if (isWhole || text.length <= most) return html`<${Text} tone=${tone}>${text}<//>`;
+  return html`<${Text} tone=${tone}>${text.slice(0, most)}<//>
+    <button class="plain link" onClick=${() => setWhole(true)}>Show all ${count(text.length)} characters</button>`;
+}
+
 /** One message: its role, its text, and its reasoning and calls of tools, folded. Results of tools are folded too. */
 export function Message({ message, open = false }) {
   const text = textOf(message.content);
@@ -37,16 +46,16 @@ export function Message({ message, open = false }) {
   const isTool = message.role === "tool";
   return html`<div class=${`message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "other"}`}>
     <div class="role">${visible(message.role)}${message.name ? ` ${visible(message.name)}` : ""}</div>
-    ${reasoning && html`<${Fold} open=${open} label=${`reasoning: ${visible(firstLine(textOf(reasoning)))}`}><${Text} tone="faint">${textOf(reasoning)}<//><//>`}
+    ${reasoning && html`<${Fold} open=${open} label=${`reasoning: ${visible(firstLine(textOf(reasoning)))}`}><${LongText} tone="faint">${textOf(reasoning)}<//><//>`}
     ${
       text &&
       (isTool
-        ? html`<${Fold} open=${open} label=${`result: ${visible(firstLine(text))}`}><${Text}>${text}<//><//>`
-        : html`<${Text}>${text}<//>`)
+        ? html`<${Fold} open=${open} label=${`result: ${visible(firstLine(text))}`}><${LongText}>${text}<//><//>`
+        : html`<${LongText}>${text}<//>`)
     }
     ${(message.tool_calls ?? []).map((call, i) => {
       const { name, given } = toolCall(call);
-      return html`<${Fold} key=${i} open=${open} label=${`calls ${visible(name)} ${visible(firstLine(given, 60))}`}><${Text}>${given}<//><//>`;
+      return html`<${Fold} key=${i} open=${open} label=${`calls ${visible(name)} ${visible(firstLine(given, 60))}`}><${LongText}>${given}<//><//>`;
     })}
     ${!text && !reasoning && !message.tool_calls?.length && html`<p class="empty">An empty message.</p>`}
   </div>`;

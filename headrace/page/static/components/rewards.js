@@ -2,7 +2,7 @@
 
 import { count, number } from "../format.js";
 import { html } from "../vendor/preact.js";
-import { colourAt, position, rewardScale } from "./colour.js";
+import { cellColour, position, rewardScale } from "./colour.js";
 
 const HEIGHT = 18;
 
@@ -22,7 +22,7 @@ export function RewardStrip({ rewards, scale = rewardScale(rewards) }) {
       return html`<g key=${i}>
         <title>${i}: ${number(reward, 4)}</title>
         <rect class="back" x=${i * width} y="0" width=${inside} height=${HEIGHT} />
-        <rect x=${i * width} y=${HEIGHT - tall} width=${inside} height=${tall} style=${{ fill: colourAt(at || 0.01) }} class="fill" />
+        <rect x=${i * width} y=${HEIGHT - tall} width=${inside} height=${tall} style=${{ fill: cellColour(at ?? 0) }} class="fill" />
       </g>`;
     })}
   </svg>`;
@@ -54,7 +54,7 @@ export function Histogram({ values, label }) {
     ${bars.map(
       ({ low, high, count: n }) => html`<li key=${low}>
         <span class="numeric">${low === high ? number(low) : `${number(low)} – ${number(high)}`}</span>
-        <span class="bar-of" style=${{ width: `${(n / most) * 100}%`, background: colourAt(position(scale, (low + high) / 2) || 0.15) }}></span>
+        <span class="bar-of" style=${{ width: `${(n / most) * 100}%`, background: cellColour(position(scale, (low + high) / 2)) }}></span>
         <span>${count(n)}</span>
       </li>`,
     )}

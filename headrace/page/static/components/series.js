@@ -3,8 +3,9 @@
 import { get } from "../api.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
-/** Metrics in one request, and milliseconds in which charts that come into view are taken together. */
+/** Metrics in one request, requests at a time, and milliseconds in which charts that come into view are taken together. */
 const TOGETHER = 24;
+const AT_ONCE = 2;
 const GATHER = 80;
 
 /** Returns `items` in parts of at most `size`. */
@@ -17,8 +18,10 @@ export class SeriesReader {
     this.params = params;
     this.read = read;
     this.known = new Map();
+    this.fresh = new Set();
     this.wanted = new Map();
     this.listeners = new Set();
+    this.busy = 0;
     this.abort = new AbortController();
   }
 
@@ -29,13 +32,14 @@ export class SeriesReader {
     this.#tell(listener);
     this.#want(
       run,
-      metrics.filter((metric) => !this.known.has(`${run} ${metric}`)),
+      metrics.filter((metric) => !this.fresh.has(`${run} ${metric}`)),
     );
     return () => this.listeners.delete(listener);
   }
 
-  /** Reads again what is listened to. */
+  /** Reads again what is listened to; what else is known is read again when somebody listens. */
   refresh() {
+    this.fresh.clear();
     for (const { run, metrics } of this.listeners) this.#want(run, metrics);
   }
 
@@ -55,26 +59,36 @@ export class SeriesReader {
     this.timer = undefined;
     for (const [run, metrics] of this.wanted) {
       // charts that were scrolled past meanwhile need nothing
-      const listened = [...this.listeners].filter((each) => each.run === run).flatMap((each) => each.metrics);
-      const some = listened.filter((metric) => metrics.delete(metric));
-      for (const part of parts(some, TOGETHER)) this.#readSome(run, part);
+      const listened = new Set([...this.listeners].filter((each) => each.run === run).flatMap((each) => each.metrics));
+      const left = new Set([...metrics].filter((metric) => listened.has(metric)));
+      this.wanted.set(run, left);
+      for (const part of parts([...left], TOGETHER)) {
+        if (this.busy >= AT_ONCE) return;
+        for (const metric of part) left.delete(metric);
+        this.#readSome(run, part);
+      }
+      this.wanted.delete(run);
     }
-    this.wanted.clear();
   }
 
   async #readSome(run, metrics) {
     let error = null;
+    this.busy += 1;
     try {
       const path = `/api/runs/${encodeURIComponent(run)}/series`;
       const { series } = await this.read(path, { ...this.params, metric: metrics }, this.abort.signal);
       for (const each of series) this.known.set(`${run} ${each.metric}`, each);
+      for (const metric of metrics) this.fresh.add(`${run} ${metric}`);
     } catch (failed) {
       if (this.abort.signal.aborted) return;
       error = failed.message;
+    } finally {
+      this.busy -= 1;
     }
     for (const listener of this.listeners)
       if (listener.run === run && listener.metrics.some((metric) => metrics.includes(metric)))
         this.#tell(listener, error);
+    if (!this.timer) this.#send();
   }
 
   #tell({ run, metrics, changed }, error = null) {

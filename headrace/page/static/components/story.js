@@ -54,15 +54,18 @@ export function details(line) {
   const text = line.text || line.what;
   const all = [
     [line.replica, (value) => `on ${visible(value)}`],
-    [line.index, (value) => `completion ${value}`],
-    [line.reward, (value) => `reward ${number(value, 4)}`],
+    [line.index, (value) => `trajectory ${value}`],
+    [line.reward, (value) => `reward ${number(value, 6)}`],
     [line.step, (value) => `step ${value}`],
     [line.build, (value) => `build ${visible(value)}`],
   ];
   return all
     .filter(([value]) => value !== null && value !== undefined && value !== "")
     .map(([value, write]) => (typeof value === "string" && text.includes(value) ? "" : write(value)))
-    .filter((detail) => detail && !text.includes(detail));
+    .filter(
+      (detail) =>
+        detail && !text.includes(detail) && !detail.split(" ").every((word) => text.split(/[\s,]+/).includes(word)),
+    );
 }
 
 function Line({ line }) {

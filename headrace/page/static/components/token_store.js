@@ -64,6 +64,7 @@ export function useTokens(path, first) {
   const [store] = useState(() => new TokenStore());
   const [state, setState] = useState({ arrived: 0, error: null, reading: false });
   const pending = useRef(new Set());
+  const failed = useRef(new Set());
   const abort = useRef(new AbortController());
   useEffect(() => () => abort.current.abort(), []);
   const read = async (window, windows = 1) => {
@@ -73,6 +74,7 @@ export function useTokens(path, first) {
       store.add(await get(path, { first: window * WINDOW, count: windows * WINDOW }, abort.current.signal));
       setState((before) => ({ ...before, arrived: before.arrived + 1, error: null }));
     } catch (error) {
+      failed.current.add(window);
       if (!abort.current.signal.aborted) setState((before) => ({ ...before, error: error.message }));
       throw error;
     } finally {
@@ -93,8 +95,14 @@ export function useTokens(path, first) {
     await read(Math.floor(first / WINDOW));
     if (store.total <= WHOLE) await readAll();
   };
+  const retry = () => {
+    const again = [...failed.current];
+    failed.current.clear();
+    if (store.head === null) start().catch(() => {});
+    else for (const window of again) quietly(window);
+  };
   useEffect(() => {
     start().catch(() => {});
   }, [path]);
-  return { store, ...state, read: quietly, readAll, retry: () => start().catch(() => {}) };
+  return { store, ...state, read: quietly, readAll, retry };
 }

@@ -32,10 +32,17 @@ export function unite(answers) {
   };
 }
 
+/** The server compares at least two runs, and at most twenty. */
+const FEWEST = 2;
+const MOST = 20;
+
 export function Compare({ query }) {
   const runs = query.getAll("run");
-  if (!runs.length) return html`<${Choose} runs=${runs} query=${query} />`;
-  return html`<${Compared} runs=${runs} query=${query} />`;
+  if (runs.length >= FEWEST) return html`<${Compared} runs=${runs} query=${query} />`;
+  const chosen = runs.length ? `${visible(runs[0])} and another run` : "Runs";
+  return html`<${Card} title=${`${chosen} side by side`} tools=${html`<${Choose} runs=${runs} query=${query} />`}>
+    <${Empty}>Add runs until there are two.<//>
+  <//>`;
 }
 
 function Compared({ runs, query }) {
@@ -61,7 +68,7 @@ function Choose({ runs, query }) {
     next.append("run", id);
     navigate(`/compare?${next}`, { replace: runs.length > 0 });
   };
-  return html`<select aria-label="Add a run" value="" disabled=${!others.length} onChange=${(event) => event.target.value && add(event.target.value)}>
+  return html`<select aria-label="Add a run" value="" disabled=${!others.length || runs.length >= MOST} onChange=${(event) => event.target.value && add(event.target.value)}>
     <option value="">Add a run …</option>
     ${others.map((id) => html`<option key=${id} value=${id}>${visible(id)}</option>`)}
   </select>`;
@@ -69,7 +76,7 @@ function Choose({ runs, query }) {
 
 /** The name of a run with its colour in the charts. */
 const Named = ({ run, index }) => html`<span class="named">
-  <i class="swatch" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${`/runs/${encodeURIComponent(run.id)}`}><b>${visible(run.id)}</b></a>
+  <i class="run-colour" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${`/runs/${encodeURIComponent(run.id)}`}><b>${visible(run.id)}</b></a>
 </span>`;
 
 function Results({ runs, query }) {
@@ -101,7 +108,7 @@ function Results({ runs, query }) {
     { name: "model", label: "model", cell: (run) => visible(run.model) },
     {
       name: "leave",
-      label: "",
+      label: html`<span class="unseen">leave out</span>`,
       cell: (run) => html`<button aria-label=${`leave out ${run.id}`} onClick=${() => leave(run.id)}>×</button>`,
     },
   ];
@@ -123,7 +130,7 @@ function Differences({ runs, differences }) {
     { name: "key", label: "key", cell: ({ key }) => html`<code>${visible(key)}</code>` },
     ...runs.map((run, i) => ({
       name: run.id,
-      label: html`<i class="swatch" style=${{ background: `var(${colourOf(i)})` }}></i>${visible(run.id)}`,
+      label: html`<i class="run-colour" style=${{ background: `var(${colourOf(i)})` }}></i>${visible(run.id)}`,
       cell: ({ values }) => shown(values[i]),
     })),
   ];
@@ -149,10 +156,10 @@ function Curves({ runs, query }) {
   const { names, steps } = unite(ids.map((id) => answers[id]?.data));
   const found = sections(names, test, chosen.only);
   const broken = ids.filter((id) => answers[id]?.error);
-  const shared = { runs: ids, reader, marks: NONE, range, extent: steps, chosen, query };
+  const shared = { runs: ids, reader, marks: NONE, range, extent: steps, chosen };
   return html`
     ${ids.map((id) => html`<${Names} key=${id} run=${id} tell=${setAnswers} />`)}
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error}>
+    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}>
       <p class="runs-legend">
         ${runs.map((run, i) => html`<${Named} key=${run.id} run=${run} index=${i} />`)}
         ${!chosen.re && !chosen.only.length && html`<span class="faint">These are the usual metrics. <button onClick=${() => setQuery(query, { re: "." })}>All metrics</button></span>`}

@@ -3,23 +3,29 @@
 import { navigate, setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Badge, Card, Choice, Empty, Failure, Fold, Loaded, Text } from "../components/basics.js";
-import { rewardScale } from "../components/colour.js";
-import { Completion, fold, ORDERS } from "../components/completions.js";
+import { Completion, fold, ORDERS, scalesOf } from "../components/completions.js";
 import { diffWords } from "../components/diff.js";
 import { useKeys } from "../components/keys.js";
 import { apiPath, groupAddress, toneOf, viewAddress } from "../components/links.js";
-import { Messages } from "../components/messages.js";
+import { LongText, Messages } from "../components/messages.js";
 import { Problems } from "../components/problems.js";
 import { Histogram, RewardStrip } from "../components/rewards.js";
 import { Story } from "../components/story.js";
 import { count, duration, number, time, visible } from "../format.js";
-import { html, useMemo } from "../vendor/preact.js";
+import { html, useEffect, useMemo, useState } from "../vendor/preact.js";
+
+/** With more completions than this each is shown smaller, and what the environment said is folded. */
+const MANY = 16;
 
 const ENDS = ["trained", "filtered", "failed", "evaluated", "unused"];
 
 export function Group({ run, params, query }) {
-  const answer = useData(apiPath(run, "groups", params.group), {}, { every: 10 });
+  const [isOpen, setOpen] = useState(false);
+  const answer = useData(apiPath(run, "groups", params.group), {}, { every: isOpen ? 10 : 0 });
   const group = answer.data;
+  // A group that has ended isn't read again: its completions may be megabytes.
+  const goesOn = group !== null && !ENDS.includes(group.state);
+  useEffect(() => setOpen(goesOn), [goesOn]);
   const go = (id) => id && navigate(groupAddress(run, id));
   useKeys({ n: () => go(group?.next), p: () => go(group?.previous), u: () => navigate(viewAddress(run, "prompts")) });
   return html`<${Loaded} answer=${answer}>
@@ -27,13 +33,15 @@ export function Group({ run, params, query }) {
       <${Head} run=${run} group=${data} />
       <${Problems} of=${data} />
       ${data.state === "failed" && html`<${Failed} group=${data} />`}
-      <div class="columns">
-        <${Prompt} group=${data} />
-        <${Card} title="Story" tools=${html`<span class="faint">${data.enqueued > 0 && time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
-          ${data.story.length ? html`<${Story} story=${data.story} />` : html`<${Empty}>No events of this group are recorded.<//>`}
-        <//>
+      <div class="group-parts">
+        <div><${Prompt} group=${data} /></div>
+        <div class="told">
+          <${Card} title="Story" tools=${html`<span class="faint">${data.enqueued > 0 && time(data.enqueued)}${ENDS.includes(data.state) ? "" : ", not at its end yet"}</span>`}>
+            ${data.story.length ? html`<${Story} story=${data.story} />` : html`<${Empty}>No events of this group are recorded.<//>`}
+          <//>
+        </div>
+        <div class="all"><${Completions} run=${run} group=${data} query=${query} /></div>
       </div>
-      <${Completions} run=${run} group=${data} query=${query} />
     `}
   <//>`;
 }
@@ -45,7 +53,7 @@ function Head({ run, group }) {
     ["spread", number(group.spread)],
     ["age", count(group.age)],
     ["attempts", count(group.attempts)],
-    ["took", group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"],
+    ["took", group.ended > group.enqueued ? duration(group.ended - group.enqueued) : "–"],
     ["environment", visible(group.environment)],
     ["build", visible(group.build ?? "–")],
     ["task", visible(group.task || "–")],
@@ -60,7 +68,7 @@ function Head({ run, group }) {
       <h2>${visible(group.id)} <${Badge} tone=${toneOf(group.state)}>${group.state}<//>${group.lane === "validation" && html` <${Badge}>validation<//>`}</h2>
       <nav class="tools" aria-label="Neighbours">${neighbour(group.previous, "‹ previous", "p")}${neighbour(group.next, "next ›", "n")}</nav>
     </header>
-    <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <dl class="numbers">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     <nav class="links" aria-label="Related">
       ${group.step !== null && html`<a href=${viewAddress(run, "prompts", { step: group.step })}>groups of step ${group.step}</a>`}
       ${group.step !== null && html`<a href=${viewAddress(run, "metrics", { first: Math.max(0, group.step - 10), last: group.step + 10 })}>metrics around step ${group.step}</a>`}
@@ -72,10 +80,10 @@ function Head({ run, group }) {
 }
 
 const Prompt = ({ group }) => html`<${Card} title="Prompt">
-  ${group.messages ? html`<${Messages} messages=${group.messages} />` : html`<${Text}>${group.prompt}<//>`}
+  ${group.messages ? html`<${Messages} messages=${group.messages} />` : html`<${LongText}>${group.prompt}<//>`}
   ${
     group.expected !== null && group.expected !== undefined
-      ? html`<h3>Expected answer</h3><${Text}>${group.expected}<//>`
+      ? html`<h3>Expected answer</h3><${LongText}>${group.expected}<//>`
       : html`<${Empty}>The data set gives no expected answer.<//>`
   }
 <//>`;
@@ -106,7 +114,8 @@ function Completions({ run, group, query }) {
   if (!all.length)
     return html`<${Card} title="Completions"><${Empty}>It has no completions${ENDS.includes(group.state) ? "" : " yet"}.<//><//>`;
   const rewards = all.map((each) => each.reward);
-  const scale = rewardScale(rewards);
+  const scales = scalesOf(all);
+  const isMany = shown.length > MANY;
   const choose = (index) => setQuery(query, { compare: chooseTwo(chosen, index).join(",") });
   const letter = (same) => same.map((each) => "AB"[chosen.indexOf(each.index)]).find(Boolean);
   const tools = html`
@@ -116,12 +125,12 @@ function Completions({ run, group, query }) {
   return html`
     <${Card} title=${`${all.length} completion${all.length === 1 ? "" : "s"}`} tools=${tools}>
       <div class="rewards">
-        <div><h3>Rewards by index</h3><${RewardStrip} rewards=${rewards} scale=${scale} /></div>
+        <div><h3>Rewards by index</h3><${RewardStrip} rewards=${rewards} scale=${scales.reward} /></div>
         <div class="grow"><h3>How many have which reward</h3><${Histogram} values=${rewards} label="Rewards" /></div>
       </div>
       ${chosen.length > 0 && html`<${Comparison} all=${all} chosen=${chosen} clear=${() => setQuery(query, { compare: null })} />`}
-      <div class="completions">
-        ${shown.map((same) => html`<${Completion} key=${same[0].index} run=${run} group=${group.id} same=${same} scale=${scale} chosen=${letter(same)} choose=${choose} state=${group.state} />`)}
+      <div class=${`completions ${isMany ? "many" : ""}`}>
+        ${shown.map((same) => html`<${Completion} key=${same[0].index} run=${run} group=${group.id} same=${same} scales=${scales} chosen=${letter(same)} choose=${choose} state=${group.state} isMany=${isMany} isAlone=${all.length === 1} />`)}
       </div>
     <//>
   `;

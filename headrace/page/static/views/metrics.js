@@ -93,13 +93,16 @@ export function rangeOf(query) {
   return Number.isFinite(first) && Number.isFinite(last) && first < last ? [first, last] : null;
 }
 
+/** Stands between the names of closed sections in the address; names have commas. */
+const BETWEEN = "|";
+
 /** The choices of a view of curves, as they are in the address. */
 export const choices = (query) => ({
   re: query.get("re") ?? "",
   only: query.getAll("metric"),
   weight: Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0)),
   log: query.get("scale") === "log",
-  closed: (query.get("closed") ?? "").split(",").filter(Boolean),
+  closed: (query.get("closed") ?? "").split(BETWEEN).filter(Boolean),
   wide: query.get("wide"),
 });
 
@@ -123,16 +126,16 @@ function Found({ run, query, data }) {
       })),
     [JSON.stringify(data.marks)],
   );
-  const shared = { runs: [run], reader, marks, range, extent: data.steps, chosen, query };
+  const shared = { runs: [run], reader, marks, range, extent: data.steps, chosen };
   return html`
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error}><${Marks} marks=${data.marks} /><//>
+    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}><${Marks} marks=${data.marks} /><//>
     ${!found.length && html`<${Empty}>${data.names.length ? "No metric matches the search." : "This run has no metrics yet: its first step is not done."}<//>`}
     ${found.map((each) => html`<${Section} key=${each.section} ...${each} shared=${shared} />`)}
   `;
 }
 
 /** The tools above curves: search, smoothing, scale, and the steps in view. */
-export function Tools({ query, chosen, range, error, children }) {
+export function Tools({ query, chosen, range, error, found, children }) {
   const { re, only, weight, log } = chosen;
   return html`<section class="card sticky">
     <div class="tools">
@@ -150,8 +153,24 @@ export function Tools({ query, chosen, range, error, children }) {
       }
       ${only.length > 0 && html`<span class="badge" title=${only.map(visible).join("\n")}>${only.length === 1 ? visible(only[0]) : `${only.length} metrics`}</span> <button onClick=${() => setQuery(query, { metric: null })}>All metrics</button>`}
     </div>
-    ${error && html`<${Failure} error=${error} />`} ${children}
+    ${error && html`<${Failure} error=${error} />`}
+    ${found.length > 1 && html`<${Menu} found=${found} closed=${chosen.closed} />`} ${children}
   </section>`;
+}
+
+const idOf = (section) => `section-${section.replace(/\W+/g, "-")}`;
+
+/** A button for each section, which opens it and goes there. */
+function Menu({ found, closed }) {
+  const goTo = (section) => {
+    setQuery(here(), { closed: closed.filter((each) => each !== section).join(BETWEEN) });
+    requestAnimationFrame(() => document.getElementById(idOf(section))?.scrollIntoView());
+  };
+  const all = closed.length < found.length ? found.map(({ section }) => section) : [];
+  return html`<nav class="sections" aria-label="Sections">
+    ${found.map(({ section, charts }) => html`<button key=${section} class="plain" onClick=${() => goTo(section)}>${visible(section)} <span class="faint">${charts.length}</span></button>`)}
+    <button class="plain" onClick=${() => setQuery(here(), { closed: all.join(BETWEEN) })}>${all.length ? "Close all" : "Open all"}</button>
+  </nav>`;
 }
 
 /** What happened at which step, as it is marked in the charts. */
@@ -170,12 +189,12 @@ function Marks({ marks }) {
 
 /** A section of charts, which its heading shows or hides. */
 export function Section({ section, charts, empty, shared }) {
-  const { query, chosen } = shared;
+  const { chosen } = shared;
   const closed = chosen.closed.includes(section);
   const next = closed ? chosen.closed.filter((each) => each !== section) : [...chosen.closed, section];
-  return html`<section class="section">
+  return html`<section class="section" id=${idOf(section)}>
     <h2>
-      <button class="plain" aria-expanded=${!closed} onClick=${() => setQuery(query, { closed: next.join() })}>
+      <button class="plain" aria-expanded=${!closed} onClick=${() => setQuery(here(), { closed: next.join(BETWEEN) })}>
         ${closed ? "▸" : "▾"} ${visible(section)} <span class="faint">${charts.length}</span>
       </button>
     </h2>

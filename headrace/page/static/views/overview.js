@@ -3,7 +3,7 @@
 import { setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Badge, Card, Choice, Empty, Failure, formatEta, Loaded, Table, Tile, Tiles } from "../components/basics.js";
-import { Chart, COLOURS } from "../components/chart.js";
+import { Chart, colourOf } from "../components/chart.js";
 import { Environments, Replicas, Runners } from "../components/fleet.js";
 import { Flow } from "../components/flow.js";
 import { ago, clock, count, duration, number, percent, time, visible } from "../format.js";
@@ -30,26 +30,32 @@ export function evidenceAddress(run, { view, query = {} }) {
   return address(run, `groups/${encodeURIComponent(id)}${index === undefined ? "" : `/${index}`}`);
 }
 
-const steps = (value) => `${number(value)} ${value === 1 ? "step" : "steps"}`;
+function steps(value) {
+  return `${number(value)} ${value === 1 ? "step" : "steps"}`;
+}
 
-/** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and a note. */
+/** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and what its note adds. */
 export const TILES = [
-  ["reward", ["reward"], number],
-  ["entropy", ["entropy"], number],
-  ["age", ["avg_trajectory_age", "mean_age"], steps],
-  ["oldest", ["max_trajectory_age", "staleness/max"], steps],
   ["tokens/s", ["performance/tokens_per_sec", "tokens_per_second"], number],
-  ["mean length", ["mean_gen_tokens_per_sample", "mean_generation_length"], number],
-  ["gradient norm", ["grad_norm"], number],
+  ["age", ["avg_trajectory_age", "mean_age"], steps, oldest],
+  ["entropy", ["entropy"], number],
+  ["mean length", ["mean_gen_tokens_per_sample", "mean_generation_length"], (value) => `${number(value)} tokens`],
   ["failed prompts", ["failed_prompts_total", "failed_prompts"], count],
 ];
 
-/** Returns the tiles that the newest training step has values for: `[{label, metric, text}]`. */
-export const metricTiles = (metrics) =>
-  TILES.map(([label, names, text]) => {
-    const metric = names.find((name) => metrics[name] !== undefined && metrics[name] !== null);
-    return metric && { label, metric, text: text(metrics[metric]) };
-  }).filter(Boolean);
+function oldest(metrics) {
+  const most = metrics.max_trajectory_age ?? metrics["staleness/max"];
+  return most > (metrics.avg_trajectory_age ?? metrics.mean_age) ? `oldest ${steps(most)}` : "";
+}
+
+/** Returns the tiles that the newest training step has values for: `[{label, metric, text, note}]`. */
+export const metricTiles = (metrics, tiles = TILES) =>
+  tiles
+    .map(([label, names, text, note]) => {
+      const metric = names.find((name) => metrics[name] !== undefined && metrics[name] !== null);
+      return metric && { label, metric, text: text(metrics[metric]), note: note?.(metrics) ?? "" };
+    })
+    .filter(Boolean);
 
 const exactly = (metric) => `re=${encodeURIComponent(`^${metric.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}$`)}`;
 
@@ -89,7 +95,7 @@ function Known({ run, query, window, data, lost }) {
       <${AsOf} run=${data.run} now=${now} lost=${lost} />
       <${Choice} label="Window" choices=${WINDOWS} value=${window} onChange=${(value) => setQuery(query, { window: value })} />
     </div>
-    <${Trouble} run=${data.run} />
+    <${Trouble} run=${data.run} problems=${data.problems ?? []} />
     <${Facts} run=${run} data=${data} />
     <${Card} title="Groups" tools=${html`<a href=${address(run, "prompts")}>All prompts</a>`}>
       <${Flow} run=${run} counts=${flow.counts} perSecond=${flow.per_s} now=${live} secondsPerStep=${data.run.seconds_per_step} />
@@ -118,12 +124,22 @@ function AsOf({ run, now, lost }) {
   return html`<span class=${`as-of ${tone}`}>${text}</span>`;
 }
 
-/** Why a run ended, and its collapse. */
-const Trouble = ({ run }) => html`
+/** Why a run ended, its collapse, and what of its files can't be read. */
+const Trouble = ({ run, problems }) => html`
   ${run.error && html`<${Failure} error=${run.error} />`}
   ${run.reason && ["failed", "killed"].includes(run.state) && html`<${Failure} error=${`${run.state}: ${run.reason}`} />`}
   ${run.collapse && html`<${Failure} error=${run.collapse} />`}
+  ${problems.map((problem) => html`<${Failure} key=${problem} error=${problem} />`)}
 `;
+
+/** The tiles of the newest training step, each with its curve behind it. */
+const MetricTiles = ({ run, train, tiles }) =>
+  metricTiles(train.metrics, tiles).map(
+    ({ label, metric, text, note }) =>
+      html`<${Tile} key=${label} label=${label} value=${text} note=${[note, `at step ${count(train.step)}`].filter(Boolean).join(", ")} href=${address(run, "metrics", exactly(metric))} />`,
+  );
+
+const FIRST = [["reward", ["reward"], number]];
 
 function Facts({ run, data }) {
   const { train, validation } = data.newest;
@@ -138,19 +154,24 @@ function Facts({ run, data }) {
     formatEta(data.run),
     seconds_per_step && `${duration(seconds_per_step)} a step`,
   ];
-  return html`<${Tiles}>
+  return html`<div class="even"><${Tiles}>
     <${Tile} label="state" value=${state} note=${started ? `started ${ago(started)}` : ""} tone=${["failed", "killed"].includes(state) ? "bad" : ""} />
     <${Tile} label="step" value=${count(step)} note=${note.filter(Boolean).join(", ")} href=${address(run, "timeline")} />
+    ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${FIRST} />`}
     ${validation && html`<${Tile} label=${name} value=${number(heldOut)} note=${`at step ${count(validation.step)}`} href=${address(run, "metrics", "metric=validation%3Aaccuracy&metric=validation%3Areward")} />`}
     ${best && html`<${Tile} label="best" value=${number(best.value)} note=${`${visible(best.metric)} at step ${count(best.step)}`} href=${address(run, "metrics", exactly(best.metric.replace(/^val:/, "validation:")))} />`}
-    ${train && metricTiles(train.metrics).map(({ label, metric, text }) => html`<${Tile} key=${label} label=${label} value=${text} note=${`at step ${count(train.step)}`} href=${address(run, "metrics", exactly(metric))} />`)}
-  <//>`;
+    ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${TILES} />`}
+  <//></div>`;
 }
 
-const Waits = ({ now }) =>
-  now?.waits?.length
-    ? html`<p class="waits"><b>Waits:</b> ${now.waits.map((each) => html`<${Badge} key=${each} tone="warn">${visible(each)}<//> `)}</p>`
-    : null;
+/** What the run waits for, and the groups of its validation lane. */
+function Waits({ now }) {
+  const validation = Object.entries(now?.validation ?? {}).filter(([, groups]) => groups > 0);
+  return html`
+    ${now?.waits?.length > 0 && html`<p class="waits"><b>Waits:</b> ${now.waits.map((each) => html`<${Badge} key=${each} tone="warn">${visible(each)}<//> `)}</p>`}
+    ${validation.length > 0 && html`<p class="waits faint">Validation lane: ${validation.map(([state, groups]) => `${count(groups)} ${state}`).join(", ")}</p>`}
+  `;
+}
 
 const TONES = { error: "bad", warning: "warn", info: "calm" };
 
@@ -174,28 +195,33 @@ function Findings({ run, findings, window }) {
   <//>`;
 }
 
-/** The colour of a part of the time; the rest, which is none of them, is grey. */
-const partColour = (name, index) => (name === "rest" ? "--faint" : COLOURS[index % COLOURS.length]);
+/**
+ * Returns the parts of the time that took any, in the window or in the run, each with its colour; the rest, which is none of them, is grey.
+ */
+export const partsOf = (parts, steps) =>
+  parts
+    .map((part, i) => ({ ...part, colour: part.name === "rest" ? "--faint" : colourOf(i) }))
+    .filter(({ name, share }) => share > 0 || steps[name]?.some((seconds) => seconds > 0));
 
 /** Where the time of a step goes: one bar of shares, its legend, and the same step by step. */
 function Time({ run, parts, steps, window }) {
+  const spent = partsOf(parts, steps);
+  const known = JSON.stringify([steps, spent.map(({ name }) => name)]);
+  const xs = useMemo(() => steps.step ?? [], [known]);
   const series = useMemo(
     () =>
-      parts
-        .filter(({ name }) => steps[name])
-        .map(({ name }, i) => ({ label: name, values: steps[name], colour: partColour(name, i) })),
-    [JSON.stringify(steps), parts.map(({ name }) => name).join()],
+      spent.filter(({ name }) => steps[name]).map(({ name, colour }) => ({ label: name, values: steps[name], colour })),
+    [known],
   );
-  const xs = useMemo(() => steps.step ?? [], [JSON.stringify(steps.step)]);
   if (!parts.length) return html`<${Card} title="Time"><${Empty}>No step is done yet.<//><//>`;
   return html`<${Card} title=${`Time of a step, ${WINDOWS.find(([name]) => name === window)[1]}`}>
-    <div class="shares" role="img" aria-label=${parts.map(({ name, share }) => `${name} ${percent(share)}`).join(", ")}>
-      ${parts.map(({ name, share }, i) => share > 0 && html`<i key=${name} title=${`${name}: ${percent(share)}`} style=${{ flexGrow: share, background: `var(${partColour(name, i)})` }}></i>`)}
+    <div class="shares" role="img" aria-label=${spent.map(({ name, share }) => `${name} ${percent(share)}`).join(", ")}>
+      ${spent.map(({ name, share, colour }) => share > 0 && html`<i key=${name} title=${`${name}: ${percent(share)}`} style=${{ flexGrow: share, background: `var(${colour})` }}></i>`)}
     </div>
     <ul class="parts">
-      ${parts.map(
-        ({ name, metric, seconds, share }, i) => html`<li key=${name}>
-          <i style=${{ background: `var(${partColour(name, i)})` }}></i>
+      ${spent.map(
+        ({ name, metric, seconds, share, colour }) => html`<li key=${name}>
+          <i style=${{ background: `var(${colour})` }}></i>
           ${metric ? html`<a href=${address(run, "metrics", exactly(metric))}>${visible(name)}</a>` : html`<span>${visible(name)}</span>`}
           <span class="numeric">${duration(seconds)}</span><span class="numeric">${percent(share)}</span>
         </li>`,
@@ -255,9 +281,13 @@ function Checkpoints({ run, checkpoints }) {
   if (!newest.length)
     return html`<${Card} title="Checkpoints"><${Empty}>${checkpoints.length ? "None is kept." : "No checkpoint yet."}<//><//>`;
   const columns = [
-    { name: "step", label: "step", numeric: true, cell: ({ step }) => count(step) },
+    {
+      name: "step",
+      label: "step",
+      numeric: true,
+      cell: ({ step, best }) => html`${best && html`<${Badge} tone="good">best<//> `}${count(step)}`,
+    },
     { name: "metric", label: run.best?.metric ?? "metric", numeric: true, cell: ({ metric }) => number(metric, 4) },
-    { name: "best", label: "", cell: ({ step }) => run.best?.step === step && html`<${Badge} tone="good">best<//>` },
   ];
   const [older, gone] = [kept.length - newest.length, checkpoints.length - kept.length];
   const rest = [older && `${count(older)} older`, gone && `${count(gone)} removed`].filter(Boolean).join(", ");

@@ -8,7 +8,7 @@ import { apiPath, groupAddress, STATES, toneOf } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { RewardStrip } from "../components/rewards.js";
 import { count, duration, number, visible } from "../format.js";
-import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
 export const PAGE = 50;
 
@@ -73,6 +73,7 @@ export function Prompts({ run, query }) {
               ? html`<div class=${answer.loading ? "stale" : ""}><${GroupTable} run=${run} query=${query} data=${data} parameters=${parameters} change=${change} /></div>`
               : html`<${Nothing} query=${query} data=${data} />`
           }
+          ${data.groups.length > 0 && html`<p class="empty">Keys in the table: arrows, Page Up and Page Down move, Enter opens. A value of a column is a link to the groups that share it.</p>`}
         <//>
       `}
     <//>
@@ -199,8 +200,10 @@ function GroupTable({ run, query, data, parameters, change }) {
   const pressed = (event) => {
     if (!event.target.matches("tr")) return;
     const { offset } = parameters;
-    if (event.key === "Enter") return navigate(groupAddress(run, rows[at].id));
-    const moved = moveRow(event.key, at, rows.length, offset, data.total);
+    // The row that has the focus, whatever was drawn last: keys may come faster than drawings.
+    const here = [...body.current.children].indexOf(event.target);
+    if (event.key === "Enter") return navigate(groupAddress(run, rows[here].id));
+    const moved = moveRow(event.key, here, rows.length, offset, data.total);
     if (!moved) return;
     event.preventDefault();
     if (moved.offset === offset) focusRow(moved.at);
@@ -209,7 +212,11 @@ function GroupTable({ run, query, data, parameters, change }) {
       setQuery(query, { offset: moved.offset || null });
     }
   };
-  const scale = rewardScale(rows.flatMap((group) => group.rewards));
+  // Moving from row to row draws no cell again.
+  const cells = useMemo(() => {
+    const scale = rewardScale(rows.flatMap((group) => group.rewards));
+    return rows.map((group) => html`<${Row} run=${run} group=${group} query=${query} scale=${scale} />`);
+  }, [run, rows, query]);
   return html`<div class="scroll"><table class="groups" aria-label="Groups" aria-rowcount=${data.total}>
     <thead><tr>${COLUMNS.map((column) => html`<${Heading} key=${column[0]} column=${column} sorted=${parameters.sort} change=${change} />`)}</tr></thead>
     <tbody ref=${body} onKeyDown=${pressed}>
@@ -218,7 +225,7 @@ function GroupTable({ run, query, data, parameters, change }) {
           group,
           i,
         ) => html`<tr key=${group.id} tabindex=${i === Math.min(at, rows.length - 1) ? 0 : -1} aria-rowindex=${parameters.offset + i + 2} onFocus=${() => setAt(i)} onDblClick=${() => navigate(groupAddress(run, group.id))}>
-          <${Row} run=${run} group=${group} query=${query} scale=${scale} />
+          ${cells[i]}
         </tr>`,
       )}
     </tbody>
@@ -243,7 +250,7 @@ function Row({ run, group, query, scale }) {
   const only = (name, value, text = value) =>
     value === null || value === undefined || value === ""
       ? html`<span class="faint">–</span>`
-      : html`<a class="quiet" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery(query, { [name]: value, offset: null })}>${visible(text)}</a>`;
+      : html`<a class="only" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery(query, { [name]: value, offset: null })}>${visible(text)}</a>`;
   return html`
     <td class="prompt">
       <a href=${groupAddress(run, group.id)} tabindex="-1">${visible(group.prompt) || "(an empty prompt)"}</a>
@@ -256,7 +263,7 @@ function Row({ run, group, query, scale }) {
     <td class="numeric">${only("step", group.step, count(group.step))}</td>
     <td class="numeric">${count(group.age)}</td>
     <td class=${`numeric ${group.attempts > 1 ? "several" : ""}`}>${count(group.attempts)}</td>
-    <td class="numeric">${group.ended && group.enqueued ? duration(group.ended - group.enqueued) : "–"}</td>
+    <td class="numeric">${group.ended > group.enqueued ? duration(group.ended - group.enqueued) : "–"}</td>
     <td class="names" title=${visible(group.replicas.join(", "))}>${only("replica", group.replicas[0])}${group.replicas.length > 1 && html`<span class="faint"> +${group.replicas.length - 1}</span>`}</td>
     <td class="names">${only("environment", group.environment)}</td>
     <td class="names">${only("build", group.build)}</td>

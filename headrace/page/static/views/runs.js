@@ -43,7 +43,7 @@ export function Runs({ query }) {
   const columns = [
     {
       name: "choose",
-      label: "",
+      label: html`<span class="unseen">compare</span>`,
       cell: (run) =>
         html`<input type="checkbox" aria-label=${`compare ${run.id}`} checked=${chosen.has(run.id)} onChange=${() => toggle(run.id)} />`,
     },
@@ -66,7 +66,7 @@ export function Runs({ query }) {
         <div class="faint">${run.state === "running" ? formatEta(run) : ""}</div>`,
     },
     { name: "best", label: "best", sort: "best", cell: (run) => formatBest(run.best) },
-    { name: "curve", label: "", cell: (run) => run.spark && html`<${Sparkline} points=${run.spark.points} />` },
+    { name: "curve", label: "curve", cell: (run) => run.spark && html`<${Sparkline} points=${run.spark.points} />` },
     { name: "speed", label: "a step", numeric: true, cell: (run) => duration(run.seconds_per_step) },
     { name: "started", label: "started", sort: "started", cell: (run) => ago(run.started) },
   ];

@@ -38,8 +38,8 @@ function Services({ run, now }) {
   const { replicas = [], runners = [], environments = [] } = now;
   const age = html`<span class="faint">${run.state === "running" ? `as of ${ago(now.time)}` : `last known, ${ago(now.time)}`}</span>`;
   return html`
-    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><div class="tall" role="region" aria-label="All replicas" tabindex="0"><${Replicas} replicas=${replicas} full /></div><//>
-    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><div class="tall" role="region" aria-label="All runners" tabindex="0"><${Runners} runners=${runners} /></div><//>`}
+    <${Card} title=${`Replicas: ${count(replicas.length)}`} tools=${age}><${Replicas} replicas=${replicas} full /><//>
+    ${runners.length > 0 && html`<${Card} title=${`Runners: ${count(runners.length)}`} tools=${age}><${Runners} runners=${runners} /><//>`}
     <${Card} title=${`Environments: ${count(environments.length)}`} tools=${age}><${Environments} environments=${environments} full /><//>
   `;
 }
@@ -72,7 +72,7 @@ function Logs({ run, query, services }) {
       ${({ lines, more }) => html`
         <div class="tools between paging">
           <button disabled=${!more || !lines.length} onClick=${() => setQuery(query, { before: lines[0].time })}>← Older</button>
-          <span class="faint" role="status">${said(lines, follows)}</span>
+          <span class="faint" role="status">${said(lines)}</span>
           <button aria-pressed=${follows} disabled=${follows} onClick=${() => setQuery(query, { before: null })}>${follows ? "Following the end" : "To the end →"}</button>
         </div>
         ${lines.length ? html`<${Lines} lines=${lines} follows=${follows} />` : html`<${Empty}>${services.length ? "No line matches." : "This run has no logs."}<//>`}
@@ -82,10 +82,8 @@ function Logs({ run, query, services }) {
 }
 
 /** Says which lines are shown. */
-export const said = (lines, follows) =>
-  lines.length
-    ? `${count(lines.length)} lines, ${time(lines[0].time)} – ${follows ? "now" : time(lines.at(-1).time)}`
-    : "";
+export const said = (lines) =>
+  lines.length ? `${count(lines.length)} lines, ${time(lines[0].time)} – ${time(lines.at(-1).time)}` : "";
 
 /** The lines in a box that stays at its end while it follows, unless the person has scrolled back. */
 function Lines({ lines, follows }) {
@@ -118,7 +116,7 @@ function Versions({ system }) {
   const { versions = {}, git } = system;
   const rows = Object.entries(versions);
   return html`<${Card} title="Versions">
-    <dl class="facts">
+    <dl class="versions">
       ${git && html`<dt>commit</dt><dd><code>${visible(git.commit)}</code> ${git.dirty && html`<${Badge} tone="warn" title="Files differed from the commit">with changes<//>`}</dd>`}
       ${rows.map(([name, version]) => html`<dt key=${name}>${visible(name)}</dt><dd><code>${visible(version)}</code></dd>`)}
     </dl>
@@ -144,7 +142,7 @@ const KEY_COLUMNS = [
     name: "origin",
     label: "origin",
     cell: ({ origin, file }) =>
-      html`<${Badge} tone=${origin === "default" ? "calm" : "good"}>${visible(origin)}<//> ${file ? html`<span class="faint">${visible(file)}</span>` : ""}`,
+      html`<${Badge} tone=${origin === "default" ? "calm" : "good"}>${visible(origin)}<//> ${file && origin !== "default" ? html`<span class="faint">${visible(file)}</span>` : ""}`,
   },
 ];
 
@@ -152,7 +150,7 @@ function Configuration({ query, keys }) {
   const [text, changed] = [query.get("key") ?? "", query.get("keys") === "changed"];
   const found = useMemo(() => findKeys(keys, text, changed), [keys, text, changed]);
   const table = useMemo(
-    () => html`<${Table} label="Configuration" columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} />`,
+    () => html`<${Table} label="Configuration" tall columns=${KEY_COLUMNS} rows=${found} rowKey=${({ key }) => key} />`,
     [found],
   );
   const tools = html`
@@ -160,6 +158,6 @@ function Configuration({ query, keys }) {
     <input type="search" aria-label="Search the configuration" placeholder="key, value or origin" value=${text} onInput=${(event) => setQuery(query, { key: event.target.value })} />
   `;
   return html`<${Card} title=${`Configuration: ${count(found.length)} of ${count(keys.length)} keys`} tools=${tools}>
-    ${found.length ? html`<div class="tall" role="region" aria-label="Keys" tabindex="0">${table}</div>` : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
+    ${found.length ? table : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}
   <//>`;
 }

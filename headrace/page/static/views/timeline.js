@@ -4,7 +4,7 @@ import { navigate, setQuery } from "../address.js";
 import { get, useData } from "../api.js";
 import { Card, Empty, Loaded } from "../components/basics.js";
 import { COLOURS, describe, LaneCanvas, shade } from "../components/lane_canvas.js";
-import { arrange, barsIn, nearest, pan, within, zoom } from "../components/lanes.js";
+import { arrange, barsIn, nearest, pan, textOf, within, zoom } from "../components/lanes.js";
 import { apiPath, groupAddress, viewAddress } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { clock, count, duration, time, visible } from "../format.js";
@@ -39,7 +39,10 @@ export function rangeOfStep(lanes, step) {
 }
 
 export function Timeline({ run, query }) {
-  const answer = useData(apiPath(run, "timeline"), {}, { every: 30 });
+  const about = useData(apiPath(run));
+  const every = about.data?.run.state === "running" ? 30 : 0;
+  // Asked for only once it is known how often: the whole of a long run is megabytes.
+  const answer = useData(about.data || about.error ? apiPath(run, "timeline") : null, {}, { every });
   return html`<${Loaded} answer=${answer}>
     ${(data) => {
       if (!data.lanes.some((lane) => lane.bars.length))
@@ -158,16 +161,16 @@ async function findStep(run, lanes, step) {
   return ends.length ? [Math.min(...groups.map((group) => group.enqueued)), Math.max(...ends) + 1] : null;
 }
 
-const Legend = () => html`<div class="legend">
+const Legend = () => html`<div class="meaning">
   ${Object.entries(COLOURS).map(
     ([kind, colour]) => html`<span key=${kind}>
       ${
         kind === "generation"
-          ? [0, 1, 2, 3].map(
+          ? [0, 1, 2].map(
               (version) =>
-                html`<span key=${version} class="swatch" style=${{ background: mixed(colour, shade({ what: kind, version })) }}></span>`,
+                html`<span key=${version} class="patch" style=${{ background: mixed(colour, shade({ what: kind, version })) }}></span>`,
             )
-          : html`<span class=${`swatch ${kind === "wait" ? "hatched" : ""}`} style=${kind === "wait" ? {} : { background: mixed(colour, 0.5) }}></span>`
+          : html`<span class=${`patch ${kind === "wait" ? "hatched" : ""}`} style=${kind === "wait" ? {} : { background: mixed(colour, shade({ what: kind })) }}></span>`
       } ${kind}${kind === "generation" ? ", shaded by weight version" : ""}
     </span>`,
   )}
@@ -212,7 +215,7 @@ function LaneTable({ run, lanes, range, focus, select }) {
           <tbody>${bars.map(
             ({ bar, i }) => html`<tr key=${i} class=${i === focus.bar ? "current" : ""}>
               <td class="numeric left">${clock(bar.start)}</td><td class="numeric">${duration(bar.end - bar.start)}</td>
-              <td>${bar.what}${bar.count > 1 ? ` (${bar.count})` : ""}</td><td class="numeric">${bar.version ?? "–"}</td><td><${BarLink} run=${run} bar=${bar} /></td><td>${visible(bar.text)}</td>
+              <td>${bar.what}${bar.count > 1 ? ` (${bar.count})` : ""}</td><td class="numeric">${bar.version ?? "–"}</td><td><${BarLink} run=${run} bar=${bar} /></td><td>${visible(textOf(bar))}</td>
             </tr>`,
           )}</tbody></table></div>`
         : html`<${Empty}>It did nothing in this range.<//>`

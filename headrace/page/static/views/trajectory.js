@@ -12,6 +12,7 @@ import {
   extremes,
   firstColumn,
   ordered,
+  present,
   shownToken,
   valueText,
 } from "../components/columns.js";
@@ -23,6 +24,9 @@ import { useTokens, WINDOW } from "../components/token_store.js";
 import { TokenStrip } from "../components/token_strip.js";
 import { count, number, percent, visible } from "../format.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
+
+/** Of fewer tokens the text itself is the overview. */
+const MANY = 200;
 
 /** Where weight versions and calls begin: `{versions: Map(token → version), calls: Map(token → number)}`. */
 export const startsOf = ({ versions, calls }) => ({
@@ -45,7 +49,8 @@ export function Trajectory({ run, params, query }) {
   const { head } = tokens.store;
   if (!head)
     return tokens.error
-      ? html`<${Failure} error=${tokens.error} retry=${tokens.retry} />`
+      ? html`<${Failure} error=${tokens.error} retry=${tokens.retry} />
+          <p><a href=${groupAddress(run, params.group)}>Back to group ${visible(params.group)}</a></p>`
       : html`<p class="empty" aria-busy="true">Reading …</p>`;
   return html`
     <${Head} run=${run} params=${params} head=${head} total=${tokens.store.total} indices=${indices} />
@@ -73,7 +78,7 @@ function Head({ run, params, head, total, indices }) {
       <h2><a href=${groupAddress(run, params.group)}>${visible(params.group)}</a> #${params.index}</h2>
       <nav class="tools" aria-label="Completions of the group">${others}</nav>
     </header>
-    <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <dl class="numbers">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     ${head.step !== null && html`<nav class="links" aria-label="Related"><a href=${viewAddress(run, "prompts", { step: head.step })}>groups of step ${head.step}</a></nav>`}
     ${Object.keys(head.metadata ?? {}).length > 0 && html`<${Fold} label="metadata of the score"><${Values} value=${head.metadata} /><//>`}
     ${Object.keys(head.artifacts ?? {}).length > 0 && html`<${Fold} label="artifacts"><${Values} value=${head.artifacts} /><//>`}
@@ -110,12 +115,13 @@ function Body({ tokens, query }) {
     ${head.calls.length > 0 && html`<${Episode} calls=${head.calls} chosen=${call} query=${query} jump=${select} />`}
     <div class="heat">
       <${Card} title="Tokens" tools=${choice}>
-        ${column ? html`<${Legend} column=${column} scale=${scale} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
-        <${TokenStrip} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select} />
+        ${column ? html`<${Legend} column=${column} scale=${scale} values=${store.columns[column]} arrived=${arrived} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
+        ${store.total > MANY && html`<${TokenStrip} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select} />`}
         ${head.prompt_tokens?.length > 0 && html`<${Fold} label=${`prompt: ${count(head.prompt_tokens.length)} tokens`}><${PromptTokens} tokens=${head.prompt_tokens} /><//>`}
         <${TokenMap} store=${store} arrived=${arrived} column=${column} scale=${scale} selected=${at} onSelect=${select}
           onHover=${(token) => hovered.current(token)} starts=${starts} read=${tokens.read}
           label=${`${store.total} tokens, coloured by ${column ? columnOf(column).label : "nothing"}; arrow keys move`} />
+        <${Selected} store=${store} at=${at} column=${column} />
         <${GoTo} total=${store.total} select=${select} />
       <//>
       <aside>
@@ -133,27 +139,37 @@ const ColumnChoice = ({ names, column, query }) => html`<label class="check">col
 </label>`;
 
 /** What the colours mean: the ends of the scale, or the names of values. */
-function Legend({ column, scale }) {
+function Legend({ column, scale, values, arrived }) {
+  const shown = useMemo(() => (columnOf(column).names ? present(column, values) : []), [column, arrived]);
   const { help, names, plain } = columnOf(column);
   const swatch = (value) =>
-    html`<span class="swatch" style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`;
+    html`<span class="patch" style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`;
   const versions = html`<span class="faint">solid and dashed lines: one weight version and the next · ↵ a line feed of the text</span>`;
   if (names)
-    return html`<div class="legend"><span>${help}:</span>
-      ${Object.entries(names).map(([value, text]) => html`<span key=${value}>${swatch(Number(value))} ${text}${Number(value) === plain ? " (no colour)" : ""}</span>`)} ${versions}</div>`;
+    return html`<div class="meaning"><span>${help}:</span>
+      ${shown.map((value) => html`<span key=${value}>${swatch(value)} ${names[value]}${value === plain ? " (no colour)" : ""}</span>`)} ${versions}</div>`;
   const ends = endsOf(scale);
   const steps = Array.from({ length: 11 }, (_, i) => {
     if (!scale.log) return scale.low + ((scale.high - scale.low) * i) / 10;
     return scale.low * (scale.high / scale.low) ** (i / 10);
   });
-  return html`<div class="legend"><span>${help}</span>
+  return html`<div class="meaning"><span>${help}</span>
     <span class="ramp" aria-label=${`from ${ends[0]} to ${ends.at(-1)}`}>
-      <span>${ends[0]}</span><span class="swatches">${steps.map((value, i) => html`<span key=${i} style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`)}</span><span>${ends.at(-1)}</span>
+      <span>${ends[0]}</span><span class="patches">${steps.map((value, i) => html`<span key=${i} style=${{ backgroundColor: colourOf(column, scale, value) }}></span>`)}</span><span>${ends.at(-1)}</span>
     </span> ${versions}</div>`;
 }
 
 const PromptTokens = ({ tokens }) =>
   html`<div class="tokens prompt">${tokens.map(({ id, text }, i) => html`<span key=${i} class="token" title=${id}>${visible(shownToken(text, id))}</span>`)}</div>`;
+
+/** The selected token and its value in a line, which screen readers read out when it changes. */
+function Selected({ store, at, column }) {
+  const text = store.texts[at];
+  return html`<p class="selected-line" aria-live="polite"><span class="faint">token ${count(at)}</span>
+    ${text !== undefined && html` <code>${text === null ? `⟨${store.ids[at]}⟩` : visible(JSON.stringify(text))}</code>`}
+    ${text !== undefined && column && html` <span class="faint">${columnOf(column).label}</span> <b class="numeric">${valueText(column, store.columns[column][at])}</b>`}
+  </p>`;
+}
 
 function GoTo({ total, select }) {
   const go = (event) => {
@@ -176,7 +192,7 @@ function Inspector({ store, at, hovered }) {
   const call = store.head.calls.find((each) => shown >= each.start && shown < each.end);
   const text = store.texts[shown];
   return html`<${Card} title=${`Token ${count(shown)}`}>
-    <div class="inspected" aria-live="polite">
+    <div class="inspected">
       ${
         text === undefined
           ? html`<${Empty}>Being read …<//>`
