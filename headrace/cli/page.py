@@ -128,7 +128,8 @@ def _served(folder: Path, run: str | None) -> Iterator[Config]:
     for name in sorted(names, key=lambda name: name != run):
         try:
             record = read_record(folder / name)
-            if record is None or record.state != "running":
+            # a page may outlive its run, as a container does
+            if name != run and (record is None or record.state != "running"):
                 continue
             config = runs.load_saved(folder / name / runs.SAVED)
             if config.page.port and asyncio.run(_answers(config)):

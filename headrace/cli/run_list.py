@@ -41,6 +41,7 @@ def list_runs(
     if not saved:
         raise ConfigError(f"{folder} holds no runs; give another folder of runs with --dir")
     show_runs(sys.stdout, [(path.parent.name, _read(str(path.parent))) for path in saved])
+    say(Console(width=WIDTH), f"their page: headrace page {folder}")
 
 
 @app.command()

@@ -14,11 +14,12 @@ from headrace.base.errors import ConfigError, ReplayUnavailable, Restartable, St
 from headrace.base.files import is_locked
 from headrace.cli import common
 from headrace.cli.common import ConfigOption, Overrides
-from headrace.config import Config, load
+from headrace.config import Config
+from headrace.config.loading import examine
 from headrace.launch import exposure, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net.service import EXIT_ALARM, EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
-from headrace.run import history
+from headrace.run import history, start
 
 _log = logging.getLogger("headrace.security")
 
@@ -65,7 +66,8 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
 
 def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     shell.check()
-    config = load(file, overrides or ())
+    examined = examine(file, overrides or ())
+    config = examined.config
     if config.run.id is None:
         raise ConfigError("run.id is not set; give run.id=NAME (`headrace up` makes one automatically)")
     common.log_lines()
@@ -77,6 +79,8 @@ def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     # `up` itself records how its run ends
     unsupervised = leads and not is_locked(config.run_folder / history.RUN_LOCK)
     with _record_end(config, file) if unsupervised else contextlib.nullcontext():
+        if unsupervised:
+            start.record(config.run_folder, config, examined.origin)
         service(config)
 
 

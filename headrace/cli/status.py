@@ -83,6 +83,7 @@ def status(
         ),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
+        ("page", f"headrace page {loaded.run_folder}"),
     ]
     show(sys.stdout, state, replicas, runners, meters, loaded.replay.bias_warning, lines)
 
@@ -107,12 +108,13 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
+        ("page", f"headrace page {config.run_folder}"),
         ("continue", runs.resume_hint(config)),
     ):
         say(console, f"{name:14}{value}")
 
 
-Newest = list[tuple[str, str, int, dict[str, float]]]
+Newest = Sequence[tuple[str, str, int, Mapping[str, float]]]
 
 
 async def _read(

@@ -22,7 +22,7 @@ from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints, findings, history
+from headrace.run import checkpoints, findings, history, start
 from headrace.run.history import CURVES, recorded
 
 
@@ -55,6 +55,7 @@ def up(
 
     with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved, reserved):
         device_plan.record(plan, threads, loaded.run_folder)
+        start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:
             say(f"warning: {warning}")
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
@@ -104,6 +105,7 @@ def up(
         if curves.exists():
             say(f"all curves:     {curves}")
         say(f"samples:        headrace samples {loaded.run_folder}")
+        say(f"page:           headrace page {loaded.run_folder}")
         folder = loaded.checkpoint_folder
         if (best := history.best_weights(loaded)) is not None:
             say(f"best:           {describe_best(loaded, *best)}")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.config.nemo_rl import Translation
 
 PREFIX = "HEADRACE_"
-_COMMAND_LINE = "command line"
+COMMAND_LINE, ENVIRONMENT = "command line", "environment"
 
 # every NeMo RL file has one of these keys, and Headrace has none of them
 NEMO_RL_KEYS = (
@@ -85,14 +85,14 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     environ = os.environ if environ is None else environ
     for keys, value in _environment(environ):
         place = _put(values, keys, value, variable_name(keys))
-        origins[place], named_by[place] = "environment", keys
+        origins[place], named_by[place] = ENVIRONMENT, keys
     for override in overrides:
         keys, value = _override(override)
         place = _put(values, keys, value, override)
         for replaced in [known for known in origins if known[: len(place)] == place]:
             del origins[replaced]
             named_by.pop(replaced, None)
-        origins[place] = _COMMAND_LINE
+        origins[place] = COMMAND_LINE
     if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
         raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)

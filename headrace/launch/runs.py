@@ -30,6 +30,7 @@ from headrace.run.folder import SAVED, resume_hint
 from headrace.run.folder import load_saved as read_saved
 from headrace.run.history import RECORD, RUN_LOCK, recorded
 from headrace.run.journal import JOURNAL, read_bytes, read_journal
+from headrace.run.start import START
 
 _CONNECT_S = 3.0
 _PORT_TRIES = 5
@@ -238,7 +239,9 @@ def refusable(config: Config) -> Iterator[None]:
     never trained keeps what its first start wrote."""
     folder = config.run_folder
     past = read_bytes(folder / JOURNAL) if folder.is_dir() else b""
-    record = {path: path.read_bytes() for path in (folder / SAVED, folder / RECORD) if past and path.exists()}
+    record = {
+        path: path.read_bytes() for path in (folder / SAVED, folder / RECORD, folder / START) if past and path.exists()
+    }
     try:
         yield
     except BaseException:

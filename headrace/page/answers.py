@@ -32,7 +32,7 @@ class Run(Answer):
     reason: str = Field(description="why it failed; empty otherwise")
     started: float | None = Field(description="when it was first started")
     since: float | None = Field(description="since when it has been in its state")
-    step: int | None = Field(description="the newest step that was trained; null before the first")
+    step: int | None = Field(description="the number of steps trained; null before the first")
     max_steps: int | None = Field(description="the number of steps planned")
     seconds_per_step: float | None = Field(description="median time of the newest steps")
     eta_s: float | None = Field(description="seconds until the planned steps are trained, if the run is up")
@@ -104,7 +104,7 @@ class Checkpoint(Answer):
     step: int = Field(description="the version of its weights")
     kept: bool = Field(description="whether it is there to resume from")
     metric: float | None = Field(description="its value of checkpointing.metric_name, if it has one")
-    best: bool = Field(description="whether it is the best by that metric")
+    best: bool = Field(description="whether it is the run's best")
 
 
 class Overview(Answer):
@@ -219,9 +219,10 @@ class Trajectory(Answer):
     components: dict[str, float | None] = Field(description="the parts of its reward")
     status: str = Field(description="the status of its score")
     message: str = Field(description="the environment's message, or why it was dropped")
+    traceback: str = Field(description="the environment's traceback, of a completion that it could not score")
     tokens: int | None = Field(description="tokens of its completion")
     finish_reason: str | None = Field(description="why its completion ended")
-    versions: list[tuple[int, int, int | None]] = Field(description="version, start and end of each range of tokens")
+    versions: list[tuple[int, int, int]] = Field(description="version, start and end of each range of tokens")
     kept: bool = Field(description="whether its sample is kept, with its text and tokens")
     content: str | None = Field(description="its text; null if it is not kept")
     metadata: dict[str, Any] = Field(description="what the environment added to its score")
@@ -306,8 +307,10 @@ class Timeline(Answer):
 class Key(Answer):
     key: str = Field(description="the key, with dots")
     value: Any = Field(description="its value, without passwords")
-    origin: Literal["default", "file"] = Field(description="whether it is the default")
-    file: str = Field(description="the file that holds it")
+    origin: Literal["default", "file", "override", "environment"] = Field(description="what gave it, at the last start")
+    file: str = Field(
+        description="where it was given: the file and line, the command line, or the environment; empty for a default"
+    )
 
 
 class Log(Answer):
@@ -321,7 +324,8 @@ class Git(Answer):
 
 
 class System(Answer):
-    command: str = Field(description="the command that continues the run")
+    command: str = Field(description="the command that started it; of an older build, the one that continues it")
+    continues: str = Field(description="the command that continues it")
     versions: dict[str, str] = Field(description="versions of packages at its start; empty if they were not recorded")
     git: Git | None = Field(
         description="the state of the repository that it was started in; null if it was not recorded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from headrace.base.errors import HeadraceError
 
@@ -48,7 +48,7 @@ class Followers:
             queue.put_nowait(path)
         return len(self._queues)
 
-    async def follow(self) -> AsyncIterator[str]:
+    async def follow(self) -> AsyncGenerator[str, None]:
         """Yield server-sent events: `view` with the address to go to, and a comment where nothing happens for a while."""
         queue: asyncio.Queue[str] = asyncio.Queue(maxsize=10)
         self._queues.add(queue)

@@ -9,7 +9,7 @@ import gzip
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast, get_args
 
 import msgspec
 
@@ -19,7 +19,7 @@ from headrace.page.run_files import NotHere, RunFiles, check_file
 from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
 from headrace.run import group_files
-from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary
+from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, State
 from headrace.run.indexed_lines import find_lines, has_index
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
@@ -51,6 +51,7 @@ class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
     extra_env_info: dict[str, Any] = {}
     status: str = "SCORED"
     message: str = ""
+    traceback: str = ""
     calls: list[msgspec.Raw] = []
 
 
@@ -74,17 +75,28 @@ def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
 
 
 def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list[str]]:
-    """Return the number of training groups by state, and what could not be read: from the run's own count while it is up, or else from the
-    history of groups, or else from its steps."""
-    if state is not None:
-        return state.counts, []
+    """Return the number of groups by state, training groups and those that were evaluated, and what could not be read: from the history of
+    groups, while the run is up with its own newer counts; without a history, the groups of its steps."""
+    problems: list[str] = []
+    counts: dict[str, int] = {}
     try:
         if (history := _history(run)) is not None:
-            return history.states(GroupQuery(lane="train")), history.damaged
+            counts = dict.fromkeys(get_args(State), 0) | history.states(GroupQuery(lane="train"))
+            counts["evaluated"] = history.states(GroupQuery(lane="validation")).get("evaluated", 0)
+            problems = history.damaged
     except HeadraceError as error:
-        return {}, [str(error)]
-    steps = sum(line.kind == "train" for line in run.journal.lines)
-    return ({"trained": steps * run.config.algorithm.num_prompts_per_step} if steps else {}), [WITHOUT_HISTORY]
+        problems = [str(error)]
+    if state is not None and (run.history.state == "running" or not counts):
+        counts |= state.counts
+    if not counts and (steps := len(run.journal.columns["train"].steps)):
+        counts = {"trained": steps * run.config.algorithm.num_prompts_per_step}
+        problems += without_history(run)
+    return counts, problems
+
+
+def without_history(run: RunFiles) -> list[str]:
+    """Return what is not known of a run that has trained and has no history of groups."""
+    return [WITHOUT_HISTORY] if run.history.last_step is not None else []
 
 
 def describe_group(group: GroupSummary) -> dict[str, Any]:
@@ -196,8 +208,14 @@ def _trajectories(
     story: GroupStory, heads: Mapping[int, SampleHead], origins: Mapping[int, Origin]
 ) -> list[dict[str, Any]]:
     newest: dict[int, dict[str, GroupEvent]] = {}
+    by: dict[int, str | None] = {}  # who had the lease when it was pushed
+    holder: str | None = None
     for event in story.events:
+        if event.what == "leased":
+            holder = event.replica
         if event.index is not None:
+            if event.what == "pushed":
+                by[event.index] = event.replica or holder
             newest.setdefault(event.index, {})[event.what] = event
     summary = story.summary
     found = []
@@ -213,18 +231,19 @@ def _trajectories(
             tokens = summary.tokens[index]
         ranges = [[part.version, part.start, part.end] for part in origin.ranges] if origin else []
         if not ranges and pushed and pushed.oldest is not None and pushed.oldest == pushed.newest:
-            ranges = [[pushed.oldest, 0, tokens]]
+            ranges = [[pushed.oldest, 0, tokens or 0]]
         message = head.message if head else ""
         found.append(
             {
                 "index": index,
                 "attempt": last.attempt if last and last.attempt is not None else head.attempt if head else None,
-                "replica": pushed.replica if pushed else next((part.replica for part in origin.ranges), None) if origin else None,
+                "replica": by.get(index) or (next((part.replica for part in origin.ranges), None) if origin else None),
                 "reward": reward,
                 "advantage": origin.advantage if origin else None,
                 "components": head.components if head else {},
                 "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "NOT_STARTED",
                 "message": message or (dropped.reason if dropped and dropped.reason else ""),
+                "traceback": head.traceback if head else "",
                 "tokens": tokens,
                 "finish_reason": origin.finish_reason if origin else head.finish_reason if head else None,
                 "versions": ranges,
@@ -278,7 +297,7 @@ def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
             file: IO[bytes] = opened.enter_context(check_file(path, path.parent).open("rb"))
             indexed = path.suffix == ".gz" and has_index(file)
             if path.suffix == ".gz" and not indexed:
-                file = opened.enter_context(gzip.open(file))
+                file = cast(IO[bytes], gzip.GzipFile(fileobj=file))
             for index in range(summary.n) if indexed else [-1]:
                 for line in _lines(file, summary.id, index, indexed=indexed, skip=index in seen):
                     if needle in line and line.endswith(b"\n"):
@@ -321,7 +340,7 @@ def _lineage(run: RunFiles) -> LineageFiles:
 
 def _old_groups(run: RunFiles) -> tuple[list[GroupSummary], list[str]]:
     """Return the trained groups of the newest steps, and what could not be read."""
-    problems = [WITHOUT_HISTORY]
+    problems = without_history(run)
     lineage = _lineage(run)
     samples = SampleFiles(run.config.log_folder, None)
     kept = set(samples.steps("train"))

@@ -94,7 +94,7 @@ def thin_out(
     sums = np.add.reduceat(np.where(finite, values / scale, 0.0), starts)
     with np.errstate(invalid="ignore", over="ignore"):
         means = sums / np.maximum(number, 1) * scale
-    return steps[ends].tolist(), *(_known(each, number) for each in (means, low, high))  # type: ignore[return-value]
+    return steps[ends].tolist(), *(_known(each, number) for each in (means, low, high))
 
 
 def _known(values: Floats, number: Ints) -> list[float | None]:

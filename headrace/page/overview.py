@@ -14,7 +14,7 @@ from headrace.page.metric_series import thin_out
 from headrace.page.run_files import RunFiles, check_file
 from headrace.page.run_list import describe_run
 from headrace.run import findings, now
-from headrace.run.checkpoints import best_first, find_published, read_metrics
+from headrace.run.checkpoints import find_published, read_metrics
 from headrace.run.findings import PARTS, REST, TOTAL, Window
 from headrace.run.headlines import ALARMS, alarms, seconds_per_step
 from headrace.run.history import RunHistory
@@ -112,7 +112,7 @@ def _steps(run: RunFiles) -> dict[str, Any]:
 
 def _alarms(run: RunFiles) -> list[dict[str, Any]]:
     """Return the newest alarms, the newest last."""
-    columns, found = run.journal.columns["train"], []
+    columns, found = run.journal.columns["train"], list[dict[str, Any]]()
     for name in ALARMS:
         metric = f"{name}_alarm"
         values, present = columns.values(metric)
@@ -128,14 +128,15 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
 def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:
     """Return the published checkpoints, oldest first, with the metric that chooses among them. Raises as `find_published` does."""
     folder, settings = past.config.checkpoint_folder, past.config.checkpointing
-    found = {version: read_metrics(folder, version) for version in find_published(folder)}
-    best = best_first(found, settings.metric_name, higher_is_better=settings.higher_is_better)[:1]
+    best = past.best()
+    # a step makes the version after it, and a validation is of its version
+    version_of_best = None if best is None else best.step + (0 if best.metric.startswith("val:") else 1)
     return [
         {
             "step": version,
             "kept": True,
-            "metric": metrics.get(settings.metric_name or ""),
-            "best": version in best and settings.metric_name in metrics,
+            "metric": read_metrics(folder, version).get(settings.metric_name or ""),
+            "best": version == version_of_best,
         }
-        for version, metrics in found.items()
+        for version in find_published(folder)
     ]

@@ -24,7 +24,7 @@ from headrace.config import Config
 from headrace.page.metric_table import MetricTable, Row
 from headrace.run import history
 from headrace.run.collapse import Collapse, CollapseDetector
-from headrace.run.folder import SAVED, load_saved
+from headrace.run.folder import SAVED, load_anywhere
 from headrace.run.history import RECORD, RunHistory
 from headrace.run.journal import JOURNAL, Kind, Line, iter_from, size, surviving
 
@@ -170,6 +170,7 @@ class RunFiles:
         self._config: tuple[object, Config | HeadraceError] | None = None
         self._history: tuple[float, RunHistory] | None = None
         self._remembered: dict[str, tuple[RunJournal, int, Any]] = {}
+        self._found: tuple[object, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -183,8 +184,7 @@ class RunFiles:
         signature = status.st_mtime_ns, status.st_size, status.st_ino
         if self._config is None or self._config[0] != signature:
             try:
-                # the variables of the environment of this process are those of another run
-                self._config = signature, load_saved(path, environ={})
+                self._config = signature, load_anywhere(path)
             except HeadraceError as error:
                 self._config = signature, error
             self._history = None
@@ -225,9 +225,17 @@ class RunFiles:
         found: T = known[2]
         return found
 
+    def find_once(self, key: object, find: Callable[[], T]) -> T:
+        """Return what `find` returned for this key, if it was the last one asked for; or else ask it."""
+        if self._found is None or self._found[0] != key:
+            self._found = key, find()
+        found: T = self._found[1]
+        return found
+
     def forget(self) -> None:
         """Let go of what was read."""
         self._remembered.clear()
+        self._found = None
         self._journal = RunJournal(self.folder / JOURNAL)
         self._history = None
 

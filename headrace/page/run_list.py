@@ -56,7 +56,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
         "reason": past.reason,
         "started": past.started,
         "since": past.since,
-        "step": last,
+        "step": None if last is None else last + 1,
         "max_steps": config.algorithm.max_num_steps,
         "seconds_per_step": seconds,
         "eta_s": left * seconds if seconds is not None and past.state == "running" else None,
@@ -85,7 +85,14 @@ def _spark(run: RunFiles, past: RunHistory) -> dict[str, Any]:
 def _unreadable(name: str, why: str) -> dict[str, Any]:
     nothing = dict.fromkeys(("started", "since", "step", "max_steps", "seconds_per_step", "eta_s", "best", "collapse"))
     spark: dict[str, Any] = {"metric": "", "points": []}
-    unknown = {"id": name, "state": "unknown", "reason": "", "environments": [], "model": "", "algorithm": None}
+    unknown: dict[str, Any] = {
+        "id": name,
+        "state": "unknown",
+        "reason": "",
+        "environments": [],
+        "model": "",
+        "algorithm": None,
+    }
     return {**unknown, **nothing, "spark": spark, "error": why}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 from headrace.base.errors import CodecError
@@ -19,6 +20,8 @@ from headrace.config.explain import known_keys, pattern
 from headrace.config.in_yaml import without_password
 from headrace.page.run_files import RunFiles, check_file
 from headrace.run.folder import SAVED, resume_hint
+from headrace.run.start import START, name_origin
+from headrace.run.start import read as read_start
 
 LOGS = (
     "logs"  # in the run's folder, whatever `logger.log_dir` is: `headrace up` writes the output of the services there
@@ -28,26 +31,34 @@ _BLOCK = 1 << 18
 # Bytes of one log that a request reads at most, from its end.
 MOST_BYTES = 64 << 20
 _LONGEST_TEXT = 20_000
+_LARGEST_START = 4 << 20
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))? (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)", re.DOTALL)
 
 
 def describe_system(run: RunFiles) -> dict[str, Any]:
-    """Return the configuration of a run, key by key, and its logs. Raises as `RunFiles.config` does."""
+    """Return how a run was last started, its configuration, key by key, and its logs. Raises as `RunFiles.config` does, and `CodecError`
+    for a record of its start that can't be read."""
     config = run.config
+    started = None
+    if (run.folder / START).exists():
+        started = read_start(check_file(run.folder / START, run.folder, _LARGEST_START).parent)
+    saved = str(run.folder / SAVED)
+
+    def describe(key: str, value: Any) -> dict[str, Any]:
+        if started is None:  # only the saved configuration is known
+            place, origin = saved, "default" if _is_default(key, value) else "file"
+        else:
+            place = started.origins.get(key, "")
+            origin = name_origin(place)
+        return {"key": key, "value": _masked(value), "origin": origin, "file": place}
+
     return {
-        "command": resume_hint(config),
-        "versions": {},
-        "git": None,
+        "command": resume_hint(config) if started is None else started.command,
+        "continues": resume_hint(config),
+        "versions": {} if started is None else started.versions,
+        "git": None if started is None or started.git is None else msgspec.to_builtins(started.git),
         "started_in": config.run.started_in,
-        "config": [
-            {
-                "key": key,
-                "value": _masked(value),
-                "origin": "default" if _is_default(key, value) else "file",
-                "file": str(run.folder / SAVED),
-            }
-            for key, value in flatten(config.show())
-        ],
+        "config": [describe(key, value) for key, value in flatten(config.show())],
         "logs": [{"name": path.name, "bytes": path.stat().st_size} for path in _logs(run)],
     }
 

@@ -5,6 +5,7 @@ A lane has at most `MOST_BARS` bars. Of more, the longest half stays, and the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from headrace.page.run_files import RunFiles
 from headrace.run import group_files
 from headrace.run.findings import PARTS, REST, TOTAL
 
-MOST_BARS = 2000
+# Bars of one lane, and of all lanes together.
+MOST_BARS, MOST_OF_ALL = 2000, 100_000
 # Events that one answer reads at most, the newest ones.
 MOST_EVENTS = 2_000_000
 # Events before the window that may begin a bar in it.
@@ -38,35 +40,37 @@ _TRAINER = "trainer"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bar = dict[str, Any]
+Lane = tuple[str, str, list[Bar]]  # its name, its kind, and its bars
 
 
 def describe(run: RunFiles, first: float | None = None, last: float | None = None) -> dict[str, Any]:
-    """Return the lanes between two times, by default those of the whole run. Raises as `RunFiles.history` does. What can't be read is in
-    `problems`."""
+    """Return the lanes between two times, by default those of the whole run, from its first bar on. Raises as `RunFiles.history` does. What
+    can't be read is in `problems`."""
     journal, problems = run.journal, list[str]()
-    begun = run.history.started
-    if first is None:
-        known = [time for time in (begun, journal.times[0] if journal.times else None) if time is not None]
-        first = min(known, default=0.0)
     files = group_files.list_files(run.folder / group_files.FOLDER)
     if last is None:
         ends = [journal.times[1]] if journal.times else []
-        last = max([*ends, *(file.last[0] / 1000 for file in files[-1:])], default=first)
-    lanes = [_lane(_TRAINER, "trainer", _steps(run, first, last), first, last)]
+        last = max([*ends, *(file.last[0] / 1000 for file in files[-1:])], default=first or 0.0)
+    begin = -math.inf if first is None else first
+    lanes: list[Lane] = [(_TRAINER, "trainer", _steps(run, begin, last))]
     try:
-        lanes += _of_events(run, files, first, last, problems)
+        lanes += _of_events(run, files, begin, last, problems)
     except HeadraceError as error:
         problems.append(str(error))
-    if not files:
+    if not files and journal.lines:
         problems.append(
             "the build that ran it wrote no history of groups, so what replicas and environments did is unknown"
         )
-    return {"first": first, "last": last, "lanes": lanes, "problems": problems}
+    if first is None:
+        first = min((bar["start"] for _, _, bars in lanes for bar in bars), default=last)
+    most = max(1, min(MOST_BARS, MOST_OF_ALL // len(lanes)))
+    shown = [_lane(*lane, first, last, most) for lane in lanes]
+    return {"first": first, "last": last, "lanes": shown, "problems": problems}
 
 
-def _lane(name: str, kind: str, bars: list[Bar], first: float, last: float) -> dict[str, Any]:
-    merged = len(bars) > MOST_BARS
-    return {"name": name, "kind": kind, "bars": merge(bars, first, last) if merged else bars, "merged": merged}
+def _lane(name: str, kind: str, bars: list[Bar], first: float, last: float, most: int) -> dict[str, Any]:
+    merged = len(bars) > most
+    return {"name": name, "kind": kind, "bars": merge(bars, first, last, most) if merged else bars, "merged": merged}
 
 
 def merge(bars: list[Bar], first: float, last: float, most: int = MOST_BARS) -> list[Bar]:
@@ -186,7 +190,7 @@ def _codes(column: Any) -> tuple[list[str], Ints]:
 
 def _of_events(
     run: RunFiles, files: Sequence[group_files.GroupFile], first: float, last: float, problems: list[str]
-) -> list[dict[str, Any]]:
+) -> list[Lane]:
     if not files:
         return []
     group_files.import_parquet()
@@ -213,15 +217,15 @@ def _latest(keys: Ints, times: Floats, of: Ints, at: Floats) -> Ints:
     return np.where(valid, order[np.maximum(found, 0)], -1)
 
 
-def _replicas(events: _Events, first: float, last: float) -> list[dict[str, Any]]:
+def _replicas(events: _Events, first: float, last: float) -> list[Lane]:
     """A trajectory's bar begins with the lease of its group and ends with its push: the replica generates all of a group together."""
     leased, pushed = events.where("leased"), events.where("pushed")
     begin = _latest(events.group[leased], events.time[leased], events.group[pushed], events.time[pushed])
-    of_lane: dict[int, list[Bar]] = {}
+    of_lane: dict[str, list[Bar]] = {}
     for place, lease in zip(pushed.tolist(), begin.tolist(), strict=True):
-        start, end = (
-            float(events.time[leased[lease]]) if lease >= 0 else float(events.time[place]),
-            float(events.time[place]),
+        end, who = float(events.time[place]), int(events.replica[place])
+        start, leaseholder = (
+            (float(events.time[leased[lease]]), int(events.replica[leased[lease]])) if lease >= 0 else (end, who)
         )
         if end >= first and start <= last:
             group, index, version = (
@@ -231,12 +235,13 @@ def _replicas(events: _Events, first: float, last: float) -> list[dict[str, Any]
             )
             known = {"group": group, "index": index, "version": version if version >= 0 else None}
             bar = _bar(start, end, "generation", f"group {group}, trajectory {index}", **known)
-            of_lane.setdefault(int(events.replica[place]), []).append(bar)
-    named = sorted((events.replicas[code] or "unknown replica", bars) for code, bars in of_lane.items())
-    return [_lane(name, "replica", bars, first, last) for name, bars in named]
+            # a push is of the replica that has the lease, and need not say so
+            name = events.replicas[who] or events.replicas[leaseholder] or "unknown replica"
+            of_lane.setdefault(name, []).append(bar)
+    return [(name, "replica", bars) for name, bars in sorted(of_lane.items())]
 
 
-def _environments(run: RunFiles, events: _Events, first: float, last: float) -> list[dict[str, Any]]:
+def _environments(run: RunFiles, events: _Events, first: float, last: float) -> list[Lane]:
     """A trajectory's bar begins with its push and ends with its score."""
     pushed, scored = events.where("pushed"), events.where("scored")
     most = int(events.index.max(initial=0)) + 2
@@ -261,4 +266,4 @@ def _environments(run: RunFiles, events: _Events, first: float, last: float) -> 
             )
             text = f"group {group}, trajectory {index}: reward {reward:.4g}"
             of_lane.setdefault(name, []).append(_bar(start, end, "scoring", text, group=group, index=index))
-    return [_lane(name, "environment", bars, first, last) for name, bars in sorted(of_lane.items())]
+    return [(name, "environment", bars) for name, bars in sorted(of_lane.items())]

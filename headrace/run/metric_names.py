@@ -295,4 +295,4 @@ def find_metric(kind: str, name: str) -> tuple[MetricSection, Metric] | None:
     the other kind has too means that of its own kind."""
     found = [(section, metric) for pattern, section, metric in _SECTION_OF if pattern.fullmatch(name)]
     own = [each for each in found if (each[0].title == VALIDATION) == (kind == "validation")]
-    return (own or found or [None])[0]
+    return next(iter(own or found), None)

@@ -475,21 +475,19 @@ class SampleFiles:
         """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
         return _decode(self.path(kind, step), StoredSample)
 
+    def find(self, kind: Kind | Literal["failed"], step: int, group: str, index: int) -> dict[str, Any] | None:
+        """Return the record of one trajectory, without decoding the others; None if it is not kept. Of `failed` completions it is the last
+        one, whatever the step. Raises as `read` does."""
+        if kind == "failed":
+            return next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
+        return next(_find(self.path(kind, step), group, index), None)
+
     def view(
         self, kind: Kind | Literal["failed"], step: int, group: str, index: int, *, first: int = 0, count: int = 5000
     ) -> dict[str, Any] | None:
-        """Return one trajectory for a viewer, with up to `count` tokens of its completion from `first` on; None if it is not kept. Of
-        `failed` completions it is the last one, whatever the step.
-
-        `tokens`, `prompt_tokens` and each call's `context_tokens` have `id` and `text`, which is None where the file has no texts.
-        `columns` are those of `COLUMNS` that the file has, for these tokens; `legend` has the names of their codes. The other lines of the
-        file are not decoded. Raises as `read` does.
-        """
-        if kind == "failed":
-            line = next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
-        else:
-            line = next(_find(self.path(kind, step), group, index), None)
-        return None if line is None else _view(line, first, count)
+        """Return the trajectory that `find` finds as `view_record` shows it. Raises as `read` does."""
+        line = self.find(kind, step, group, index)
+        return None if line is None else view_record(line, first, count)
 
     def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
         """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
@@ -567,7 +565,12 @@ def _lines(path: Path, file: IO[bytes], key: Key | str) -> Iterable[bytes]:
     return find_lines(file, key) if has_index(file) else gzip.open(file)
 
 
-def _view(line: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
+def view_record(line: Mapping[str, Any], first: int = 0, count: int = 5000) -> dict[str, Any]:
+    """Return a trajectory for a viewer, with up to `count` tokens of its completion from `first` on.
+
+    `tokens`, `prompt_tokens` and each call's `context_tokens` have `id` and `text`, which is None where the file has no texts. `columns`
+    are those of `COLUMNS` that the file has, for these tokens; `legend` has the names of their codes.
+    """
     shown = slice(first, first + count)
 
     def tokens(of: Mapping[str, Any], name: str, shown: slice = slice(None)) -> list[dict[str, Any]]:

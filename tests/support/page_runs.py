@@ -117,9 +117,9 @@ def _lineage(folder: Path, step: int) -> None:
         order = step * PROMPTS + place
         groups.append(GroupLineage(_group(step, place), "trained", "sums", "math", order, step, "a", origins))
     header = Header(1, step, "a", START + 10 * (step + 1), tuple(group.group for group in groups))
-    place = folder / "checkpoints" / "lineage"
-    place.mkdir(parents=True, exist_ok=True)
-    with gzip.open(place / f"step_{step}-a.jsonl.gz", "wb") as file:
+    lineage = folder / "checkpoints" / "lineage"
+    lineage.mkdir(parents=True, exist_ok=True)
+    with gzip.open(lineage / f"step_{step}-a.jsonl.gz", "wb") as file:
         file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in (header, *groups)))
 
 
@@ -195,7 +195,7 @@ def _history(folder: Path, text: str) -> None:
     def generate(seconds: float, group: str, rewards: Sequence[float], version: int) -> None:
         for index in range(len(rewards)):
             about = {"index": index, "attempt": 1, "tokens": 2, "oldest": version, "newest": version}
-            add(seconds + 2 + index / 10, group, "pushed", replica=REPLICA, **about)
+            add(seconds + 2 + index / 10, group, "pushed", **about)
         for index, reward in enumerate(rewards):
             add(seconds + 3 + index / 10, group, "scored", index=index, attempt=1, reward=reward, build="new")
 

@@ -180,6 +180,18 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     assert "canary" not in run.said()
 
 
+def test_the_page_is_restarted_and_never_ends_the_run(up: Start, folder: Path) -> None:
+    run = up(100_000, *ENDLESS)
+    run.wait_for("page: ready")
+    assert re.search(r"^page: http://127\.0\.0\.1:\d+/runs/test#code=\S+$", run.said(), re.MULTILINE)
+    os.kill(run.pid_of("headrace.cli page"), signal.SIGKILL)
+    run.wait_for("page: killed by signal 9; restarting it")
+    wait_until(lambda: run.said().count("page: ready") == 2, within_s=120)
+    assert json.loads((folder / "start.json").read_text())["origins"]["grpo.val_period"] == "command line"
+    assert run.stop(signal.SIGTERM) == []
+    assert run.process.returncode == 143
+
+
 @pytest.mark.parametrize(
     "elsewhere",  # by day tests/unit/cli/test_watch_folder.py tells them apart
     [pytest.param(False, id="all in it"), pytest.param(True, id="checkpoints elsewhere", marks=pytest.mark.nightly)],

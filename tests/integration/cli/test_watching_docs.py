@@ -21,7 +21,13 @@ from tests.support.stored_samples import sample, write
 
 PAGE = Path(__file__).parents[3] / "docs" / "watching.md"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("headrace ")]
+# `headrace page` serves until it is stopped: test_page.py
+COMMANDS = [
+    line
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith("headrace ") and not line.startswith("headrace page")
+]
 
 
 async def fill(replay: ReplayClient) -> None:

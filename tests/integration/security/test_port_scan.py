@@ -52,9 +52,16 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
     run = Up(config, output=tmp_path / "up.out", environ=environ)
     try:
         run.wait_for("trainer: ready")
+        run.wait_for("page: ready")
         saved = yaml.safe_load((folder / "config.yaml").read_text())
         gateway, runner = ports_of_runner(folder / "logs" / "agents-1.log")
-        pages = {saved["replay"]["port"], saved["reward"]["http_port"], saved["trainer"]["port"], runner}
+        pages = {
+            saved["replay"]["port"],
+            saved["reward"]["http_port"],
+            saved["trainer"]["port"],
+            saved["page"]["port"],
+            runner,
+        }
         hub, redis = saved["reward"]["port"], saved["replay"]["redis_port"]
         addresses = listening(run.started())
         assert {port for _, port in addresses} == {*pages, hub, redis, gateway}
@@ -105,7 +112,7 @@ def not_told(run: Up, folder: Path, tokens: list[str]) -> bool:
 
 def signs_in_once(run: Up) -> None:
     """The address that `up` printed signs a browser in, and nobody after it."""
-    found = re.search(r"^curves: (http://127\.0\.0\.1:\d+)/#code=(\S+)$", run.said(), re.MULTILINE)
+    found = re.search(r"^page: (http://127\.0\.0\.1:\d+)/runs/test#code=(\S+)$", run.said(), re.MULTILINE)
     assert found
     with httpx.Client(base_url=found[1], trust_env=False) as browser:
         page = browser.get("/", headers={"Accept": "text/html"})
@@ -115,11 +122,11 @@ def signs_in_once(run: Up) -> None:
         answer = browser.post("/session", json={"code": found[2]}, headers={"Origin": found[1]})
         assert answer.status_code == 204
         assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
-        curves = browser.get("/")
-        assert curves.status_code == 200
-        assert "No step" in curves.text
-        assert curves.headers["content-security-policy"].startswith("default-src 'none'; img-src data:")
-        assert curves.headers["x-content-type-options"] == "nosniff"
+        view = browser.get("/runs/test")
+        assert view.status_code == 200
+        assert "<!doctype html>" in view.text
+        assert view.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+        assert view.headers["x-content-type-options"] == "nosniff"
         assert browser.get("/", headers={"Host": "evil.example"}).status_code == 403
     with httpx.Client(base_url=found[1], trust_env=False) as other:
         assert other.post("/session", json={"code": found[2]}).status_code == 401

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.cli.run_list import SHOWN_STEPS
-from headrace.launch.runs import find, locked
-from headrace.run.history import CURVES, recorded
+from headrace.run.history import recorded
 from headrace.run.journal import JOURNAL
 from tests.support.command import refused, said
 from tests.support.past_run import Stopped, past_run
@@ -98,15 +97,3 @@ def test_the_status_of_a_run_that_is_down_comes_from_its_folder(
     text = said("status", folder.rename(tmp_path / "first"))
     assert "run           first" in text
     assert "rename the folder to adder" in text
-
-
-def test_a_run_that_is_down_has_no_page_to_sign_in_to(tmp_path: Path) -> None:
-    folder = past_run(tmp_path, "adder", 2, trainer={"port": 50511})
-    assert "none were drawn" in refused("page", "--run", folder)
-    (folder / CURVES).touch()
-    why = refused("page", "--run", folder)
-    assert "finished" in why
-    assert CURVES in why
-    assert "headrace up" in why
-    with locked(find(str(folder))), recorded(folder, Stopped):
-        assert "#code=" in said("page", "--run", folder)

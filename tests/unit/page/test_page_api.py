@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
-from jsonschema import Draft202012Validator
 
+from headrace.config.loading import examine
+from headrace.page import answers
 from headrace.page.run_files import RunFolder
 from headrace.page.server import build_app, encode
+from headrace.run import start
 from headrace.run.history import RUN_LOCK
 from headrace.run.journal import JOURNAL, Journal
+from headrace.run.samples import SampleFiles
 from tests.support.page_runs import START, STEPS, recorded_run
 from tests.support.past_run import past_run
+from tests.support.stored_samples import sample
 
 HOSTILE = "</script><img src=x>\x1b[2J\u202e\"'&"
 # by the path of the description: the addresses to ask
@@ -75,10 +84,11 @@ def test_every_answer_is_as_it_is_described(client: TestClient, description: dic
     assert own - ASKED.keys() == {"/api/view", "/api/follow"}
     for path, addresses in ASKED.items():
         schema = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-        whole = {**schema, "components": description["components"]}
+        # the description is made of this model
+        model = getattr(answers, schema["$ref"].rpartition("/")[2])
         for address in addresses:
-            problems = [error.message for error in Draft202012Validator(whole).iter_errors(ask(client, address))]
-            assert problems == [], address
+            ask(client, address)
+            model.model_validate_json(client.get(address).text, strict=True)
 
 
 def test_every_field_and_parameter_is_described(description: dict[str, Any]) -> None:
@@ -99,14 +109,21 @@ def test_every_field_and_parameter_is_described(description: dict[str, Any]) -> 
 
 def test_a_run_is_described_by_its_files(client: TestClient) -> None:
     run = {each["id"]: each for each in ask(client, "/api/runs")["runs"]}["adder"]
-    assert (run["state"], run["step"], run["max_steps"], run["started"]) == ("finished", STEPS - 1, 10, START)
+    assert (run["state"], run["step"], run["max_steps"], run["started"]) == ("finished", STEPS, 10, START)
     assert run["best"] == {"metric": "val:accuracy", "step": STEPS, "value": 0.5}
     assert run["environments"] == ["math"]
     overview = ask(client, "/api/runs/adder?window=all")
     parts = {part["name"]: part["share"] for part in overview["time"]["parts"]}
     assert parts["waiting for generation"] == pytest.approx(0.6)
     assert sum(parts.values()) == pytest.approx(1)
-    assert overview["flow"]["counts"] == {"trained": 12, "filtered": 1, "failed": 1}
+    counts = overview["flow"]["counts"]
+    assert {state: count for state, count in counts.items() if count} == {
+        "trained": 12,
+        "filtered": 1,
+        "failed": 1,
+        "evaluated": 1,
+    }
+    assert counts["unused"] == 0, "that there is none is known"
     assert any("generation" in finding["title"] for finding in overview["findings"])
     assert ask(client, "/api/runs/old")["flow"]["counts"] == {"trained": 12}
 
@@ -156,6 +173,34 @@ def test_a_group_tells_its_whole_story(client: TestClient) -> None:
     assert (older["kept"], older["content"], older["reward"]) == (False, None, 0.0)
     assert ask(client, "/api/runs/adder/groups/0-91")["reason"].startswith("the environment says")
     assert "0-999" in ask(client, "/api/runs/adder/groups/0-999", 404)["detail"]
+
+
+def test_a_failed_group_shows_what_its_environment_raised(tmp_path: Path) -> None:
+    folder = recorded_run(tmp_path)
+    failed = sample(
+        "0-91", 2, None, status="FAILED", message="it raised", traceback="Traceback: line 7", reason="it raised"
+    )
+    SampleFiles(folder / "logs", None).append_failed([msgspec.to_builtins(failed)])
+    found = ask(TestClient(build_app(tmp_path)), "/api/runs/adder/groups/0-91")["trajectories"]
+    assert [(each["index"], each["status"], each["traceback"]) for each in found if each["kept"]] == [
+        (2, "FAILED", "Traceback: line 7")
+    ]
+
+
+def test_the_best_checkpoint_is_that_of_the_best_version(tmp_path: Path) -> None:
+    folder = recorded_run(tmp_path)
+    for version, accuracy in ((3, 0.9), (STEPS, 0.5)):
+        checkpoint = folder / "checkpoints" / f"step_{version}"
+        checkpoint.mkdir()
+        (checkpoint / "state.json").write_text(json.dumps({"timeline": "a", "metrics": {"val:accuracy": accuracy}}))
+    client = TestClient(build_app(tmp_path))
+    assert [each["best"] for each in ask(client, "/api/runs/adder")["checkpoints"]] == [False, True], (
+        "only 6 was validated"
+    )
+    Journal(folder / JOURNAL).append("validation", 0, "a", {"accuracy": 0.95})
+    assert [each["best"] for each in ask(client, "/api/runs/adder")["checkpoints"]] == [False, False], (
+        "the initial model"
+    )
 
 
 def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
@@ -220,13 +265,46 @@ def test_a_live_run_is_read_as_it_grows(tmp_path: Path) -> None:
     try:
         Journal(folder / JOURNAL).append("train", STEPS, "a", {"reward": 9.0, "timing/train/total_step_time": 4.0})
         run = ask(client, "/api/runs/adder")["run"]
-        assert (run["state"], run["step"]) == ("running", STEPS)
+        assert (run["state"], run["step"]) == ("running", STEPS + 1)
         assert run["eta_s"] == pytest.approx(3 * 10.0)
         with (folder / JOURNAL).open("a") as file:
             file.write('{"kind": "train", "step": 7')
-        assert ask(client, "/api/runs/adder")["run"]["step"] == STEPS, "a line is being written"
+        assert ask(client, "/api/runs/adder")["run"]["step"] == STEPS + 1, "a line is being written"
     finally:
         os.close(lock)
+
+
+def test_a_run_tells_how_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = recorded_run(tmp_path)
+    client = TestClient(build_app(tmp_path))
+    assert ask(client, "/api/runs/adder/system")["versions"] == {}, "an older build started it"
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {id: adder}\ngrpo: {seed: 7}\n")
+    monkeypatch.setenv("HEADRACE_GRPO__NUM_PROMPTS_PER_STEP", "2")
+    password = "replay.redis_url=redis://me:secret@10.0.0.1:6379/0"
+    monkeypatch.setattr(sys, "argv", ["/bin/headrace", "up", "run.yaml", "grpo.max_num_steps=10", password])
+    examined = examine(file, ["grpo.max_num_steps=10", password])
+    start.record(folder, examined.config, examined.origin)
+    answer = client.get("/api/runs/adder/system")
+    found = answer.json()
+    answers.System.model_validate_json(answer.text, strict=True)
+    assert found["command"].startswith("headrace up run.yaml grpo.max_num_steps=10")
+    assert "secret" not in (folder / start.START).read_text() + answer.text
+    assert found["versions"]["python"] == platform.python_version()
+    keys = {each["key"]: (each["origin"], each["file"]) for each in found["config"]}
+    assert keys["grpo.max_num_steps"] == ("override", "command line")
+    assert keys["grpo.num_prompts_per_step"] == ("environment", "environment")
+    assert keys["grpo.num_generations_per_prompt"][0] == "default"
+    assert keys["run.id"] == ("file", f"{file}:1")
+    (folder / start.START).write_text("{")
+    assert start.START in ask(client, "/api/runs/adder/system", 500)["detail"]
+
+
+def test_a_checkout_is_named_by_its_commit(tmp_path: Path) -> None:
+    assert start.find_checkout(tmp_path) is None
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    found = start.find_checkout(Path(__file__).parent)
+    assert (found.commit if found else "") == done.stdout.strip()
 
 
 def test_texts_stay_data(client: TestClient) -> None:

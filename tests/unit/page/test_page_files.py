@@ -17,6 +17,7 @@ from headrace.page.system import read_logs
 from headrace.run.history import RECORD
 from headrace.run.journal import JOURNAL, Journal, read_journal, surviving
 from tests.support.page_runs import recorded_run
+from tests.support.past_run import past_run
 
 
 def link_out(path: Path) -> None:
@@ -79,6 +80,20 @@ def test_a_damaged_part_leaves_the_rest_of_a_group(tmp_path: Path, part: str) ->
     assert len(found["trajectories"]) == 3
 
 
+@pytest.mark.parametrize(
+    "key", ["replay: {redis_url: '${oc.env:NOT_HERE}'}", "run: {id: a, max_failed_share: '${oc.env:NOT_HERE}'}"]
+)
+def test_a_copied_run_is_read_without_its_variables(tmp_path: Path, key: str) -> None:
+    folder = past_run(tmp_path, "a", 3)
+    saved = folder / "config.yaml"
+    kept = [line for line in saved.read_text().splitlines() if not line.startswith(key.partition(":")[0])]
+    saved.write_text("\n".join([*kept, key, ""]))
+    client = TestClient(build_app(tmp_path))
+    assert client.get("/api/runs").json()["runs"][0]["error"] is None
+    shown = {each["key"]: each["value"] for each in client.get("/api/runs/a/system").json()["config"]}
+    assert shown["replay.redis_url"] in (None, "${oc.env:NOT_HERE}")
+
+
 def test_no_path_leads_out_of_the_folder(tmp_path: Path) -> None:
     recorded_run(tmp_path / "else", "where")
     runs = tmp_path / "runs"
@@ -109,7 +124,7 @@ def test_a_run_that_is_deleted_meanwhile_is_gone(tmp_path: Path) -> None:
 def test_a_run_replaced_by_another_is_read_anew(tmp_path: Path) -> None:
     folder = recorded_run(tmp_path)
     client = TestClient(build_app(tmp_path))
-    assert client.get("/api/runs/adder").json()["run"]["step"] == 5
+    assert client.get("/api/runs/adder").json()["run"]["step"] == 6
     (folder / JOURNAL).unlink()
     Journal(folder / JOURNAL).append("train", 0, "b", {"reward": 1.0})
     assert client.get("/api/runs/adder").json()["newest"]["train"]["metrics"] == {"reward": 1.0}
