@@ -145,6 +145,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             await asyncio.to_thread(lineage.supersede, resumed.version)
             sender = dependencies.sender(config, replay)
             stack.push_async_callback(sender.aclose)
+            now_writer = NowWriter(config, replay)
+            stack.push_async_callback(cancel, [asyncio.create_task(now_writer.run())])
             context = TrainerContext(
                 replay=replay,
                 retry=retry,
@@ -161,13 +163,11 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 meter=meter,
                 telemetry=telemetry,
                 readiness=readiness,
-                now=NowWriter(config, replay),
+                now=now_writer,
                 stop=stop,
                 began=began,
             )
             telemetry.start(lead.learner.tokenizer)
-            writing = asyncio.create_task(context.now.run())
-            stack.push_async_callback(cancel, [writing])
             try:
                 finished = await Loop(config, context, resumed).run()
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now
