@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.run.samples import MaskReason
 from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.batch import Batch, Float32, Float64, Int, Int8
 from headrace_services.trainer.learning.losses import LossParts
 from headrace_services.trainer.network.policy_model import PolicyOutput
 
@@ -64,13 +64,13 @@ class TokenColumns:
             if self.whole:
                 none = torch.zeros_like(one.columns["policy_logprobs"])
                 columns["token_loss_gradients"] = torch.stack([none, *one.gradients]).sum(0) / self._ranks.size
-            tables.append(torch.stack([values.double() for values in columns.values()]))
+            tables.append(torch.stack([values.float() for values in columns.values()]))
         found = torch.cat(tables, dim=1).cpu().numpy()
         tokens = self._batch.tokens_of_paths([path for one in passes for path in one.paths])
         for name, values in zip(columns, found, strict=True):
             self._write(name, tokens, values)
 
-    def _write(self, name: str, tokens: np.ndarray, values: Float64) -> None:
+    def _write(self, name: str, tokens: Int, values: Float32) -> None:
         if name == "mask_reasons":
             assert self._batch.mask_reasons is not None
             self._batch.mask_reasons[tokens] = values
@@ -84,7 +84,7 @@ class TokenColumns:
         column[tokens] = values
 
 
-def find_mask_reasons(batch: Batch, given: Float64, untruncated: Float64) -> np.ndarray:
+def find_mask_reasons(batch: Batch, given: Float64, untruncated: Float64) -> Int8:
     """Return the `MaskReason` [N] int8 of tokens that leave the whole loss. `given` [B] are the multipliers that the batch came with, and
     `untruncated` those after overlong filtering."""
     of_trajectory = np.select(
