@@ -33,6 +33,7 @@ _STATE_S = 1.0
 _LARGEST_CONFIG, _LARGEST_RECORD = 4 << 20, 1 << 20
 # Values of all journals that are kept at a time, at nine bytes each.
 MOST_CELLS = 12_000_000
+_BEGINNING = 200  # bytes of a journal
 _KINDS: tuple[Kind, ...] = ("train", "validation")
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class RunJournal:
 
     def _forget(self) -> None:
         self._read = 0  # bytes
-        self._first: object = None  # which file its first segment is
+        self._first = b""  # its beginning
         self._tables = {kind: MetricTable() for kind in _KINDS}
         self._all: list[Line] = []
         self._detector, self._watched = CollapseDetector(), 0
@@ -120,14 +121,15 @@ class RunJournal:
             self._settle()
         return self._read != before
 
-    def _identify(self) -> object:
-        """Return what tells the journal from another one at the same place."""
+    def _identify(self) -> bytes:
+        """Return what tells the journal from another one at the same place: how its first line begins, with its time. (A new file may have
+        the number of one that was deleted.)"""
         segments = sorted(self._path.parent.glob(f"{self._path.stem}.[0-9]*{self._path.suffix}"))
         try:
-            status = (segments or [self._path])[0].stat()
+            with (segments or [self._path])[0].open("rb") as file:
+                return file.read(_BEGINNING)
         except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+            return b""
 
     def _add(self, line: Line) -> None:
         self.times = (self.times[0] if self.times else line.time), line.time

@@ -20,7 +20,7 @@ from headrace.run.findings import PARTS, REST, TOTAL
 # Bars of one lane, and of all lanes together.
 MOST_BARS, MOST_OF_ALL = 2000, 100_000
 # Events that one answer reads at most, the newest ones.
-MOST_EVENTS = 2_000_000
+MOST_EVENTS = 500_000
 # Events before the window that may begin a bar in it.
 _BEFORE_S = 900.0
 # The parts of a step in the order in which the loop takes them.

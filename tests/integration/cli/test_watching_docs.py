@@ -39,7 +39,7 @@ async def fill(replay: ReplayClient) -> None:
 def test_every_command_runs_as_it_stands(tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # the run has no model, whose tokenizer takes seconds to load
-    monkeypatch.setattr(samples, "token_texts", lambda config: str)
+    monkeypatch.setattr(samples, "token_texts", lambda config: lambda ids: [str(token) for token in ids])
     past_run(tmp_path / "runs", "wider", 3)
     with kept_run(tmp_path / "runs", "adder", limits, fill) as (folder, _):
         made = past_run(tmp_path / "like", "adder", 5)
