@@ -26,5 +26,12 @@ export function useTheme() {
   ];
 }
 
+// to ask for a style after a change of the page computes all styles anew, and a chart asks for dozens
+const known = new Map();
+addEventListener("theme", () => known.clear());
+
 /** Returns the value of a colour or another custom property of style.css, for canvases. */
-export const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export function styleOf(name) {
+  if (!known.has(name)) known.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return known.get(name);
+}

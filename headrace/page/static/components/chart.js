@@ -119,14 +119,20 @@ export function valueAt(xs, values, index) {
   return number(values[found], 4) + (index === null || found === index ? "" : ` (${number(xs[found], 6)})`);
 }
 
+const NONE = [];
+
 /** The drawing itself, and its keys. */
 function Plot(props) {
-  const { xs, shown, axis, marks = [], height = 200, log = false, stacked, sync, time = false, range, label } = props;
+  const { xs, shown, axis, marks = NONE, height = 200, log = false, stacked, sync, time = false, range, label } = props;
   const place = useRef(null);
   const tip = useRef(null);
   const plot = useRef(null);
   const now = useRef(null);
   const status = useRef(null);
+  // measured once: to measure again while other charts are made lays out the page for each of them
+  const width = useRef(null);
+  const drawn = useRef(null);
+  const data = [xs, shown, axis, marks, range];
   now.current = { ...props, marks, tip, status };
   const [themed, setThemed] = useState(0);
   useEffect(() => {
@@ -139,12 +145,16 @@ function Plot(props) {
   useEffect(() => {
     const box = place.current;
     const made = new uPlot(
-      options({ shown, height, log, stacked, sync, time, now, box }),
+      options({ shown, height, log, stacked, sync, time, now, width: width.current ?? box.clientWidth }),
       columns(xs, shown, axis),
       box,
     );
     plot.current = made;
-    const resize = new ResizeObserver(() => made.setSize({ width: box.clientWidth, height }));
+    drawn.current = data;
+    const resize = new ResizeObserver(([{ contentRect }]) => {
+      width.current = Math.round(contentRect.width);
+      if (made.width !== width.current) made.setSize({ width: width.current, height });
+    });
     resize.observe(box);
     return () => {
       resize.disconnect();
@@ -153,14 +163,17 @@ function Plot(props) {
     };
   }, [kind, height, log, stacked, sync, time, themed]);
   useEffect(() => {
-    plot.current?.batch(() => {
+    // a new one has these data already
+    if (!plot.current || data.every((each, i) => each === drawn.current[i])) return;
+    drawn.current = data;
+    plot.current.batch(() => {
       shown.forEach((each, i) => {
         for (const at of placesOf(shown, i))
           if (plot.current.series[at].show === Boolean(each.off)) plot.current.setSeries(at, { show: !each.off });
       });
       plot.current.setData(columns(xs, shown, axis));
     });
-  }, [xs, shown, axis, marks, range]);
+  }, data);
   return html`<div class="plot">
     <div role="img" tabindex="0" aria-label=${`${label ?? "Chart"}. Arrow keys read values; plus, minus and 0 zoom.`} ref=${place} onKeyDown=${(event) => keyPressed(event, plot.current, now.current)}></div>
     <div class="tip" ref=${tip} hidden></div>
@@ -188,7 +201,7 @@ function columns(xs, shown, { low, high }) {
   ];
 }
 
-function options({ shown, height, log, stacked, sync, time, now, box }) {
+function options({ shown, height, log, stacked, sync, time, now, width }) {
   const axis = {
     stroke: styleOf("--faint"),
     grid: { stroke: styleOf("--grid"), width: 1 },
@@ -197,7 +210,7 @@ function options({ shown, height, log, stacked, sync, time, now, box }) {
   };
   const ticks = (_, values) => values.map((tick) => (tick === null ? "" : number(tick)));
   return {
-    width: box.clientWidth || 300,
+    width: width || 300,
     height,
     padding: [12, 14, 0, 0],
     ...drawnSeries(shown, stacked),
@@ -361,12 +374,9 @@ function drawMarks(plot, marks) {
   ctx.textAlign = "center";
   // many marks must not hide the curves
   ctx.globalAlpha = inside.length * 2 * room > bbox.width ? 0.35 : 1;
-  // to ask for a style is dear, and there are few colours
-  const colours = new Map();
-  const colourNamed = (name) => colours.get(name) ?? colours.set(name, styleOf(name)).get(name);
   let free = Number.NEGATIVE_INFINITY;
   for (const { at, colour, sign } of inside) {
-    ctx.strokeStyle = colourNamed(colour ?? "--mark");
+    ctx.strokeStyle = styleOf(colour ?? "--mark");
     ctx.fillStyle = ctx.strokeStyle;
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
     ctx.beginPath();
