@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Literal
 
-from playwright.sync_api import Browser, Page, StorageState, expect, sync_playwright
+from playwright.sync_api import Browser, Dialog, Page, StorageState, expect, sync_playwright
 
 Theme = Literal["light", "dark"]
 WIDE, NARROW = 1600, 390  # pixels
@@ -72,7 +72,11 @@ class Window:
         self.faults: list[str] = []
         self.page.on("console", lambda message: self.faults.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.faults.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("dialog", self._dismiss)
+
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.faults.append(f"a dialog: {dialog.message}")
+        dialog.dismiss()
 
     def open(self, path: str) -> Page:
         """Go to a view, and wait until it has been read."""
