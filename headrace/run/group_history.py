@@ -39,6 +39,8 @@ SHOWN, SEARCHED = 300, 8192
 _TRIGRAM = 3
 # While another process takes in a large file, the index is its own.
 _BUSY_S = 600.0
+# With SQLite's 2 MiB, building a large index waits for the disk.
+_CACHE_KIB = 65536
 
 State = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
@@ -417,6 +419,7 @@ class _Index:
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         try:
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._prepare()
         except BaseException:
             self._db.close()
