@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.base.printable import printable
-from headrace.cli.common import RunOption, cell, plain_table
+from headrace.cli.common import WIDTH, RunOption, cell, plain_table
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
@@ -23,7 +24,7 @@ from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.run import export as jsonl
 from headrace.run import group_files
-from headrace.run.group_history import SORTS, GroupHistory, GroupQuery, GroupSummary, parse_row
+from headrace.run.group_history import SORTS, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, parse_row
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
 
@@ -57,7 +58,13 @@ def find(
     failed or were left over. `headrace groups show ID` shows one of them."""
     history = GroupHistory(runs.find(run).run_folder / group_files.FOLDER)
     query = GroupQuery(
-        states=state or (), reason=reason, step=step, environment=environment, replica=replica, sort=sort, limit=number
+        states=_states(state) if state else (),
+        reason=reason,
+        step=step,
+        environment=environment,
+        replica=replica,
+        sort=sort,
+        limit=number,
     )
     row = parse_row(wanted) if wanted else None
     total, found = history.find(dataclasses.replace(query, row=row)) if row else (0, [])
@@ -66,12 +73,12 @@ def find(
     table = plain_table("group", "state", "step", "attempts", "mean reward", "tokens", "row", "prompt", "reason")
     for group in found:
         table.add_row(*map(cell, _line(group)))
-    console = Console()
     if found:
-        console.print(table)
-    console.print(f"{total} groups" if total != len(found) else f"{total} of {sum(history.states().values())} groups")
+        Console(width=WIDTH).print(table)
+    more = f"; the first {len(found)} are shown, -n shows more" if len(found) < total else ""
+    typer.echo(f"{total} of {sum(history.states().values())} groups{more}")
     if lost := history.lost():
-        console.print(f"{lost} events were lost: the trainer was away, and the buffer keeps the newest only")
+        typer.echo(f"{lost} events were lost: the trainer was away, and the buffer keeps the newest only")
     for damage in history.damaged:
         typer.echo(f"warning: {printable(damage)}", err=True)
 
@@ -93,12 +100,21 @@ def show(
     group: Annotated[str, typer.Argument(metavar="ID", help="The group's id.", show_default=False)],
     run: RunOption,
     text: Annotated[bool, typer.Option("--text", help="Show the prompt and the completions too.")] = False,
+    story: Annotated[bool, typer.Option("--story", help="Show everything that happened to it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show which replica and weights wrote which tokens of each trajectory, which environment scored it, and which step trained on it. For
-    a failed group, also show the completion that it failed with."""
+    a failed group, also show the completion that it failed with. Of a group that is neither trained nor held by the buffer any more, only
+    what happened to it is known."""
     config = runs.find(run)
-    found, held = _find(config, group)
+    if story:
+        _show_story(_story(config, group), as_json)
+        return
+    try:
+        found, held = _find(config, group)
+    except HeadraceError as error:
+        _show_story(_story(config, group, error), as_json)
+        return
     text = text or found.state == "failed"
     if as_json:
         shown = dataclasses.asdict(found) | ({"text": msgspec.to_builtins(_texts(config, found, held))} if text else {})
@@ -109,6 +125,48 @@ def show(
     if text:
         console = Console()
         console.print(draw_group(_texts(config, found, held), found.state, console.width))
+
+
+def _story(config: Config, group: str, otherwise: HeadraceError | None = None) -> GroupStory:
+    """Return what happened to a group. Raises `otherwise` if there is no record of it."""
+    history = GroupHistory(config.run_folder / group_files.FOLDER)
+    if otherwise is not None and not history.folder.is_dir():
+        raise otherwise
+    found = history.story(group)
+    if found is None:
+        raise otherwise or HeadraceError(
+            f"no group {group!r} in {history.folder}; `headrace groups find --run {config.run_folder}` finds the groups there are"
+        )
+    return found
+
+
+def _show_story(story: GroupStory, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(story), indent=2))
+        return
+    group = story.summary
+    typer.echo(printable(f"group       {group.id} ({group.state})"))
+    row = f", row {group.source.line} of {group.source.file}" if group.source else ""
+    typer.echo(
+        printable(
+            f"prompt      {group.order} of the run's order, task {group.task}, environment {group.environment}{row}"
+        )
+    )
+    if group.reason:
+        typer.echo(printable(f"reason      {group.reason}"))
+    table = plain_table("time", "event", "details")
+    for event in story.events:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+        table.add_row(cell(moment), cell(event.what), cell(", ".join(_details(event))))
+    Console(width=WIDTH).print(table)
+    typer.echo(printable(story.prompt, keep="\n"))
+
+
+def _details(event: GroupEvent) -> Iterator[str]:
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        if field.name not in ("time", "what") and value is not None:
+            yield f"{field.name} {_number(value) if isinstance(value, float) else value}"
 
 
 @app.command("list")

@@ -134,11 +134,13 @@ def merge_files(folder: Path) -> Path | None:
 
 
 def read_file(path: Path, columns: Collection[str] | None = None, group: str | None = None) -> Any:
-    """Return the table of a file, or the rows of one group. Raises `FileNotFoundError`, and `CodecError` for a damaged file."""
+    """Return the table of a file, or only the rows of one group, with those of rewinds and restores. Raises `FileNotFoundError`, and
+    `CodecError` for a damaged file."""
     parquet = import_parquet()
     import pyarrow
 
-    filters = None if group is None else [("group", "==", group)]
+    # rows for which either is true
+    filters = None if group is None else [[("group", "==", group)], [("what", "in", ["rewound", "restored"])]]
     names = None if columns is None else list(columns)
     try:
         with path.open("rb") as file:

@@ -15,15 +15,18 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import sqlite3
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from headrace.base.errors import CodecError, ConfigError
 from headrace.run.group_files import Cursor, GroupFile, What, import_parquet, list_files, parse_cursor, read_file, rows
+
+if TYPE_CHECKING:
+    from headrace.replay.history import HistoryRow
 
 T = TypeVar("T")
 
@@ -34,7 +37,10 @@ _SCHEMA = 1
 SHOWN, SEARCHED = 300, 8192
 # Shortest text that the index of substrings finds.
 _TRIGRAM = 3
-_BUSY_S = 30.0
+# While another process takes in a large file, the index is its own.
+_BUSY_S = 600.0
+# With SQLite's 2 MiB, building a large index waits for the disk.
+_CACHE_KIB = 65536
 
 State = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
@@ -141,49 +147,6 @@ class GroupQuery:
     limit: int = 100
 
 
-class Event(Protocol):
-    """What `Record.apply` reads of an event: a row of the files, or of the buffer's stream."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def group(self) -> str | None: ...
-    @property
-    def index(self) -> int | None: ...
-    @property
-    def replica(self) -> str | None: ...
-    @property
-    def attempt(self) -> int | None: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def version(self) -> int | None: ...
-    @property
-    def timeline(self) -> str | None: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def build(self) -> str | None: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def oldest(self) -> int | None: ...
-    @property
-    def newest(self) -> int | None: ...
-    @property
-    def lane(self) -> str | None: ...
-    @property
-    def order(self) -> int | None: ...
-    @property
-    def n(self) -> int | None: ...
-    @property
-    def environment(self) -> str | None: ...
-
-
 class Trajectory(NamedTuple):
     tokens: int
     oldest: int
@@ -213,7 +176,7 @@ class Record:
     first: int = 0
     last: int = 0
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: HistoryRow | _FileRow) -> None:
         what, now = event.what, parse_cursor(event.id)[0]
         self.first, self.last = self.first or now, now
         match what:
@@ -260,7 +223,7 @@ class Record:
             case "restored" if self.state not in ENDS:
                 self._enter("unused", now)
 
-    def is_undone(self, event: Event) -> bool:
+    def is_undone(self, event: HistoryRow | _FileRow) -> bool:
         """Whether a rewind or restore makes the group wait to be enqueued again: to an older checkpoint, or after lost writes."""
         if self.lane != "train":
             return False
@@ -286,13 +249,13 @@ class Record:
     def mean(self) -> float | None:
         """The mean reward of its trajectories; None if it has none, or one has no reward."""
         rewards = self.rewards
-        return statistics.fmean(rewards) if rewards and len(rewards) == len(self.trajectories) else None
+        return math.fsum(rewards) / len(rewards) if rewards and len(rewards) == len(self.trajectories) else None
 
     @property
     def spread(self) -> float | None:
         """The standard deviation of its rewards, like `mean`."""
-        rewards = self.rewards
-        return statistics.pstdev(rewards) if self.mean is not None else None
+        mean, rewards = self.mean, self.rewards
+        return None if mean is None else math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
     @property
     def oldest(self) -> int | None:
@@ -307,7 +270,7 @@ class Record:
         return self.step - self.oldest if self.step is not None and self.oldest is not None else None
 
 
-def apply_to_run(records: Iterable[Record], event: Event) -> None:
+def apply_to_run(records: Iterable[Record], event: HistoryRow | _FileRow) -> None:
     """Apply an event of the whole run, or of a group whose id nobody knew any more: that of a failure long ago which is retried."""
     for record in records:
         if event.what != "retried":
@@ -456,6 +419,7 @@ class _Index:
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         try:
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._prepare()
         except BaseException:
             self._db.close()
@@ -684,13 +648,15 @@ class _Index:
         )
 
     def _events(self, group: str, first: int, last: int) -> tuple[list[GroupEvent], dict[str, Any]]:
-        """Return the events of a group and of the run meanwhile, and the newest row that has its prompt."""
+        """Return the events of a group, with the rewinds and restores meanwhile, and the newest row that has its prompt."""
         found: dict[tuple[Cursor, int], dict[str, Any]] = {}
         for file in list_files(self._folder):
             if file.first[0] <= last and file.last[0] >= first:
                 with contextlib.suppress(FileNotFoundError, CodecError):  # `damaged` says what is missing
                     for row in rows(read_file(file.path, group=group)):
-                        found[parse_cursor(row["id"]), row["part"]] = row
+                        cursor = parse_cursor(row["id"])
+                        if first <= cursor[0] <= last:
+                            found[cursor, row["part"]] = row
         ordered = [row for _, row in sorted(found.items(), key=lambda item: item[0])]
         told = [row for row in ordered if "prompt" in row]
         return [_event(row) for row in ordered], told[-1] if told else {}

@@ -132,7 +132,9 @@ def test_a_rewind_takes_back_what_was_trained(folder: Path) -> None:
     assert history.states() == {"trained": 2}
     story = history.story("late")
     assert story is not None
-    assert [event.what for event in story.events].count("trained") == 2
+    whats = [event.what for event in story.events]
+    assert (whats.count("trained"), whats.count("rewound")) == (2, 1)
+    assert whats.index("trained") < whats.index("rewound")
 
 
 def test_a_restore_has_what_was_lost_enqueued_again(folder: Path) -> None:

@@ -11,10 +11,12 @@ import pytest
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run import export
+from headrace.run.group_files import FOLDER as GROUPS
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import begin, make_group, make_trajectory
 from tests.support.command import refused, said
+from tests.support.group_events import events, life, write
 from tests.support.kept_run import kept_run
 
 
@@ -75,3 +77,35 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path} is not a run" in refused("groups", "list", "--run", tmp_path)
+
+
+def test_a_group_of_any_state_is_found_and_shown(tmp_path: Path, limits: Limits) -> None:
+    async def nothing(replay: ReplayClient) -> None:
+        pass
+
+    with kept_run(tmp_path, "past", limits, nothing) as (folder, server):
+        asyncio.run(server.stop())
+        write(folder / GROUPS, events(*life("e0-train-46", 46, ("filtered", {})), ("lost", None, {"lost": 7})))
+        write(folder / GROUPS, events(*life("e0-train-3", 3, ("failed", {"reason": "\x1b[31mKeyError"})), start=5_000))
+        for wanted in ("46+1", "sums.jsonl:47", "e0-train-46", "sum 47"):
+            found = said("groups", "find", wanted, "--run", folder)
+            assert "e0-train-46" in found, wanted
+            assert "filtered" in found
+            assert "e0-train-3 " not in found
+            assert "7 events were lost" in found
+        failed = said("groups", "find", "--run", folder, "--state", "failed", "--reason", "keyerror")
+        assert "\\x1b[31mKeyError" in failed
+        assert "0 of 2 groups" in said("groups", "find", "nowhere.jsonl:3", "--run", folder)
+        assert "--state lost" in refused("groups", "find", "--run", folder, "--state", "lost")
+        assert "reward" in refused("groups", "find", "--run", folder, "--sort", "beauty")
+        shown = said("groups", "show", "e0-train-46", "--run", folder)
+        assert "row 47 of /data/sums.jsonl" in shown
+        assert [line.split()[2] for line in shown.splitlines()[3:11]] == [
+            what for what, _, _ in life("", 0, ("filtered", {}))
+        ]
+        story = json.loads(said("groups", "show", "e0-train-3", "--run", folder, "--story", "--json"))
+        assert story["summary"]["state"] == "failed"
+        assert "no group 'nobody'" in refused("groups", "show", "nobody", "--run", folder, "--story")
+        damaged = next((folder / GROUPS).glob("0_5*.parquet"))
+        damaged.write_bytes(b"PAR1")
+        assert "e0-train-46" in said("groups", "find", "46+1", "--run", folder)

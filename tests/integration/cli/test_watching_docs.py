@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 from headrace.cli import samples
 from headrace.cli.app import app
 from headrace.replay import Limits, ReplayClient
+from headrace.run.group_files import FOLDER as GROUPS
 from headrace.run.lineage import FOLDER
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import lease_one, make_group
+from tests.support.group_events import events, life
+from tests.support.group_events import write as write_events
 from tests.support.kept_run import kept_run
 from tests.support.past_run import past_run
 from tests.support.stored_samples import sample, write
@@ -47,10 +50,11 @@ def test_every_command_runs_as_it_stands(tmp_path: Path, limits: Limits, monkeyp
             (made / name).rename(folder / name)
         group = make_group(17)
         LineageWriter(folder / "checkpoints" / FOLDER, "t1").write(3, [group], {group.id: []})
+        write_events(folder / GROUPS, events(*life(group.id, 17)))
         prompt = ({"role": "user", "content": "47+85"},)
         write(folder / "logs", "train", 3, [sample(group.id, i, i / 2, messages=prompt) for i in range(2)])
         write(folder / "logs", "val", 4, [sample("held-out")])
-        assert len(COMMANDS) == 10
+        assert len(COMMANDS) == 15
         for command in COMMANDS:
             program, *words = shlex.split(command, comments=True)
             done = CliRunner().invoke(app, words)

@@ -115,6 +115,15 @@ async def test_a_rewind_shows_that_a_group_was_trained_twice(replay: ReplayClien
     assert [event.what for event in story.events].count("enqueued") == 2
 
 
+async def test_a_rewind_shows_which_groups_keep_their_step(replay: ReplayClient, tmp_path: Path) -> None:
+    await generate(replay, await begin(replay, 4))
+    await reserve(replay, 0)
+    await enqueue(replay, [4])
+    assert (await write(replay, tmp_path)).states() == {"reserved": 2, "ready": 2, "queued": 1}
+    await replay.rewind(0, nonce())
+    assert (await write(replay, tmp_path)).states() == {"ready": 4, "queued": 1}
+
+
 async def test_what_nobody_reads_is_cut_off_and_counted(replay: ReplayClient, tmp_path: Path) -> None:
     key = f"hr:{{{replay.run_id}}}:history"
     for _ in range(HISTORY // 1000):

@@ -58,6 +58,13 @@ def test_every_form_of_a_file_says_the_same(tmp_path: Path, name: str) -> None:
     assert {problem.task_name for problem in problems} == {"sums"}
 
 
+@pytest.mark.parametrize(("name", "first"), [("sums.jsonl", 1), ("sums.json", 0), ("sums.parquet", 0)])
+def test_a_problem_knows_its_row(tmp_path: Path, name: str, first: int) -> None:
+    path = write(tmp_path, name, [*ROWS, ROWS[0], {"q": "3+3", "a": 6}])
+    kept = read(path, **KEYS, system_prompt="Add.")  # the third is a duplicate
+    assert [problem.row for problem in kept] == [(str(path), first), (str(path), first + 1), (str(path), first + 3)]
+
+
 def test_json_may_also_have_an_object_a_line(tmp_path: Path) -> None:
     (tmp_path / "sums.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert asked(read(tmp_path / "sums.json", **KEYS)) == EXPECTED

@@ -40,6 +40,27 @@ def test_a_prompt_that_is_too_long_ends_the_run_first(tmp_path: Path) -> None:
         prompts(tmp_path, "1+1", "47+85+3", "47+85+4")
 
 
+def test_the_problem_of_a_group_is_found_by_its_place(tmp_path: Path) -> None:
+    """Whoever enqueued it, and in validation too."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"input": "8+8", "output": "16"}\n')
+    made = prompts(
+        tmp_path, "1+1", "2+2", "1+2", shuffle=True, validation={"data_path": str(held_out), "env_name": "math"}
+    )
+    for order in (2, 0, 1):
+        (group,) = made.train([order])
+        found = made.find("train", order)
+        assert found is not None
+        problem, epoch = found
+        assert (problem.messages, f"e{epoch}-train-{problem.index}") == (group.messages, group.id)
+        assert problem.row == (str(tmp_path / "sums.jsonl"), problem.index + 1)
+    assert made.find("train", made.total) is None
+    validated = made.find("validation", 0)
+    assert validated is not None
+    assert validated[0].messages == made.validation(3)[0].messages
+    assert made.find("validation", 1) is None
+
+
 def test_messages_that_the_template_refuses_end_the_run_first(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     chats = [
