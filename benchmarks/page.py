@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from benchmarks.group_history import make
 from playwright.sync_api import Browser, Page, expect
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.group_history import make
 from headrace.run import group_files
 from headrace.run.group_history import INDEX
 from headrace.run.samples import COLUMNS, SampleFiles
