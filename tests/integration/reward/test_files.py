@@ -24,7 +24,7 @@ from tests.support.command import said
 from tests.support.ports import free_ports, listens
 from tests.support.processes import started
 from tests.support.reward_hub import WAIT_S, start_hub
-from tests.support.waiting import wait_until
+from tests.support.waiting import eventually, wait_until
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SOURCE = """
@@ -132,8 +132,12 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
     async with started(sys.executable, "-m", "headrace.cli", *command) as process:
         # two processes start, one after the other
         await asyncio.to_thread(wait_until, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
-        check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
-        assert await check.wait() == 0
+
+        async def is_ready() -> bool:
+            check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))
+            return await check.wait() == 0
+
+        await eventually(is_ready)  # asked again, as the engine asks: the port listens before the service answers
         token = Credentials(secrets / "credentials").make_token_source("scorer")
         async with rpc.channel(f"localhost:{port}", security=load(recipe).security, token=token) as channel:
             sample = sample_to_wire(Sample("2", {"answer": "2"}, environment="exact"))

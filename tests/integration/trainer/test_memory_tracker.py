@@ -59,6 +59,7 @@ BIG = [
 
 
 @pytest.mark.nightly  # minutes each
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", BIG, ids=str)
 def test_the_plan_of_a_known_model_is_what_the_tracker_counts(case: dict[str, Any]) -> None:
     check(case)
