@@ -194,7 +194,7 @@ def device_variables(plan: DevicePlan, config: Config, child: str) -> dict[str, 
         share, key = plan.shares[1], "policy.generation.vllm_cfg.gpu_memory_utilization"
         configured = config.policy.generation.vllm_cfg.gpu_memory_utilization
     else:
-        return {devices.VISIBLE: _uuids(plan.rest)}
+        return {devices.VISIBLE: "" if child == "page" else _uuids(plan.rest)}
     environ = {devices.VISIBLE: _uuids(own)}
     if plan.is_shared and configured is None:
         environ[variable_name(key.split("."))] = str(share)

@@ -184,6 +184,8 @@ class Record:
                 assert event.index is not None
                 self.trajectories[event.index] = Trajectory(event.tokens or 0, event.oldest or 0, event.newest or 0)
             case "scored":
+                if event.build != self.build:  # one build scores all trajectories of a group (law 3)
+                    self.trajectories = {i: t._replace(reward=None) for i, t in self.trajectories.items()}
                 if event.index in self.trajectories:
                     self.trajectories[event.index] = self.trajectories[event.index]._replace(reward=event.reward)
                 self.build = event.build
@@ -218,6 +220,8 @@ class Record:
                 self.reason = event.reason or ""
             case "retried":
                 self._start_over()
+            case "restored" if self.state == "reserved" and (self.step or 0) < (event.version or 0):
+                self._enter("trained", now)  # the checkpoint was trained on it; that it was committed is lost
             case "rewound" | "restored" if self.is_undone(event):
                 self._start_over()
             case "restored" if self.state not in ENDS:

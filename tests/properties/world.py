@@ -279,7 +279,9 @@ class World:
         for held in model.groups.values():
             told = self.told[held.id]
             assert (told.state, told.attempts) == (held.state, held.attempt), held.id
-            if held.state in ("scoring", "ready", "reserved"):
+            if (
+                held.state in ("scoring", "ready", "reserved") and not held.evicted
+            ):  # the history keeps what the buffer frees
                 pieces = {index: (*shape(piece.trajectory), piece.reward) for index, piece in held.pieces.items()}
                 assert told.trajectories == pieces, held.id
             if held.state in ("reserved", "trained"):

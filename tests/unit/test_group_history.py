@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.replay.history import HistoryRow
 from headrace.run import group_files
 from headrace.run.group_files import list_files, merge_files
-from headrace.run.group_history import INDEX, GroupHistory, GroupQuery, Row, parse_row
+from headrace.run.group_history import INDEX, GroupHistory, GroupQuery, Record, Row, parse_row
 from tests.support.group_events import events, life, write
 
 TRAINED = ("ready", {}), ("reserved", {"step": 5, "timeline": "t1"}), ("trained", {"step": 5, "timeline": "t1"})
@@ -287,3 +288,15 @@ def test_a_row_is_a_file_and_a_line() -> None:
     assert parse_row("data/sums.jsonl:18") == Row("data/sums.jsonl", 18)
     assert parse_row("C:\\sums.jsonl:18") == Row("C:\\sums.jsonl", 18)
     assert [parse_row(text) for text in ("sums.jsonl", ":3", "a:b", "a:", "a:-1", "a:²")] == [None] * 6
+
+
+@pytest.mark.parametrize(("version", "state"), [(2, "trained"), (1, "queued")])
+def test_what_a_restored_checkpoint_was_trained_on_is_trained(version: int, state: str) -> None:
+    record = Record("e0-train-0")
+    for event in (
+        HistoryRow("1-0", 0, "enqueued", record.id, lane="train", order=0, n=1),
+        HistoryRow("2-0", 0, "reserved", record.id, step=1, timeline="a"),
+        HistoryRow("3-0", 0, "restored", version=version),
+    ):
+        record.apply(event)
+    assert record.state == state

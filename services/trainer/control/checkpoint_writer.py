@@ -128,6 +128,8 @@ class CheckpointWriter:
         took = context.clock() - began
         self._metrics = {"timing/train/checkpoint_write": took}
         log.info("checkpoint %s, written in %.2f s", context.checkpoints.path(state.version), took)
+        # a server that loses everything after this takes nothing from the history of what the checkpoint was trained on
+        await context.retry(context.history.write_all)
         try:
             await context.retry(lambda: context.replay.commit(state.version, self._timeline, steps))
         except WrongStep as refusal:

@@ -49,6 +49,7 @@ class HistoryWriter:
         self._lost = 0  # as written last
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     def start(self) -> None:
         """From now on, write what there is every few seconds."""
@@ -68,8 +69,7 @@ class HistoryWriter:
         await asyncio.wait([self._task])
         try:
             self._task.result()
-            while await self._write_some():
-                pass
+            await self.write_all()
         except HeadraceError as error:
             log.warning("the newest events of groups stay in the buffer until the next start: %s", error)
 
@@ -81,8 +81,17 @@ class HistoryWriter:
                 async with asyncio.timeout(PERIOD_S):
                     await self._closing.wait()
 
+    async def write_all(self) -> None:
+        """Write what there is now. Raises what calls of the buffer raise, and `ServiceError` if the disk is full."""
+        while await self._write_some():
+            pass
+
     async def _write_some(self) -> bool:
         """Write the oldest entries. Returns whether there may be more."""
+        async with self._writing:
+            return await self._write_oldest()
+
+    async def _write_oldest(self) -> bool:
         entries, lost = await self._replay.read_history(ENTRIES)
         if not entries:
             return False

@@ -449,10 +449,11 @@ def test_each_service_sees_its_own_gpus_and_status_says_which(up: Start, folder:
         for pid, command in run.started().items()
         for service in re.findall(r"headrace\.cli (\w+) ", command)
     }
-    assert seen.keys() == {"replay", "reward", "rollout", "trainer"}
+    assert seen.keys() == {"replay", "reward", "rollout", "trainer", "page"}
     assert seen["trainer"] == [b"GPU-a"]
     assert seen["rollout"] in ([b"GPU-b"], [b"GPU-c"])
     assert seen["reward"] == [b"GPU-d"]
+    assert seen["page"] == [b""]
     plan = ["trainer    GPU 0", "rollout-1  GPU 1", "rollout-2  GPU 2", "left over  GPU 3"]
     assert all(f"\n{line} (Stand-in, 80 GiB)" in run.said() for line in plan)
     said = status_of(folder)

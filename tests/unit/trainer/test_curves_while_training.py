@@ -83,11 +83,11 @@ async def test_it_is_drawn_without_a_validation_and_once_per_pause(run: Run, mon
 
 async def test_a_trainer_draws_what_one_that_was_killed_has_not(tmp_path: Path) -> None:
     killed = Run(tmp_path)
-    killed.telemetry.start(tokenizer=None)
+    killed.telemetry.start(tokenizer=[])
     assert not killed.page.exists()  # nothing has been trained
     killed.step()
     again = Run(tmp_path)
-    again.telemetry.start(tokenizer=None)
+    again.telemetry.start(tokenizer=[])
     await again.drawn()
     assert "1 steps, the last one 0" in again.page.read_text()
     assert not are_curves_old(killed.config.run_folder)
