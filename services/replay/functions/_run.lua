@@ -182,11 +182,11 @@ local HISTORY = 100000
 -- bytes of a reason in it
 local REASON = 300
 
--- Append to `history` that `what` happened to these groups (`ids`, one per line; '': to the run), for a `reason` if any. The trainer writes the entries to the
--- run's folder, and then clears them (drained.lua). Every change of a group's state is told, in the call that makes it. Fields have one
--- letter, because there are tens of entries for each group:
+-- Append to `history` that `what` happened to these groups (`ids`, one per line; '': to the run), for a `reason` if any. The trainer writes
+-- the entries to the run's folder, and then clears them (drained.lua). Every change of a group's state is told, in the call that makes it.
+-- Fields have one letter, because there are tens of entries for each group:
 --   w  what           g  groups                 l, o, e, n  lane, order, environment and trajectories of a group that was enqueued
---   r  replica        a  attempt                p  trajectories: `<index> <length> <oldest> <newest>` or `<index> <reward>`, joined by commas
+--   r  replica        a  attempt                p  trajectories, by commas: `<index> <length> <oldest> <newest>` or `<index> <reward>`
 --   i  index          s  step                   v, t  weight version, timeline
 --   b  build          c  cause of a requeue     m  reason
 local function tell(run, what, ids, fields, reason)

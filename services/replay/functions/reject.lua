@@ -36,10 +36,10 @@ register('reject', {
   if step ~= run.next_step - 1 or step < oldest then
     refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. oldest .. ' to ' .. run.next_step - 1 .. ' are reserved')
   end
-  local to_reject, kept, named = named_groups(run, step, call.groups), {}, {}
-  for id in pairs(to_reject) do named[#named + 1] = id end
-  table.sort(named)
-  tell(run, 'rejected', table.concat(named, '\n'), {'s', step}, call.reason)
+  local to_reject, kept, ids = named_groups(run, step, call.groups), {}, {}
+  for id in pairs(to_reject) do ids[#ids + 1] = id end
+  table.sort(ids)
+  tell(run, 'rejected', table.concat(ids, '\n'), {'s', step}, call.reason)
   for _, id in ipairs(step_ids(run, step)) do
     local group = load_group(run, id)
     if to_reject[id] then
