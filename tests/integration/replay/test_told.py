@@ -124,6 +124,18 @@ async def test_a_rewind_shows_which_groups_keep_their_step(replay: ReplayClient,
     assert (await write(replay, tmp_path)).states() == {"ready": 4, "queued": 1}
 
 
+async def test_a_batch_given_back_says_for_which_group_and_why(replay: ReplayClient, tmp_path: Path) -> None:
+    await generate(replay, await begin(replay, 2))
+    await reserve(replay, 0)
+    await replay.reject_step(0, (await replay.state()).timeline, nonce(), {"e0-train-1": 1}, "it has no logits")
+    story = (await write(replay, tmp_path)).story("e0-train-1")
+    assert story is not None
+    assert [(event.step, event.reason) for event in story.events if event.what == "rejected"] == [
+        (0, "it has no logits")
+    ]
+    assert GroupHistory(tmp_path).states() == {"ready": 1, "queued": 1}
+
+
 async def test_what_nobody_reads_is_cut_off_and_counted(replay: ReplayClient, tmp_path: Path) -> None:
     key = f"hr:{{{replay.run_id}}}:history"
     for _ in range(HISTORY // 1000):
