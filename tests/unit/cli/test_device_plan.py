@@ -55,7 +55,9 @@ def test_each_process_sees_its_devices_and_rewards_get_the_rest() -> None:
         "trainer",
         "rollout-1",
         "rollout-2",
+        "page",
     }
+    assert found["page"] == ""
 
 
 @pytest.mark.parametrize(

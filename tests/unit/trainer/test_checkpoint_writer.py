@@ -72,8 +72,15 @@ class Buffer:
         self._checkpoints = checkpoints
         self.commits: list[tuple[int, dict[int, list[str]], list[int]]] = []
         self.refuses = False
+        self._told = 0  # checkpoints before whose commit its history was written to the folder
+
+    async def write_all(self) -> None:
+        self._told += 1
 
     async def commit(self, version: int, timeline: str, trained: Mapping[int, Sequence[str]]) -> None:
+        assert self._told > len(self.commits), (
+            "what the checkpoint was trained on is in the history before it is committed"
+        )
         if self.refuses:
             raise WrongStep("only steps below 0 were reserved")
         self.commits.append(
@@ -118,7 +125,8 @@ def case_of(folder: Path, kind: type[Checkpoints] = Checkpoints, **settings: Any
 
     lineage = LineageWriter(folder / "lineage", "t")
     context: Any = SimpleNamespace(
-        lead=lead, checkpoints=checkpoints, replay=buffer, retry=retry, lineage=lineage, torch=torch, clock=time.monotonic
+        lead=lead, checkpoints=checkpoints, replay=buffer, history=buffer, retry=retry, lineage=lineage, torch=torch,
+        clock=time.monotonic,
     )  # fmt: skip
     return Case(disk, lead, checkpoints, buffer, CheckpointWriter(context, "t"))
 
