@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
 	@echo "make demo    train a small model through the whole pipeline"
-	@echo "make test    lint, types, contracts and the tests, in about sixteen minutes on two cores"
+	@echo "make test    lint, types, contracts and the tests, in about fourteen minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in hours"
 	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
 	@echo "make golden  what is computed, answered and written, compared with the golden files; RENEW=1 renews them"
@@ -158,6 +158,8 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.agents
 	$(PY) -m benchmarks.long_run
+	$(PY) -m benchmarks.group_history
+	$(PY) -m benchmarks.page
 
 clean:
 	rm -rf $(VENV) $(DEMO_MODEL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
