@@ -25,7 +25,7 @@ from rich.table import Table
 from headrace.records.trajectory import Lane
 from headrace.replay.history import HistoryRow
 from headrace.run.group_files import list_files, merge_files, read_file, write_file
-from headrace.run.group_history import INDEX, GroupHistory, GroupQuery, Row
+from headrace.run.group_history import INDEX, DataRow, GroupHistory, GroupQuery
 from headrace_services.trainer.control.history_writer import to_columns
 from headrace_services.trainer.data import Problem
 
@@ -105,7 +105,7 @@ def main(groups: int, folder: Path) -> None:
         ),
         (
             "row of a data set",
-            GroupQuery(row=Row("problems.jsonl", order % PROBLEMS + 1)),
+            GroupQuery(row=DataRow("problems.jsonl", order % PROBLEMS + 1)),
             ("line", pc.equal, order % PROBLEMS + 1),
         ),
         ("failed, newest first", GroupQuery(states=["failed"], sort="-ended"), None),

@@ -450,8 +450,8 @@ def page_address(config: Config, run: str | None = None) -> str:
 
 
 def tunnel(port: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the command that brings a page on this machine's `port` to the machine from which the user has logged in by SSH; None if he
-    hasn't."""
+    """Return the command that brings a page on this machine's `port` to the machine from which the user has logged in by SSH; None if the
+    user hasn't."""
     words = environ.get("SSH_CONNECTION", "").split()
     if len(words) != 4:
         return None

@@ -217,7 +217,7 @@ class Trajectory(Answer):
     reward: float | None = Field(description="the environment's reward")
     advantage: float | None = Field(description="its advantage, once trained")
     components: dict[str, float | None] = Field(description="the parts of its reward")
-    status: str = Field(description="the status of its score")
+    status: str = Field(description="the status of its score, or DROPPED; empty while it has none")
     message: str = Field(description="the environment's message, or why it was dropped")
     traceback: str = Field(description="the environment's traceback, of a completion that it could not score")
     tokens: int | None = Field(description="tokens of its completion")

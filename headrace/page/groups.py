@@ -9,7 +9,7 @@ import gzip
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,11 +20,10 @@ from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
 from headrace.run import group_files
 from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, State
-from headrace.run.indexed_lines import find_lines, has_index
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.samples import Kind, SampleFiles, find_expected, write_prompt
+from headrace.run.samples import Kind, SampleFiles, find_expected, read_group, write_prompt
 
 # Newest steps whose lineage is read, of a run without a history of groups.
 OLD_STEPS = 300
@@ -241,7 +240,7 @@ def _trajectories(
                 "reward": reward,
                 "advantage": origin.advantage if origin else None,
                 "components": head.components if head else {},
-                "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "NOT_STARTED",
+                "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "",
                 "message": message or (dropped.reason if dropped and dropped.reason else ""),
                 "traceback": head.traceback if head else "",
                 "tokens": tokens,
@@ -289,33 +288,9 @@ def _sample_heads(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Sampl
 
 
 def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
-    """Yield the samples of one group in a file; only its lines are decoded. Raises `CodecError`."""
-    needle = b'"group":' + msgspec.json.encode(summary.id)
-    seen: set[int] = set()
-    try:
-        with contextlib.ExitStack() as opened:
-            file: IO[bytes] = opened.enter_context(check_file(path, path.parent).open("rb"))
-            indexed = path.suffix == ".gz" and has_index(file)
-            if path.suffix == ".gz" and not indexed:
-                file = cast(IO[bytes], gzip.GzipFile(fileobj=file))
-            for index in range(summary.n) if indexed else [-1]:
-                for line in _lines(file, summary.id, index, indexed=indexed, skip=index in seen):
-                    if needle in line and line.endswith(b"\n"):
-                        head = msgspec.json.decode(line, type=SampleHead)
-                        if head.group == summary.id and not (indexed and head.index in seen):
-                            seen.add(head.index)
-                            yield head
-    except FileNotFoundError:
-        return
-    except UNREADABLE as error:
-        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
-
-
-def _lines(file: IO[bytes], group: str, index: int, *, indexed: bool, skip: bool) -> Iterable[bytes]:
-    """Return the lines among which those of a trajectory are: a few, or all in a file without an index."""
-    if skip:
-        return ()
-    return find_lines(file, (group, index)) if indexed else file
+    """Yield the samples of one group in a file. Raises `CodecError`."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from read_group(check_file(path, path.parent), summary.id, SampleHead)
 
 
 def _origins(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Origin], list[str]]:

@@ -33,7 +33,7 @@ class MetricTable:
         self.rows = 0
         self._columns: dict[str, _Column] = {}
 
-    def add(self, metrics: Mapping[str, float]) -> Row:
+    def add(self, metrics: Mapping[str, float]) -> MetricRow:
         """Add the metrics of a line. Returns them as they are in the table. Raises `TypeError` for a value that is no number."""
         for name, value in metrics.items():
             column = self._columns.get(name)
@@ -41,7 +41,7 @@ class MetricTable:
                 column = self._columns[name] = _Column()
             column.put(self.rows, value)
         self.rows += 1
-        return Row(self, self.rows - 1)
+        return MetricRow(self, self.rows - 1)
 
     @property
     def cells(self) -> int:
@@ -78,7 +78,7 @@ class MetricTable:
         return self._columns[name].values[row]
 
 
-class Row(Mapping[str, float]):
+class MetricRow(Mapping[str, float]):
     """The metrics of one line of a table."""
 
     __slots__ = ("row", "table")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config import Config
-from headrace.page.metric_table import MetricTable, Row
+from headrace.page.metric_table import MetricRow, MetricTable
 from headrace.run import history
 from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.folder import SAVED, load_anywhere
@@ -69,9 +69,9 @@ class Columns:
         values, present = self.table.column(name)
         return values[self.rows], present[self.rows]
 
-    def metrics(self, place: int) -> Row:
+    def metrics(self, place: int) -> MetricRow:
         """Return the metrics of the line at `place`."""
-        return Row(self.table, int(self.rows[place]))
+        return MetricRow(self.table, int(self.rows[place]))
 
 
 class RunJournal:
@@ -155,7 +155,7 @@ class RunJournal:
         found = {}
         for kind in _KINDS:
             own = [line for line in self.lines if line.kind == kind]
-            rows = [line.metrics.row for line in own if isinstance(line.metrics, Row)]
+            rows = [line.metrics.row for line in own if isinstance(line.metrics, MetricRow)]
             steps = np.array([line.step for line in own], dtype=np.int64)
             found[kind] = Columns(self._tables[kind], steps, np.array(rows, dtype=np.int64))
         return found

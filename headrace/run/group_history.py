@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from headrace.base.errors import CodecError, ConfigError
+from headrace.records.trajectory import Lane
 from headrace.run.group_files import Cursor, GroupFile, What, import_parquet, list_files, parse_cursor, read_file, rows
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _CACHE_KIB = 65536
 State = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
 ]
-Lane = Literal["train", "validation"]
 # What `GroupQuery.sort` may be, with `-` before it for descending -> column of the index.
 SORTS = {
     "order": '"order"', "reward": "mean", "spread": "spread", "age": "age", "attempts": "attempts", "step": "step",
@@ -54,7 +54,7 @@ SORTS = {
 ENDS = ("trained", "filtered", "failed", "evaluated", "unused")
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A row of a data set's file, as error messages count: lines from 1, items of a JSON list and rows of a Parquet file from 0."""
 
     file: str
@@ -74,7 +74,7 @@ class GroupSummary:
     environment: str
     n: int
     prompt: str  # its first characters
-    source: Row | None
+    source: DataRow | None
     state: State
     reason: str
     step: int | None
@@ -141,13 +141,13 @@ class GroupQuery:
     reason: str = ""
     replica: str | None = None
     build: str | None = None
-    row: Row | None = None
+    row: DataRow | None = None
     sort: str = "order"
     offset: int = 0
     limit: int = 100
 
 
-class Trajectory(NamedTuple):
+class RecordedTrajectory(NamedTuple):
     tokens: int
     oldest: int
     newest: int
@@ -170,7 +170,7 @@ class Record:
     attempts: int = 0
     replicas: list[str] = dataclasses.field(default_factory=list)
     build: str | None = None
-    trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)
+    trajectories: dict[int, RecordedTrajectory] = dataclasses.field(default_factory=dict)
     enqueued: int | None = None
     ended: int | None = None
     first: int = 0
@@ -182,7 +182,9 @@ class Record:
         match what:
             case "pushed":
                 assert event.index is not None
-                self.trajectories[event.index] = Trajectory(event.tokens or 0, event.oldest or 0, event.newest or 0)
+                self.trajectories[event.index] = RecordedTrajectory(
+                    event.tokens or 0, event.oldest or 0, event.newest or 0
+                )
             case "scored":
                 if event.build != self.build:  # one build scores all trajectories of a group (law 3)
                     self.trajectories = {i: t._replace(reward=None) for i, t in self.trajectories.items()}
@@ -732,7 +734,7 @@ def _searchable(text: str) -> str:
 def _record(values: Sequence[Any]) -> Record:
     record = Record(*values)
     record.replicas = json.loads(values[10])
-    record.trajectories = {index: Trajectory(*of_it) for index, *of_it in json.loads(values[12])}
+    record.trajectories = {index: RecordedTrajectory(*of_it) for index, *of_it in json.loads(values[12])}
     return record
 
 
@@ -756,11 +758,11 @@ _SUMMARY = (
 def _summary(values: Sequence[Any]) -> GroupSummary:
     *_, oldest, newest, enqueued, ended, file, line, replicas, trajectories, prompt = values
     shown = dict(zip(_SHOWN, values, strict=False))
-    pieces = [Trajectory(*of_it) for _, *of_it in json.loads(trajectories)]
+    pieces = [RecordedTrajectory(*of_it) for _, *of_it in json.loads(trajectories)]
     return GroupSummary(
         **shown | {"task": shown["task"] or "", "build": shown["build"] or None},
         prompt=prompt or "",
-        source=None if file is None else Row(file, line),
+        source=None if file is None else DataRow(file, line),
         replicas=tuple(json.loads(replicas)),
         rewards=tuple(piece.reward for piece in pieces),
         tokens=tuple(piece.tokens for piece in pieces),
@@ -779,7 +781,7 @@ def _event(row: Mapping[str, Any]) -> GroupEvent:
     return GroupEvent(time=time, **{name: row[name] for name in _OF_EVENT if name in row})
 
 
-def parse_row(text: str) -> Row | None:
+def parse_row(text: str) -> DataRow | None:
     """Return the row that `FILE:LINE` names; None if the text has another form."""
     file, _, line = text.rpartition(":")
-    return Row(file, int(line)) if file and line.isdecimal() and line.isascii() else None
+    return DataRow(file, int(line)) if file and line.isdecimal() and line.isascii() else None

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.replay.history import HistoryRow
 from headrace.run import group_files
 from headrace.run.group_files import list_files, merge_files
-from headrace.run.group_history import INDEX, GroupHistory, GroupQuery, Record, Row, parse_row
+from headrace.run.group_history import INDEX, DataRow, GroupHistory, GroupQuery, Record, parse_row
 from tests.support.group_events import events, life, write
 
 TRAINED = ("ready", {}), ("reserved", {"step": 5, "timeline": "t1"}), ("trained", {"step": 5, "timeline": "t1"})
@@ -54,7 +54,7 @@ def test_a_group_has_what_its_events_say(folder: Path) -> None:
     assert group.spread == pytest.approx(0.408248)
     assert (group.step, group.timeline, group.age, group.attempts, group.replicas) == (5, "t1", 2, 1, ("r1",))
     assert (group.oldest_version, group.newest_version, group.build) == (3, 4, "b1")
-    assert (group.prompt, group.source) == ("user: what is 7+1?", Row("/data/sums.jsonl", 8))
+    assert (group.prompt, group.source) == ("user: what is 7+1?", DataRow("/data/sums.jsonl", 8))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_group_has_what_its_events_say(folder: Path) -> None:
         {"text": "7+"},  # shorter than a trigram
         {"text": "sum 18"},
         {"text": "g17"},
-        {"row": Row("sums.jsonl", 18)},
-        {"row": Row("/data/sums.jsonl", 18)},
+        {"row": DataRow("sums.jsonl", 18)},
+        {"row": DataRow("/data/sums.jsonl", 18)},
         {"lane": "train", "sort": "-order", "limit": 2, "offset": 2},
         {"states": ["failed"], "reason": "KEYERROR", "environment": "math", "task": "addition"},
         {"replica": "r1", "states": ["failed"], "build": "b1"},
@@ -87,7 +87,7 @@ def test_hostile_texts_are_only_searched(folder: Path) -> None:
         assert ids(history, text=text) == []
         assert ids(history, reason=text) == []
         assert ids(history, replica=text) == []
-        assert ids(history, row=Row(text, 8)) == []
+        assert ids(history, row=DataRow(text, 8)) == []
 
 
 def test_a_wrong_sort_or_state_names_those_there_are(folder: Path) -> None:
@@ -285,8 +285,8 @@ def test_two_processes_build_one_index(folder: Path) -> None:
 
 
 def test_a_row_is_a_file_and_a_line() -> None:
-    assert parse_row("data/sums.jsonl:18") == Row("data/sums.jsonl", 18)
-    assert parse_row("C:\\sums.jsonl:18") == Row("C:\\sums.jsonl", 18)
+    assert parse_row("data/sums.jsonl:18") == DataRow("data/sums.jsonl", 18)
+    assert parse_row("C:\\sums.jsonl:18") == DataRow("C:\\sums.jsonl", 18)
     assert [parse_row(text) for text in ("sums.jsonl", ":3", "a:b", "a:", "a:-1", "a:²")] == [None] * 6
 
 

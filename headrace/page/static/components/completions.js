@@ -95,7 +95,6 @@ function Facts({ trajectory, scales }) {
 export function Completion({ run, group, same, scales, chosen, choose, state, isMany, isAlone }) {
   const [first] = same;
   const indices = same.map((each) => each.index);
-  const tone = first.status === "NOT_STARTED" ? "calm" : "bad";
   return html`<article class=${`completion ${chosen ? "chosen" : ""}`} aria-label=${`Completion ${indices.join(", ")}`}>
     <header>
       <span class="reward" style=${{ background: colourAt(position(scales.reward, first.reward), 50) }} title="reward">${number(first.reward)}</span>
@@ -105,7 +104,7 @@ export function Completion({ run, group, same, scales, chosen, choose, state, is
           : html`<span key=${index}>#${index}</span> `,
       )}</span>
       ${same.length > 1 && html`<${Badge}>×${same.length}<//>`}
-      ${first.status && first.status !== "SCORED" && html`<${Badge} tone=${tone}>${visible(first.status)}<//>`}
+      ${first.status && first.status !== "SCORED" && html`<${Badge} tone="bad">${visible(first.status)}<//>`}
       ${!isAlone && html`<button class="compare" aria-pressed=${Boolean(chosen)} onClick=${() => choose(first.index)}>${chosen ? `compared (${chosen})` : "compare"}</button>`}
     </header>
     <${Facts} trajectory=${first} scales=${scales} />
