@@ -124,6 +124,9 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_is_named(replay: 
                 await push(replay, [group(2 + 2 * number, extra_env_info={"do": wrong})])
                 await push(replay, [group(3 + 2 * number)])
                 await counts(replay, ready=2 + number, failed=number + 1, scoring=1)
+            # completions are written to the file after their group has failed
+            files = SampleFiles(tmp_path / "run" / "logs", None)
+            await eventually(lambda: len({sample.group for sample in files.read_failed()}) == 3)
             (nobody,) = [each for each in await replay.environments() if each.name == "nobody"]
     reasons = {
         fields["group"]: fields.get("reason", "") for _, fields in await replay.events("0", 0.1) if "group" in fields
@@ -132,7 +135,7 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_is_named(replay: 
     assert "TIMED_OUT" in reasons["e0-train-4"]
     assert "can't be kept" in reasons["e0-train-6"]
     # the completions that groups failed with are kept, and no others
-    kept = SampleFiles(tmp_path / "run" / "logs", None).read_failed()
+    kept = files.read_failed()
     assert {sample.group for sample in kept} == {"e0-train-2", "e0-train-4", "e0-train-6"}
     raised = next(sample for sample in kept if sample.group == "e0-train-2")
     assert (raised.content, raised.status, raised.reason) == ("7", "FAILED", reasons["e0-train-2"])
@@ -189,7 +192,8 @@ async def test_completions_that_can_not_be_kept_stop_no_score(
     ):
         await push(replay, [group(0, extra_env_info={"do": "raise"}), group(1)])
         await counts(replay, failed=1, ready=1)
-    assert "can't write failed completions" in caplog.text
+        # the file is written after the group has failed
+        await eventually(lambda: "can't write failed completions" in caplog.text)
     assert "logger.keep_step_data=0" in caplog.text
 
 
