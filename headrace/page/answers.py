@@ -119,7 +119,7 @@ class Overview(Answer):
     alarms: list[Alarm] = Field(description="the newest alarms, the newest last")
     checkpoints: list[Checkpoint] = Field(description="the published checkpoints, oldest first")
     window: Literal["last", "10", "all"] = Field(description="the steps over which shares are computed")
-    problems: list[str] = Field(description="what could not be read; the rest was")
+    problems: list[str] = Field(description="what could not be read, and damaged checkpoints; the rest was read")
 
 
 class MetricName(Answer):

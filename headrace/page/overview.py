@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from headrace.page.metric_series import thin_out
 from headrace.page.run_files import RunFiles, check_file
 from headrace.page.run_list import describe_run
 from headrace.run import findings, now
-from headrace.run.checkpoints import find_published, read_metrics
+from headrace.run.checkpoints import DAMAGE, find_published, list_set_aside, read_metrics
 from headrace.run.findings import PARTS, REST, TOTAL, Window
 from headrace.run.headlines import ALARMS, alarms, seconds_per_step
 from headrace.run.history import RunHistory
@@ -23,7 +24,7 @@ from headrace.run.now import NOW, Now
 
 STEPS = 500  # points of the curve of a step's parts
 _NEWEST_ALARMS = 100
-_LARGEST_NOW = 64 << 20
+_LARGEST_NOW, _LARGEST_DAMAGE = 64 << 20, 1 << 20
 
 
 def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
@@ -40,6 +41,7 @@ def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
     problems += of_groups
     checkpoints: list[dict[str, Any]] = []
     try:
+        problems += _set_aside(past.config.checkpoint_folder)
         checkpoints = _checkpoints(past)
     except HeadraceError as error:
         problems.append(str(error))
@@ -123,6 +125,13 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
             texts = alarms(step, columns.metrics(place), only=(name,))
             found += [{"step": step, "name": name, "text": text, "evidence": evidence} for text in texts]
     return sorted(found, key=lambda alarm: alarm["step"])[-_NEWEST_ALARMS:]
+
+
+def _set_aside(folder: Path) -> list[str]:
+    """Return a line about each damaged checkpoint. Raises `CodecError` for a reason that no trainer wrote."""
+    for reason in folder.glob(f"*/{DAMAGE}"):
+        check_file(reason, folder, _LARGEST_DAMAGE)
+    return list_set_aside(folder)
 
 
 def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:
