@@ -51,6 +51,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], list[Any]]]] = (
     ("entropies", "entropies", round_values),
     ("token_losses", "token_losses", round_digits),
     ("token_loss_gradients", "token_loss_gradients", round_digits),
+    ("token_value_losses", "token_value_losses", round_digits),
     ("values", "values", round_values),
     ("returns", "returns", round_values),
 )
