@@ -64,7 +64,7 @@ class NewestOfKinds(Answer):
 class Flow(Answer):
     counts: dict[str, int] = Field(description="training groups by state")
     per_s: dict[str, float] = Field(
-        description="groups that enter a state each second, by state, over the window; empty if unknown"
+        description="groups that enter a state each second, by state, over the steps of the window; empty if unknown"
     )
 
 

@@ -196,6 +196,7 @@ def _history(folder: Path, text: str) -> None:
         for index in range(len(rewards)):
             about = {"index": index, "attempt": 1, "tokens": 2, "oldest": version, "newest": version}
             add(seconds + 2 + index / 10, group, "pushed", **about)
+        add(seconds + 2.5, group, "scoring")
         for index, reward in enumerate(rewards):
             add(seconds + 3 + index / 10, group, "scored", index=index, attempt=1, reward=reward, build="new")
 
