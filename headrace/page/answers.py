@@ -141,6 +141,7 @@ class Metrics(Answer):
     names: list[MetricName] = Field(description="the metrics that the run has")
     marks: list[Mark] = Field(description="what happened to the run")
     steps: tuple[int, int] | None = Field(description="the first and the last step")
+    problems: list[str] = Field(description="what could not be read; the rest was")
 
 
 class Curve(Answer):
