@@ -57,7 +57,7 @@ def build_app(config: Config, ready: Ready, progress: Progress, failures: Callab
     async def main_page() -> HTMLResponse:
         return HTMLResponse(await on_drawing_thread(curves, size(journal), failures()))
 
-    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+    files = SampleFiles.of(config)
 
     @app.get(
         "/samples",
