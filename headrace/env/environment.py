@@ -29,7 +29,9 @@ from headrace.records.trajectory import FinishReason, Message
 _LONGEST_MESSAGE = 2000
 # The end of a traceback, which has the exception, in characters.
 _LONGEST_TRACEBACK = 2000
-_CALLERS = ("headrace.env.environment", "headrace.env.server", "headrace.env.programs", "headrace.env.slots")
+_CALLERS = tuple(
+    f"headrace.env.{module}" for module in ("environment", "server", "programs", "slots", "reward_function")
+)
 
 
 @dataclasses.dataclass(frozen=True)
