@@ -381,26 +381,19 @@ class WeightSender:
         except WeightChannelError as error:  # another process has written there; the next group has another secret
             logger.warning("what each member has received can't be told: %s", error)
             return _AttemptOutcome.INTERRUPTED, {}
-        late = {} if refit.late else self._find_late(received, epoch, rendezvous, refit)
-        if late or self._backends.may_be_cause(rendezvous.backend, formed=True):
-            return _AttemptOutcome.INTERRUPTED, late
-        return _AttemptOutcome.TOO_SLOW, {}
-
-    def _find_late(
-        self, received: Sequence[int], epoch: Epoch, rendezvous: Rendezvous, refit: _Refit
-    ) -> dict[str, str]:
-        """Return the members that have fewer buckets than others, with the reason. `received` is of each rank above 0."""
-        counts = {}
+        ranks = {}
         for member in epoch.members:
-            first = rendezvous.first_rank(member, epoch.members) - 1
-            counts[member] = min(received[first : first + rendezvous.workers])
-        most, whole = max(counts.values()), len(refit.manifest.buckets()) + 1  # and the checksums
-        return {
-            member: f"it had {count} of {whole} parts of the weights after {self._config.timeout_s:g} s, when others had {most}: it hangs, "
-            "or the network is slow; then raise weight_channel.timeout_s"
-            for member, count in counts.items()
-            if count < most
-        }
+            first = rendezvous.first_rank(member, epoch.members)
+            ranks[member] = range(first, first + rendezvous.workers)
+        late = {} if refit.late else membership.find_late(received, ranks)
+        if late or self._backends.may_be_cause(rendezvous.backend, formed=True):
+            whole = len(refit.manifest.buckets()) + 1  # the checksums come last
+            return _AttemptOutcome.INTERRUPTED, {
+                member: f"it had {count} of {whole} parts of the weights after {self._config.timeout_s:g} s, and others had more: it "
+                "hangs, or the network is slow; then raise weight_channel.timeout_s"
+                for member, count in late.items()
+            }
+        return _AttemptOutcome.TOO_SLOW, {}
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> WeightChannelError | None:
         """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they
