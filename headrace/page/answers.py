@@ -237,6 +237,7 @@ class GroupStory(Group):
     next: str | None = Field(description="the group after it")
     story: list[Event] = Field(description="what happened to it, oldest first")
     trajectories: list[Trajectory] = Field(description="its trajectories, by index")
+    unkept: str | None = Field(description="why the text of none of them is kept; null if there is any")
     problems: list[str] = Field(description="what could not be read; the rest was")
 
 
@@ -301,6 +302,7 @@ class Lane(Answer):
 class Timeline(Answer):
     first: float = Field(description="where it begins")
     last: float = Field(description="where it ends")
+    running: bool = Field(description="whether the run is at work, so that more will follow")
     lanes: list[Lane] = Field(description="a lane for each that worked")
     problems: list[str] = Field(description="what could not be read, or is not known")
 

@@ -15,7 +15,7 @@ from headrace.page.run_files import RunFiles
 from headrace.run import group_files
 from headrace.run.findings import TOTAL, Window, in_window
 from headrace.run.group_files import GroupFile
-from headrace.run.group_history import State
+from headrace.run.group_record import State
 from headrace.run.headlines import follows_start
 from headrace.run.journal import Line
 

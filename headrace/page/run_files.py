@@ -241,10 +241,14 @@ class RunFiles:
         found: T = self._found[1]
         return found
 
+    def forget_found(self) -> None:
+        """Let go of what was found once."""
+        self._found = None
+
     def forget(self) -> None:
         """Let go of what was read."""
         self._remembered.clear()
-        self._found = None
+        self.forget_found()
         self._journal = RunJournal(self.folder / JOURNAL)
         self._history = None
 
@@ -285,15 +289,18 @@ class RunFolder:
             self._runs.pop(name, None)
 
     def bound_memory(self, most: int = MOST_CELLS) -> None:
-        """Forget the journals that were asked for longest ago, so that those kept have at most `most` values, but for the newest."""
+        """Forget the journals that were asked for longest ago, so that those kept have at most `most` values, but for the newest; and what
+        was found once in any other run."""
         with self._lock:
             runs: Sequence[RunFiles] = list(self._runs.values())
         kept = 0
         for place, run in enumerate(reversed(runs)):
             kept += run.cells
-            if place and kept > most and run.lock.acquire(blocking=False):
-                kept -= run.cells
-                run.forget()
+            if place and run.lock.acquire(blocking=False):
+                run.forget_found()
+                if kept > most:
+                    kept -= run.cells
+                    run.forget()
                 run.lock.release()
 
 

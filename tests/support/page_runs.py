@@ -22,6 +22,7 @@ from headrace.run.start import START as START_RECORD
 from headrace.run.start import Changed, StartRecord
 
 START = 1_764_000_000.0
+STEP_S = 2.0  # of a long run
 STEPS, PROMPTS, SAMPLES = 6, 2, 3
 CONFIG = """
 run: {{id: {id}, dir: elsewhere}}
@@ -103,8 +104,12 @@ def long_run(parent: Path, name: str, steps: int, metrics: int) -> Path:
     with (folder / JOURNAL).open("w") as file:
         for step in range(steps):
             values = {metric: chance.random() for metric in names}
-            values |= {"reward": step / steps, "timing/train/total_step_time": 2.0, "timing/train/policy_training": 1.0}
-            file.write(_line("train", step, START + 2.0 * step, values) + "\n")
+            values |= {
+                "reward": step / steps,
+                "timing/train/total_step_time": STEP_S,
+                "timing/train/policy_training": 1.0,
+            }
+            file.write(_line("train", step, START + STEP_S * (step + 1), values) + "\n")
     return folder
 
 

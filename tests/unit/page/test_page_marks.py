@@ -54,7 +54,7 @@ def marks(run: Path) -> list[dict[str, Any]]:
     return [mark for mark in found if mark["kind"] == "configuration"]
 
 
-def test_a_change_is_marked_at_the_first_step_that_was_trained_with_it(tmp_path: Path) -> None:
+def test_a_change_is_marked_at_the_first_step_trained_with_it(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     many = [f"env.e{number}.timeout_s: 1 -> 2" for number in range(25)]
     # steps end each ten seconds; after the last of them nothing was trained

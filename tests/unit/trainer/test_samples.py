@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import random
+import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
@@ -153,6 +158,50 @@ def test_of_each_kind_the_newest_files_stay(tmp_path: Path) -> None:
         "train_data_step9.jsonl.gz",
         "val_data_step1.jsonl.gz",
     ]
+
+
+@given(
+    written=st.lists(
+        st.tuples(st.sampled_from(["train", "val", "val_failed"]), st.integers(0, 4), st.integers(0, 3000)), max_size=14
+    ),
+    keep=st.one_of(st.none(), st.integers(1, 4)),
+    most=st.integers(0, 6000),
+)
+def test_samples_never_take_more_than_the_bound_and_a_step(
+    written: list[tuple[Kind, int, int]], keep: int | None, most: int
+) -> None:
+    """Law of `SampleFiles`: after every write the bound holds, or only the newest of each kind are left; what went first came first."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = SampleFiles(Path(folder), keep, most)
+        order: list[Path] = []  # those there are, the oldest first
+        for moment, (kind, step, size) in enumerate(written):
+            path = files.path(kind, step)
+            files.write(kind, step, [{"step": step, "noise": random.Random(moment).randbytes(size).hex()}])
+            os.utime(path, ns=(moment, moment))  # the clock of a file system is coarse
+            order = [each for each in order if each != path] + [path]
+            newest = {each.name.partition("_data")[0]: each for each in order}.values()
+            left = [each for each in order if each.exists()]
+            sizes = {each: each.stat().st_size for each in left}
+            assert set(newest) <= set(left)
+            assert sum(sizes.values()) <= max(most, sum(sizes[each] for each in newest))
+            assert {each.name for each in Path(folder).iterdir()} == {each.name for each in left}
+            if keep is None:
+                others = [each for each in order if each not in newest]
+                staying = [each for each in others if each in left]
+                assert staying == others[len(others) - len(staying) :], "the oldest go first"
+            order = left
+
+
+def test_the_oldest_samples_go_first_by_either_bound(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, keep=5, most_bytes=600)
+    for step in range(4):
+        files.write("train", step, [{"noise": random.Random(step).randbytes(100).hex()}])
+    assert files.steps("train") == [1, 2, 3]
+    assert "logger.keep_step_data_bytes=600" in files.say_removed("train")
+    files.keep = 1
+    files.write("train", 9, [{}])
+    assert files.steps("train") == [9]
+    assert "logger.keep_step_data=1" in files.say_removed("train")
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, 0), (None, 30)])
