@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config import Config
 from headrace.page.metric_table import MetricRow, MetricTable
-from headrace.run import history
+from headrace.run import history, start
 from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.folder import SAVED, load_anywhere
 from headrace.run.history import RECORD, RunHistory
 from headrace.run.journal import JOURNAL, Kind, Line, iter_from, size, surviving
+from headrace.run.start import START, StartRecord
 
 # A run's state is looked up anew after this many seconds: the look takes the locks of the run for a moment.
 _STATE_S = 1.0
-_LARGEST_CONFIG, _LARGEST_RECORD = 4 << 20, 1 << 20
+_LARGEST_CONFIG, _LARGEST_RECORD, _LARGEST_START = 4 << 20, 1 << 20, 16 << 20
 # Values of all journals that are kept at a time, at nine bytes each.
 MOST_CELLS = 12_000_000
 _BEGINNING = 200  # bytes of a journal
@@ -194,6 +195,12 @@ class RunFiles:
         if isinstance(found, HeadraceError):
             raise found
         return found
+
+    @property
+    def start(self) -> StartRecord | None:
+        """How it was last started; None if an older build started it. Raises `CodecError`."""
+        path = self.folder / START
+        return start.read(check_file(path, self.folder, _LARGEST_START).parent) if path.exists() else None
 
     @property
     def journal(self) -> RunJournal:

@@ -132,9 +132,8 @@ def merge_files(folder: Path) -> Path | None:
 
 def read_file(path: Path, columns: Collection[str] | None = None) -> Any:
     """Return the table of a file. Raises `FileNotFoundError`, and `CodecError` for a damaged file."""
-    parquet = import_parquet()
-    with _readable(path) as file:
-        return parquet.read_table(file, columns=None if columns is None else list(columns))
+    with _open(path) as file:
+        return file.read(columns=None if columns is None else list(columns))
 
 
 def iterate_events(path: Path, fields: Collection[str]) -> Iterator[GroupEvent]:

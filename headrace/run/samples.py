@@ -66,6 +66,7 @@ COLUMNS = (
     "entropies",
     "token_losses",
     "token_loss_gradients",
+    "token_value_losses",
     "values",
     "returns",
 )

@@ -160,7 +160,16 @@ def test_groups_are_found_in_each_state(client: TestClient) -> None:
 def test_a_group_tells_its_whole_story(client: TestClient) -> None:
     group = ask(client, "/api/runs/adder/groups/0-10")
     happened = [event["what"] for event in group["story"]]
-    assert happened == ["enqueued", "leased", *["pushed"] * 3, *["scored"] * 3, "ready", "reserved", "trained"]
+    assert happened == [
+        "enqueued",
+        "leased",
+        *["pushed"] * 3,
+        "scoring",
+        *["scored"] * 3,
+        "ready",
+        "reserved",
+        "trained",
+    ]
     assert (group["previous"], group["next"], group["expected"]) == ("0-9", "0-11", "2")
     first = group["trajectories"][0]
     assert (first["kept"], first["content"], first["advantage"], first["versions"]) == (

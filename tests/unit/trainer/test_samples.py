@@ -22,16 +22,18 @@ from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Evaluated
 from headrace.run.journal import JOURNAL, Journal
-from headrace.run.samples import COLUMNS, Kind, SampleFiles, make_sample
+from headrace.run.samples import COLUMNS, Kind, SampleFiles, by_group, failed_groups, make_sample
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
     choose,
     show,
     training_records,
+    write_groups,
 )
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.buffer import make_group
+from tests.support.stored_samples import hostile_episode, hostile_sample
 
 PROMPT = make_group(
     0,
@@ -248,3 +250,30 @@ def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
     assert "\x1b[" in coloured.getvalue()
     assert "\x1b[" not in plain.getvalue()
     assert "    [bold]not markup[/bold]" in as_markdown([one])
+
+
+HOSTILE = "\x1b[2J</pre><script>x</script>\u202e&amp;\"'"
+SHOWN = "\\x1b[2J&lt;/pre&gt;&lt;script&gt;x&lt;/script&gt;\\u202e&amp;amp;&quot;&#x27;"
+MARKUP = ("<script", "\x1b", "\u202e", '&"')
+
+
+def test_an_episode_is_a_conversation_in_a_file_of_groups(tmp_path: Path) -> None:
+    write_groups(tmp_path / "groups.html", "tried", [], by_group([hostile_episode(HOSTILE)]))
+    page = (tmp_path / "groups.html").read_text()
+    heads = [f'<div class="note">call {number}' for number in ("0 (tokens 0-1", "1 continues call 0 (tokens 1-2")]
+    assert [page.count(head) for head in heads] == [1, 1]
+    said = [part.split("</pre>")[0] for part in page[page.index(heads[0]) :].split("<pre>")[1:]]
+    assert said.pop().startswith("<b>artifacts:</b> {&quot;")
+    # of each call: what the tool answered; what the program added, and what the policy answered, both with the call of a tool
+    of_call = [part.split(": ")[0] for part in said[: len(said) // 2]]
+    assert of_call == ["tool", SHOWN, f"{SHOWN} calls", SHOWN, f"{SHOWN} calls"]
+    assert [part.split(": ")[0] for part in said] == of_call * 2
+    assert not any(part in page for part in MARKUP)
+
+
+def test_what_others_wrote_is_no_markup_in_a_file_of_groups(tmp_path: Path) -> None:
+    failed = hostile_sample(HOSTILE, reward=None, reason=HOSTILE)
+    write_groups(tmp_path / "groups.html", HOSTILE, [HOSTILE], failed_groups([failed]))
+    page = (tmp_path / "groups.html").read_text()
+    assert page.count(SHOWN) == 13
+    assert not any(part in page for part in MARKUP)
