@@ -387,7 +387,9 @@ class PolicyConfig(Section):
     freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
     lora_cfg: LoRAConfig = LoRAConfig()
     precision: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"
-    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
+    max_grad_norm: MayChange[float] = Field(
+        1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; .inf: never"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: MayChange[SchedulerConfigs] = Field([])
     generation: GenerationConfig = GenerationConfig()
@@ -444,6 +446,8 @@ class ValueConfig(Section):
     )
     freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
     precision: Fixed[Literal["float32", "bfloat16"] | None] = Field(None, description="null: policy.precision")
-    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
+    max_grad_norm: MayChange[float] = Field(
+        1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; .inf: never"
+    )
     optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
     scheduler: MayChange[SchedulerConfigs] = Field([])

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.base.errors import CodecError, HeadraceError
+from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
 from headrace.replay import BufferRetry, ReplayClient
-from headrace.replay.history import HistoryRow, expand_entry
-from headrace.run.group_files import PROMPT_CHARACTERS, cannot_write, merge_files, parse_cursor, write_file
+from headrace.replay.history import expand_entry
+from headrace.run.group_files import PROMPT_CHARACTERS, cannot_write, merge_files, write_file
 from headrace.run.samples import find_expected, write_prompt
 from headrace_services.trainer.data import Problem
 
@@ -104,7 +105,7 @@ class HistoryWriter:
     def _write(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]], lost: int) -> None:
         rows = [row for entry, fields in entries for row in expand_entry(entry, fields)]
         if lost != self._lost:
-            rows.append(HistoryRow(rows[-1].id, rows[-1].part + 1, "lost", lost=lost))
+            rows.append(GroupEvent(rows[-1].id, rows[-1].part + 1, "lost", lost=lost))
         try:
             write_file(self._folder, to_columns(rows, self._prompts))
         except OSError as error:
@@ -120,15 +121,15 @@ class HistoryWriter:
             raise cannot_write(self._folder, error) from error
 
 
-def to_columns(rows: Sequence[HistoryRow], prompts: Problems) -> dict[str, Sequence[Any]]:
+def to_columns(rows: Sequence[GroupEvent], prompts: Problems) -> dict[str, Sequence[Any]]:
     """Return the columns of these events, with the prompts of groups that were enqueued."""
-    columns: dict[str, Sequence[Any]] = dict(zip(HistoryRow._fields, zip(*rows, strict=True), strict=True))
-    columns["time"] = [parse_cursor(row.id)[0] for row in rows]
+    columns: dict[str, Sequence[Any]] = dict(zip(GroupEvent._fields, zip(*rows, strict=True), strict=True))
+    columns["time"] = [row.cursor[0] for row in rows]
     told = [dict(_prompt_of(row, prompts)) if row.what == "enqueued" else {} for row in rows]
     return columns | {name: [each.get(name) for each in told] for name in _PROMPT}
 
 
-def _prompt_of(row: HistoryRow, prompts: Problems) -> Iterator[tuple[str, Any]]:
+def _prompt_of(row: GroupEvent, prompts: Problems) -> Iterator[tuple[str, Any]]:
     yield "environment", row.environment
     found = prompts.find("validation" if row.lane == "validation" else "train", row.order or 0)
     if found is None:
