@@ -219,7 +219,7 @@ class Run:
 
     def _sample_files(self, validation: bool) -> tuple[SampleFiles, Kind]:
         config = self.config
-        return SampleFiles(config.log_folder, config.logger.keep_step_data), "val" if validation else "train"
+        return SampleFiles.of(config), "val" if validation else "train"
 
     # -- shown
 

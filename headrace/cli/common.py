@@ -85,7 +85,7 @@ def _as_argument(args: list[str]) -> list[str]:
 class App(typer.Typer):
     """A group of commands."""
 
-    def command(self, name: str | None = None, **given: Any) -> Any:  # type: ignore[override]
+    def command(self, name: str | None = None, **given: Any) -> Any:
         return super().command(name, **{"cls": Command, **given})
 
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pandas
+import pandas  # type: ignore[import-untyped]
 import pytest
 import yaml
 
