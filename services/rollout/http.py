@@ -30,6 +30,7 @@ from headrace.net.replica_client import (
 )
 from headrace.net.service import create_app, problems, read_body
 from headrace_services.rollout.chat_format import ChatFormat, Written
+from headrace_services.rollout.engine_stats import EngineStats
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.rollout.worker import RolloutWorker
@@ -289,6 +290,12 @@ class RolloutMetrics(Collector):
                 verdict and verdict.difference,
             ),
         }
+        stats = EngineStats.of(self.engine)
+        gauges |= {
+            "kv_cache_use": ("Share of the engine's KV cache that running sequences hold", stats.kv_cache_use),
+            "engine_running": ("Sequences that the engine computes in a step", stats.running),
+            "engine_waiting": ("Sequences that have no room in the engine's steps", stats.waiting),
+        }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"headrace_rollout_{name}", text, value=value)
@@ -313,6 +320,14 @@ class RolloutMetrics(Collector):
             "Tokens that these calls continued and that were in the prefix cache",
             value=status.call_cached_tokens,
         )
+        for name, text, value in (
+            ("preemptions", "Times a running sequence lost its KV cache to others", stats.preemptions),
+            ("prefix_cache_queries", "Tokens of prompts looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "Tokens of prompts found in the prefix cache", stats.prefix_hits),
+            ("engine_prompt_tokens", "Tokens of prompts that the engine computed", stats.prompt_tokens),
+            ("engine_generated_tokens", "Tokens that the engine sampled", stats.generated_tokens),
+        ):
+            yield CounterMetricFamily(f"headrace_rollout_{name}", text, value=value)
         for name, text, counts in (
             ("groups", "Leases, by how they ended", status.groups),
             ("calls", "Calls of episodes, by how they ended", status.calls),
