@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.net.replica_client import (
     RENDER,
     SAMPLE,
@@ -140,7 +141,9 @@ def _add_call(
     parsed = Depends(body)
 
     async def post(raw_request: Request, request: Any = parsed) -> Response:
-        return _json(200, await answer(request))
+        caller = tracing.SpanId.parse(raw_request.headers.get(tracing.HEADER, ""))
+        with tracing.span("generate" if path == SAMPLE else "render", caller) if caller else tracing.NO_SPAN:
+            return _json(200, await answer(request))
 
     schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", ErrorBody))}
     refusals = {

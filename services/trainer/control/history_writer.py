@@ -6,16 +6,27 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.base.errors import CodecError, HeadraceError
+from headrace.net import tracing
 from headrace.records.trajectory import Lane
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.replay.history import HistoryRow, expand_entry
-from headrace.run.group_files import PROMPT_CHARACTERS, cannot_write, merge_files, parse_cursor, write_file
+from headrace.run.group_files import (
+    PROMPT_CHARACTERS,
+    cannot_write,
+    list_files,
+    merge_files,
+    parse_cursor,
+    read_file,
+    write_file,
+)
+from headrace.run.group_files import rows as read_rows
 from headrace.run.samples import find_expected, write_prompt
+from headrace_services.trainer.control.group_spans import GroupSpans
 from headrace_services.trainer.data import Problem
 
 log = logging.getLogger(__name__)
@@ -47,6 +58,7 @@ class HistoryWriter:
         self._timeline = timeline
         self._prompts = prompts
         self._lost = 0  # as written last
+        self._spans: GroupSpans | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -105,10 +117,22 @@ class HistoryWriter:
         rows = [row for entry, fields in entries for row in expand_entry(entry, fields)]
         if lost != self._lost:
             rows.append(HistoryRow(rows[-1].id, rows[-1].part + 1, "lost", lost=lost))
+        ended = list(self._end_spans(rows)) if tracing.is_on() else []
         try:
             write_file(self._folder, to_columns(rows, self._prompts))
         except OSError as error:
             raise cannot_write(self._folder, error) from error
+        for span in ended:
+            tracing.emit(span)
+
+    def _end_spans(self, rows: Iterable[HistoryRow]) -> Iterator[tracing.EndedSpan]:
+        """Yield the spans that end with these events."""
+        if self._spans is None:
+            self._spans = GroupSpans(self._replay.run_id)
+            for row in _read_rows(self._folder):  # an earlier trainer exported what ended there
+                self._spans.note(row)
+        for row in rows:
+            yield from self._spans.note(row)
 
     def _merge(self) -> None:
         try:
@@ -118,6 +142,15 @@ class HistoryWriter:
             log.warning("files of groups are not merged: %s", error)
         except OSError as error:
             raise cannot_write(self._folder, error) from error
+
+
+def _read_rows(folder: Path) -> Iterator[HistoryRow]:
+    """Yield the events in the folder's files."""
+    for file in list_files(folder):
+        try:
+            yield from (HistoryRow(**row) for row in read_rows(read_file(file.path, HistoryRow._fields)))
+        except CodecError as error:
+            log.warning("traces lack what came before: %s", error)
 
 
 def to_columns(rows: Sequence[HistoryRow], prompts: Problems) -> dict[str, Sequence[Any]]:
