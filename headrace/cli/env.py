@@ -41,8 +41,8 @@ app = typer.Typer(help="Environments: serve one, attach one to a run, list those
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="FILE.py[:CLASS]",
-        help="A subclass of headrace.Environment; FILE.py is enough if it has just one.",
+        metavar="FILE.py[:NAME]",
+        help="A subclass of headrace.Environment, or a reward function; FILE.py is enough if it has just one.",
         show_default=False,
     ),
 ]

@@ -29,8 +29,9 @@ _STYLES: dict[Verdict, str] = {"right": "green", "note": "yellow", "wrong": "bol
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET|FILE.py[:CLASS]",
-        help="The host:port of a served environment, in any language; or a file with a subclass of headrace.Environment.",
+        metavar="TARGET|FILE.py[:NAME]",
+        help="The host:port of a served environment, in any language; or a file with a subclass of headrace.Environment, or a reward "
+        "function.",
         show_default=False,
     ),
 ]

@@ -82,7 +82,7 @@ def try_(
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(asked), str(prompts))) from error
         evaluate.ask(made, found)
-    files = SampleFiles(made.log_folder, made.logger.keep_step_data)
+    files = SampleFiles.of(made)
     groups = by_group(files.samples("val", 0))
     facts = [*summary(groups), *failures(files.read("val_failed", 0))]
     console = Console()

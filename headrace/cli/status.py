@@ -28,6 +28,7 @@ from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
 from headrace.run.now import Now
+from headrace.run.samples import SampleFiles
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -108,10 +109,21 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
+        *(("", line) for line in _removed_samples(past)),
         ("page", f"headrace page {config.run_folder}"),
         ("continue", runs.resume_hint(config)),
     ):
         say(console, f"{name:14}{value}")
+
+
+def _removed_samples(past: RunHistory) -> Iterator[str]:
+    """Yield by which bound the samples of trained steps were removed, if any were."""
+    files = SampleFiles.of(past.config)
+    kept = set(files.steps("train"))
+    removed = [line.step for line in past.lines if line.kind == "train" and line.step not in kept]
+    if kept and removed:
+        of = f"those of steps {min(removed)} to {max(removed)}" if len(removed) > 1 else f"those of step {removed[0]}"
+        yield f"{of} were {files.say_removed('train')}"
 
 
 Newest = Sequence[tuple[str, str, int, Mapping[str, float]]]

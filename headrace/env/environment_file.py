@@ -1,6 +1,7 @@
-"""`FILE.py:CLASS`: an environment named by the file of its class. `check` parses the text; `load` runs it.
+"""`FILE.py:NAME`: an environment named by the file of its class, or of its reward function (`reward_function`). `check` parses the text;
+`load` runs it.
 
-`python -m headrace.env.environment_file FILE.py:CLASS PORT` serves it for as long as the process that started it lives.
+`python -m headrace.env.environment_file FILE.py:NAME PORT` serves it for as long as the process that started it lives.
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ from types import ModuleType, TracebackType
 import headrace
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.env.environment import Environment
+from headrace.env.reward_function import SIGNATURES, make_environment, signature_in, signature_text, style_of
 from headrace.net.service import die_with_parent
 
 
 def is_file(target: str) -> bool:
-    """Whether `target` names a file, with or without a class, and not an address."""
+    """Whether `target` names a file, with or without a class or function, and not an address."""
     return re.fullmatch(r".+\.py(:[A-Za-z_][A-Za-z0-9_]*)?", target) is not None
 
 
 def complete_target(target: str) -> str:
-    """Return `FILE.py:CLASS` for a `FILE.py` with one environment: a class that derives from `Environment`, and from which no other class
-    in the file derives. Raises `ConfigError` for none or several. The file is not run."""
+    """Return `FILE.py:NAME` for a `FILE.py` with one environment: a class that derives from `Environment`, and from which no other class
+    in the file derives; or, in a file without such classes, a reward function. Raises `ConfigError` for none or several. The file is not
+    run."""
     if not target.endswith(".py"):
         return target
+    body = _parse(target, Path(target)).body
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-        for node in _parse(target, Path(target)).body
+        for node in body
         if isinstance(node, ast.ClassDef)
     }
     derived = {"Environment"}
     for name, of_class in bases.items():  # a class comes after its bases
         derived |= {name} if of_class & derived else set()
     found = [name for name in bases if name in derived and not any(name in of_class for of_class in bases.values())]
+    found = found or [name for name, node in _functions(body).items() if style_of(signature_in(node))]
     if not found:
         raise ConfigError(
-            f"{target}: none of its classes derives from headrace.Environment ({', '.join(bases) or 'it has none'}); derive one from it, "
-            f"or name one that inherits it through another file: {target}:CLASS"
+            f"{target}: none of its classes derives from headrace.Environment ({', '.join(bases) or 'it has none'}), and it has no reward "
+            f"function; derive one from it, or name one that inherits it through another file: {target}:CLASS"
         )
     if len(found) > 1:
         raise ConfigError(f"{target} has several environments: {', '.join(found)}; name one: {target}:CLASS")
@@ -51,12 +56,13 @@ def complete_target(target: str) -> str:
 
 
 def check(target: str) -> None:
-    """Refuse a file that doesn't exist, is not Python, does not define the class, or serves an environment as soon as it is loaded.
+    """Refuse a file that doesn't exist, is not Python, does not define the class or function, defines a function that is no reward
+    function, or serves an environment as soon as it is loaded.
 
     Raises `ConfigError`. The file is not run.
     """
     if not is_file(target):
-        raise ConfigError(f"{target} is not a Python file; give FILE.py, or FILE.py:CLASS")
+        raise ConfigError(f"{target} is not a Python file; give FILE.py, FILE.py:CLASS or FILE.py:FUNCTION")
     path, name = _parts(target)
     module = _parse(target, path)
     for line in _serving(module):
@@ -66,18 +72,45 @@ def check(target: str) -> None:
         )
     names = set(_find_bound(module.body))
     if name not in names and "*" not in names:
-        classes = ", ".join(node.name for node in module.body if isinstance(node, ast.ClassDef)) or "no class"
-        raise ConfigError(f"{target}: {path} does not define {name}; it defines {classes}")
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        there = ", ".join(node.name for node in module.body if isinstance(node, kinds)) or "no class and no function"
+        raise ConfigError(f"{target}: {path} does not define {name}; it defines {there}")
+    function = _functions(module.body).get(name)
+    # a decorator may give the function another signature, which shows when the file is loaded
+    if function is not None and not function.decorator_list and style_of(signature_in(function)) is None:
+        raise _no_reward_function(target, name, ast.unparse(function.args))
+
+
+def style(target: str) -> str | None:
+    """Return whose reward function `target` names, as far as its file tells without being run: `TRL`, `VERL`, or None."""
+    path, name = _parts(target)
+    function = _functions(_parse(target, path).body).get(name)
+    return None if function is None else style_of(signature_in(function))
+
+
+def _functions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _no_reward_function(target: str, name: str, arguments: str) -> ConfigError:
+    return ConfigError(f"{target}: {name}({arguments}) is no reward function that is known here. Give {SIGNATURES}")
 
 
 def load(target: str) -> Environment:
-    """Run the file and make an instance of the class, without arguments. Modules beside the file can be imported, after installed ones.
+    """Run the file and make an instance of the class, without arguments, or an environment of the function. Modules beside the file can be
+    imported, after installed ones.
 
     Raises `ConfigError`, with the traceback of the file's exception.
     """
     check(target)
     path, name = _parts(target)
-    made = getattr(run_file(target, path), name, None)
+    module = run_file(target, path)
+    made = getattr(module, name, None)
+    if callable(made) and not isinstance(made, type | Environment):
+        environment = make_environment(made, name, module.__name__)
+        if environment is None:
+            raise _no_reward_function(target, name, signature_text(made))
+        return environment
     if not (isinstance(made, type) and issubclass(made, Environment)):
         raise ConfigError(
             f"{target}: {name} is {made!r:.80}, not a subclass of headrace.Environment; derive the class from it"
@@ -157,7 +190,7 @@ def _find_bound(body: list[ast.stmt]) -> Iterator[str]:
     """Yield the names that statements bind at module level; `*` for a star import."""
     for statement in body:
         match statement:
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 yield from (alias.asname or alias.name for alias in names)

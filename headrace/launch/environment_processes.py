@@ -63,7 +63,9 @@ def describe(config: Config) -> Iterator[str]:
             case CommandConfig():
                 yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
             case TargetConfig(is_started=True):
-                yield f"environment {name}: `headrace up` serves {env.target}"
+                whose = environment_file.style(env.target)
+                function = f", a reward function as for {whose}" if whose else ""
+                yield f"environment {name}: `headrace up` serves {env.target}{function}"
             case TargetConfig():
                 yield f"environment {name}: {env.target}; the run waits until it is up"
             case AttachedConfig():

@@ -51,6 +51,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     message: bool = False
     tools: list[dict[str, Any]] | None = None
@@ -65,6 +66,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.seed,
             self.top_k,
             self.top_p,
+            self.bad_words,
         )
 
 

@@ -21,7 +21,7 @@ from headrace.page import answers, groups, metric_series, overview, run_list, sy
 from headrace.page.follow import Followers, NoRoom, NoView
 from headrace.page.run_files import NotHere, RunFiles, RunFolder
 from headrace.records.trajectory import Lane
-from headrace.run.group_history import SORTS, GroupQuery, parse_row
+from headrace.run.group_query import SORTS, GroupQuery, parse_row
 
 STATIC = Path(__file__).parent / "static"
 # Answers that are computed at a time: a page must not take the machine from the run that it shows.

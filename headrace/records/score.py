@@ -20,6 +20,8 @@ SCORE_BYTES = 8192
 _TEXT_HEADER_BYTES = 2
 # The most bytes of an environment's build, in UTF-8 (score.lua).
 BUILD_BYTES = 256
+# In the metadata of an INVALID score: what scored has no opinion of this completion, and `combine` leaves it out.
+NOT_APPLICABLE = "not_applicable"
 # The largest magnitude of a reward and of its components.
 LARGEST_REWARD = 1e9
 

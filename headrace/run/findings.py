@@ -89,15 +89,15 @@ def split(metrics: Metrics) -> dict[str, float]:
     return {**seconds, REST: max(0.0, metrics.get(TOTAL, 0.0) - sum(seconds.values()))}
 
 
-def in_window(lines: Sequence[Line], window: Window) -> list[Metrics]:
-    """Return the metrics of the window's training steps."""
-    steps: list[Metrics] = [line.metrics for line in lines if line.kind == "train"]
+def in_window(lines: Sequence[Line], window: Window) -> list[Line]:
+    """Return the lines of the window's training steps."""
+    steps = [line for line in lines if line.kind == "train"]
     return steps[-int(window) :] if window == "10" else steps[-1:] if window == "last" else steps
 
 
 def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now | None = None) -> list[Finding]:
     """Return what the rules find, the gravest first. `lines` are the surviving ones; `now` tells more of a run that is up."""
-    steps = in_window(lines, window)
+    steps: list[Metrics] = [line.metrics for line in in_window(lines, window)]
     found = [
         *_times(steps, config, now),
         *_without_lesson(steps, config),

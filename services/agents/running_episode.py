@@ -184,6 +184,7 @@ class OpenEpisode:
                 top_k=sampling.top_k,
                 stop=tuple(dict.fromkeys([*sampling.stop_strings, *asked.stop])),
                 stop_token_ids=sampling.stop_token_ids,
+                bad_words=sampling.bad_words,
                 seed=placed.seed,
                 message=True,
                 tools=[dict(tool) for tool in asked.tools] if parses_tools and asked.tools else None,

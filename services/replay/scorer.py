@@ -129,7 +129,7 @@ class _Scorer:
         self._awake = asyncio.Event()  # there may be something to take
         self._progress = False  # this round has scored something
         self._failures = Repeats()
-        self._samples = SampleFiles(config.log_folder, config.logger.keep_step_data)
+        self._samples = SampleFiles.of(config)
         self._keeping = asyncio.Lock()  # the lines of two batches must not mix
         self._unkept = ""  # why failed completions could not be stored
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from headrace.base.errors import CodecError
 from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
-from headrace.records.score import Score, Status
+from headrace.records.score import NOT_APPLICABLE, Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.backend import EnvironmentBackend, score_metered
@@ -46,7 +46,11 @@ class CombineBackend:
         gate = self._env.gate
         if gate is not None:
             await self._ask(gate, trajectories, scores, range(len(trajectories)), deadline)
-        passed = [place for place, found in enumerate(scores) if gate is None or (found[gate].reward or 0.0) > 0]
+        passed = [
+            place
+            for place, found in enumerate(scores)
+            if gate is None or (found[gate].reward or 0.0) > 0 or _is_aside(found[gate])
+        ]
         others = [part for part in self._parts if part != gate]
         await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
         return [score_to_wire(self._whole(found)) for found in scores]
@@ -99,8 +103,12 @@ class CombineBackend:
         return compute_build(self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
-        """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0."""
-        failures = {part: score for part, score in scores.items() if score.status != "SCORED"}
+        """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0. A part
+        that does not apply to the completion is left out, unless none applies."""
+        aside = {part for part, score in scores.items() if _is_aside(score)}
+        if aside == set(scores):
+            aside = set()
+        failures = {part: score for part, score in scores.items() if score.status != "SCORED" and part not in aside}
         if failures:
             part, worst = min(failures.items(), key=lambda item: WORST.index(item[1].status))
             return Score(
@@ -110,9 +118,11 @@ class CombineBackend:
                 metadata=worst.metadata,
                 environment=self._name,
             )
-        components = {part: scores[part].reward or 0.0 if part in scores else 0.0 for part in self._parts}
-        weighted = [weight * components[part] for part, weight in self._env.parts.items()]
-        closed = self._env.gate is not None and not components[self._env.gate] > 0
+        components = {
+            part: scores[part].reward or 0.0 if part in scores else 0.0 for part in self._parts if part not in aside
+        }
+        weighted = [weight * components[part] for part, weight in self._env.parts.items() if part in components]
+        closed = self._env.gate in components and not components[self._env.gate] > 0
         reward = 0.0 if closed else math.prod(weighted) if self._env.combine == "product" else math.fsum(weighted)
         try:
             return Score(
@@ -126,3 +136,8 @@ class CombineBackend:
             )
         except CodecError as error:  # the sum of finite rewards may not be finite
             return Score("FAILED", message=str(error), environment=self._name)
+
+
+def _is_aside(score: Score) -> bool:
+    """Whether a part has no opinion of the completion: a reward function of TRL's that returned None for it."""
+    return score.status == "INVALID" and score.metadata.get(NOT_APPLICABLE) is True

@@ -27,7 +27,7 @@ from headrace.net.service import importing
 from headrace_services.refit import nccl, receiver
 from headrace_services.refit.probe import rollout_dtype
 from headrace_services.rollout import child
-from headrace_services.rollout.chat_format import check_parser_names
+from headrace_services.rollout.chat_format import register_parsers
 from headrace_services.rollout.engine_stats import stat_logger
 from headrace_services.rollout.sequence_slots import PROBE_SLOTS
 
@@ -203,7 +203,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     on_cpu = current_platform.is_cpu()
     if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
         raise ServiceError(problem)
-    check_parser_names(config)
+    register_parsers(config)
     own = (
         () if on_cpu else devices.visible(os.environ).devices[: config.policy.generation.vllm_cfg.tensor_parallel_size]
     )

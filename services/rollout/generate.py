@@ -196,6 +196,7 @@ def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingP
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),
+        bad_words=list(sampling.bad_words),
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,

@@ -14,7 +14,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import check_prompts
 from headrace_services.trainer.data import Prompts, digest_problems, load_problems
 from headrace_services.trainer.data.problems import look_at
-from headrace_services.trainer.data.sources import on_the_hub
+from headrace_services.trainer.data.sources import describe_columns, on_the_hub
 
 # Metrics of `train:` that a checkpoint has.
 _OF_A_STEP = ("reward",)
@@ -69,14 +69,17 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
     Raises `HeadraceError` for a model, a tokenizer, a data set or a prompt that can't be used. Data sets of the Hugging Face Hub are left
     to the trainer.
     """
-    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        for number, source in enumerate(sources):
-            if on_the_hub(source):
-                name = source.dataset_name or source.data_path
-                return [], [
-                    f"the prompts are not counted: data.{part}[{number}] {name} is a data set of the Hugging Face Hub, "
-                    "read when the run starts"
-                ]
+    sets = [
+        (f"data.{part}[{number}]", source)
+        for part, sources in (("train", config.data.train), ("validation", config.data.validation))
+        for number, source in enumerate(sources)
+    ]
+    for key, source in sets:
+        if on_the_hub(source):
+            name = source.dataset_name or source.data_path
+            return [], [
+                f"the prompts are not counted: {key} {name} is a data set of the Hugging Face Hub, read when the run starts"
+            ]
     try:
         from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer  # imports torch
     except ModuleNotFoundError as error:
@@ -111,6 +114,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
         limit, key = config.data.max_input_seq_length, f"data.max_input_seq_length {config.data.max_input_seq_length}"
     lines = [
         *counts.lines(config),
+        *(line for key, source in sets for line in describe_columns(source, key)),
         f"prompt lengths: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} on average; at most {limit} "
         f"are allowed ({key})",
     ]
@@ -128,7 +132,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
         key, name = config.tokenizer
         warnings.append(
             f"the chat template of {name} ({key}) adds nothing where the answer is to begin (add_generation_prompt), so the policy may "
-            "continue the question; give a template that does, in policy.tokenizer.chat_template_kwargs or the tokenizer's files"
+            "continue the question; give a template that does (policy.tokenizer.chat_template)"
         )
     remedy = "choose another model (policy.model_name), or other data"
     if unknown_tokens:

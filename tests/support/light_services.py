@@ -115,8 +115,8 @@ def talking_trainer(config: Config) -> None:
     asyncio.run(train())
 
 
-def paged_trainer(config: Config) -> None:
-    """Shows the trainer's pages, and trains nothing."""
+def served_trainer(config: Config) -> None:
+    """Serves the trainer's HTTP port, and trains nothing."""
     from headrace_services.trainer.distributed.liveness import Progress
     from headrace_services.trainer.telemetry.http import build_app
 

@@ -30,7 +30,9 @@ print(list(services.__path__)[0], headrace_services.__file__)
 def sources() -> list[str]:
     """What the wheel is built from: all that lies here, whether git knows it or not, without what Python compiled of it."""
     named = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-    found = (path for folder in ("headrace", "services") for path in (ROOT / folder).rglob("*") if path.is_file())
+    found = (
+        path for folder in ("headrace", "services", "examples") for path in (ROOT / folder).rglob("*") if path.is_file()
+    )
     return [*named, *(str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts)]
 
 
@@ -63,8 +65,13 @@ def installed_files(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_installs_two_packages_and_none_is_called_services(wheel: Path) -> None:
-    assert {name.partition("/")[0] for name in installed_files(wheel)} == {"headrace", "headrace_services"}
+def test_the_wheel_installs_its_packages_and_none_is_called_services(wheel: Path) -> None:
+    packages = {name.partition("/")[0] for name in installed_files(wheel)}
+    assert packages == {"headrace", "headrace_examples", "headrace_services"}
+
+
+def test_the_wheel_has_every_example(wheel: Path, sources: list[str]) -> None:
+    assert {f"headrace_{name}" for name in sources if name.startswith("examples/")} <= installed_files(wheel)
 
 
 def test_the_wheel_has_every_module_and_every_file_that_they_read(wheel: Path, sources: list[str]) -> None:

@@ -39,19 +39,20 @@ class StartableConfig(CustomConfig):
 
 
 class TargetConfig(StartableConfig):
-    """A class in a file, or a process that listens."""
+    """A class or reward function in a file, or a process that listens."""
 
     key = "target"
     target: MayChange[AnyPath[str]] = Field(
-        description="FILE.py:CLASS, which `headrace up` serves (without `up`, the reward service does), or the host:port of a process that "
-        "serves the environment over gRPC"
+        description="FILE.py:CLASS or FILE.py:FUNCTION, which `headrace up` serves (without `up`, the reward service does), or the "
+        "host:port of a process that serves the environment over gRPC"
     )
 
     @model_validator(mode="after")
     def _is_a_target(self) -> Self:
         if not self.is_started and not _ADDRESS.fullmatch(self.target):
             raise ValueError(
-                f"target {self.target!r} is neither FILE.py:CLASS nor the host:port of a process that serves the environment"
+                f"target {self.target!r} is neither FILE.py:CLASS or FILE.py:FUNCTION, nor the host:port of a process that serves the "
+                "environment"
             )
         if self.port and not self.is_started:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Turns the events of groups (`headrace.replay.history`) into the spans of their traces: a root for each group that has ended, and in it
-one for each state that it was in.
+"""Turns the events of groups into the spans of their traces: a root for each group that has ended, and in it one for each state that it
+was in.
 
 Spans of work (generating a trajectory, scoring it) come from the services that did it. Those of a state are known to the buffer alone, and
 its history tells them, so nothing is measured twice and nothing travels. Times are those of the buffer's server.
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from headrace.net import tracing
-from headrace.replay.history import HistoryRow
-from headrace.run.group_files import parse_cursor
+from headrace.records.group_event import GroupEvent
 
 State = Literal["queued", "generating", "scoring", "ready", "reserved"]
 # The state into which an event takes a group.
@@ -21,6 +20,11 @@ _INTO: dict[str, State] = {
     "enqueued": "queued", "requeued": "queued", "passed_on": "queued", "retried": "queued", "leased": "generating",
     "scoring": "scoring", "ready": "ready", "reserved": "reserved",
 }  # fmt: skip
+# Of an event, what spans need.
+FIELDS = (
+    "id", "part", "group", "what", "replica", "attempt", "step", "version", "timeline", "cause", "tokens", "lane", "order", "n",
+    "environment",
+)  # fmt: skip
 _ENDS = frozenset({"trained", "filtered", "failed", "evaluated", "unused"})
 
 
@@ -46,15 +50,15 @@ class GroupSpans:
         self._groups: dict[str, _Group] = {}
         self._seen: tuple[int, int, int] = (0, 0, 0)
 
-    def note(self, row: HistoryRow) -> list[tracing.EndedSpan]:
+    def note(self, row: GroupEvent) -> list[tracing.EndedSpan]:
         """Return the spans that end with this event. An event that was noted before ends none."""
-        place = (*parse_cursor(row.id), row.part)
+        place = (*row.cursor, row.part)
         if row.group is None or place <= self._seen:
             return []
         self._seen = place
         return list(self._spans(row, row.group, place[0]))
 
-    def _spans(self, row: HistoryRow, name: str, now_ms: int) -> Iterator[tracing.EndedSpan]:
+    def _spans(self, row: GroupEvent, name: str, now_ms: int) -> Iterator[tracing.EndedSpan]:
         group = self._groups.get(name)
         if row.what == "pushed" and group is not None:
             group.tokens += row.tokens or 0
@@ -79,7 +83,7 @@ class GroupSpans:
             group.step = row.timeline or "", row.step
             group.of_state = tracing.named(step=row.step, timeline=row.timeline)
 
-    def _state_span(self, name: str, group: _Group, row: HistoryRow, now_ms: int) -> tracing.EndedSpan:
+    def _state_span(self, name: str, group: _Group, row: GroupEvent, now_ms: int) -> tracing.EndedSpan:
         root = tracing.group_span(self._run, name)
         at, attributes = root.fresh(), group.of_state
         links: tuple[tracing.SpanId, ...] = ()
@@ -95,7 +99,7 @@ class GroupSpans:
         error = row.what if row.what in ("failed", "requeued") else None
         return tracing.EndedSpan(group.state, at, root, _ns(group.since_ms), _ns(now_ms), attributes, links, error)
 
-    def _root(self, name: str, group: _Group, row: HistoryRow, now_ms: int) -> tracing.EndedSpan:
+    def _root(self, name: str, group: _Group, row: GroupEvent, now_ms: int) -> tracing.EndedSpan:
         told = tracing.named(
             group_id=name,
             end=row.what,

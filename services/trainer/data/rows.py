@@ -15,14 +15,17 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.base import strict_json
 from headrace.base.errors import ConfigError
 from headrace.env.environment_file import run_file
+from headrace.env.reward_function import TRL, VERL
 
+# Where verl has the expected answer of a row.
+VERL_TRUTH = "reward_model.ground_truth"
 # Characters. A longer line is not a line of prompts, and would fill the memory.
 _LONGEST_LINE = 64 << 20
 
@@ -40,6 +43,29 @@ def file_rows(path: Path, key: str) -> Iterator[tuple[str, int, dict[str, Any]]]
             f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file",
             "data_path",
         ) from error
+
+
+class Columns(NamedTuple):
+    """The columns of a data set: those of the problem and of the expected answer (None: no column), and whose form they have, `TRL`'s or
+    `VERL`'s, of which the environment gets all others; None for any other form."""
+
+    question: str
+    answer: str | None
+    whose: str | None = None
+
+
+def columns_of(row: Mapping[str, Any], input_key: str, output_key: str | None) -> Columns:
+    """Return the columns of a data set from its first row. It is in the form of TRL or verl if it has `prompt` where `input_key` and
+    `output_key`, at their defaults, are not in the row."""
+    no_answer = output_key == "output" and "output" not in row
+    no_question = input_key == "input" and "input" not in row
+    if "prompt" not in row or not (no_question or (input_key == "prompt" and no_answer)):
+        return Columns(input_key, output_key)
+    model = row.get("reward_model")
+    whose = VERL if isinstance(model, Mapping) and "ground_truth" in model else TRL
+    if no_answer:
+        output_key = VERL_TRUTH if whose == VERL else None
+    return Columns("prompt", output_key, whose)
 
 
 class MissingField(ValueError):

@@ -118,11 +118,13 @@ def repeats(source: DataSourceConfig) -> int:
     return source.repeat or _hub_dataset(source).repeat
 
 
-def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
-    """Make the problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
-    wrong = (
-        f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
-    )
+def _problem(
+    source: DataSourceConfig, question: Any, info: dict[str, Any], task: str, field: str | None = None
+) -> Problem:
+    """Make the problem with `question`, text or a list of messages, which is in `field` (null: `input_key`). Raises `ValueError` saying
+    what is wrong with it."""
+    field = field or source.input_key
+    wrong = f"field {field!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     elif not isinstance(question, list) or not question:
@@ -131,9 +133,7 @@ def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(wrong)
     if question[-1]["role"] == "assistant":
-        raise ValueError(
-            f"field {source.input_key!r} ends with a message of the assistant, which the policy should write"
-        )
+        raise ValueError(f"field {field!r} ends with a message of the assistant, which the policy should write")
     return Problem(0, tuple(question), info, source.env_name or "", task)
 
 
@@ -186,9 +186,12 @@ def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterat
 def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """Yield one problem per row: `input_key` is text or messages, `output_key` the answer. Other fields go to the environment."""
     path, process = Path(source.data_path or ""), _processor(source, key)
+    columns: rows.Columns | None = None
     for where, number, row in rows.file_rows(path, key):
         try:
-            problem = _problem_of_row(process(row, where), source, path.stem)
+            processed = process(row, where)
+            columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
+            problem = _problem_of_row(processed, columns, source, path.stem)
         except ValueError as error:
             raise rows.bad_row(where, error, key) from error
         yield dataclasses.replace(problem, row=(str(path), number))
@@ -197,9 +200,12 @@ def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     name, process = source.dataset_name or "", _processor(source, key)
     task = name.rpartition(":")[2].rpartition(".")[2]
+    columns: rows.Columns | None = None
     for where, row in rows.own_rows(name, source.task_config, f"{key}.dataset_name"):
         try:
-            yield _problem_of_row(process(row, where), source, task)
+            processed = process(row, where)
+            columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
+            yield _problem_of_row(processed, columns, source, task)
         except ValueError as error:
             option = error.option if isinstance(error, rows.MissingField) else "dataset_name"
             raise ConfigError(f"{where}: {error}; correct the code that makes it", option) from error
@@ -212,19 +218,40 @@ def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], 
     return rows.processor(source.processor, f"{key}.processor")
 
 
-def _problem_of_row(row: dict[str, Any], source: DataSourceConfig, task_name: str) -> Problem:
+def _problem_of_row(row: dict[str, Any], columns: rows.Columns, source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. Raises `ValueError` saying what is wrong with the row."""
-    question, info = _field(row, source.input_key, "input_key"), dict(row)
-    info.pop(source.input_key, None)
+    question, info, answer = _field(row, columns.question, "input_key"), dict(row), None
+    if columns.whose is None or not isinstance(question, str):
+        info.pop(columns.question, None)  # a text that stays tells a reward function of TRL's to expect texts
     if source.output_key is None:
         question, answer = _last_answer(question)
-    else:
-        answer = _answer(_field(row, source.output_key, "output_key"), source.output_key)
-        info.pop(source.output_key, None)
+    elif columns.answer is not None:
+        value = _field(row, columns.answer, "output_key")
+        if columns.answer != rows.VERL_TRUTH or (isinstance(value, str | int | float) and not isinstance(value, bool)):
+            answer = _answer(value, columns.answer)
+    if columns.whose is None and columns.answer is not None:
+        info.pop(columns.answer, None)
     if answer is not None:
         info["answer"] = answer
-    rows.check_carried({source.input_key: question, **info})
-    return _problem(source, question, info, task_name)
+    rows.check_carried({columns.question: question, **info})
+    return _problem(source, question, info, task_name, columns.question)
+
+
+def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
+    """Yield a line if the source is a file with the columns of TRL or of verl: what is read as what."""
+    if source.data_path is None or on_the_hub(source) or not Path(source.data_path).is_file():
+        return
+    process = _processor(source, key)
+    for where, _, row in rows.file_rows(Path(source.data_path), key):
+        columns = rows.columns_of(process(row, where), source.input_key, source.output_key)
+        if columns.whose is not None:
+            others = ", ".join(name for name in row if name != columns.question) or "no other column"
+            answer = f"; {columns.answer} is the answer" if columns.answer else ""
+            yield (
+                f"{key}.data_path {source.data_path}: columns as in {columns.whose}: {columns.question} is the problem{answer}; {others} "
+                "reach the environment"
+            )
+        return
 
 
 def _last_answer(question: Any) -> tuple[Any, str | None]:
@@ -259,13 +286,17 @@ def _hub_dataset(source: DataSourceConfig) -> HubDataset:
 
 def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     known, process = _hub_dataset(source), _processor(source, key)
+    columns: rows.Columns | None = None
+    is_known = source.dataset_name in HUB_DATASETS
     task = source.dataset_name or Path(source.data_path or "").name
     for subset in known.subsets if source.subset is None else (source.subset,):
         for number, row in enumerate(_load_hub_dataset(known.path, subset, source.split or known.split, key)):
             where = f"{key}: row {number} of {known.path}"
             try:
-                if source.processor is not None:
-                    yield _problem_of_row(process(row, where), source, task)
+                processed = process(row, where)
+                columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
+                if source.processor is not None or (columns.whose is not None and not is_known):
+                    yield _problem_of_row(processed, columns, source, task)
                 else:
                     yield _problem_of_hub_row(row, known, source, task)
             except ValueError as error:

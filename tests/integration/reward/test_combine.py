@@ -118,6 +118,38 @@ async def test_law_7_failure_is_not_zero_a_failed_part_fails_the_whole() -> None
     assert described["both"].ready
 
 
+FUNCTIONS = """
+def fits(completions, **kwargs):
+    return [None if c[0]["content"] in ("neither", "math alone") else 2.0 for c in completions]
+
+def math(completions, **kwargs):
+    return [None if c[0]["content"] in ("neither", "fits alone") else 1.0 for c in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "rewards"),
+    [
+        ({}, [2.0, 1.0, 1.0, None]),
+        ({"combine": "product"}, [2.0, 2.0, 1.0, None]),
+        ({"gate": "fits"}, [2.0, 1.0, 1.0, None]),
+    ],
+)
+async def test_a_function_that_does_not_apply_is_left_out(
+    tmp_path: Path, env: dict[str, Any], rewards: list[float | None]
+) -> None:
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    weights = {"fits": 1.0 if "combine" in env else 0.5, "math": 1.0}
+    parts = {name: {"target": f"{tmp_path}/rewards.py:{name}", "timeout_s": 20.0} for name in weights}
+    async with start_hub(parts | {"both": {"type": "combine", "parts": weights, **env}}, workers=1) as hub:
+        said = ("both", "fits alone", "math alone", "neither")
+        scores = await hub.score([Sample(text, {}, environment="both") for text in said])
+    assert [score.reward for score in scores] == rewards
+    assert [sorted(score.components) for score in scores] == [["fits", "math"], ["fits"], ["math"], []]
+    assert scores[-1].status == "INVALID"
+    assert scores[-1].message.startswith(("fits: ", "math: "))
+
+
 async def test_a_part_that_cannot_be_reached_costs_nothing() -> None:
     env = {
         "away": {"attached": True},

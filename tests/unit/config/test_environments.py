@@ -43,7 +43,7 @@ def test_an_environment_is_built_in_served_or_started(
             {"attached": True, "port": 5},
             "5 is an option of an environment with target, .* not of an environment with attached",
         ),
-        ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS nor the host:port"),
+        ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS or FILE.py:FUNCTION, nor the host:port"),
         ({"target": "my_env:Exact"}, "target 'my_env:Exact' is neither"),
         ({"target": "my_env.py:"}, "target 'my_env.py:' is neither"),
         ({"target": "judge.internal"}, "target 'judge.internal' is neither"),

@@ -18,6 +18,7 @@ from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig
 from headrace.env.wire import sample_from_wire, sample_to_wire
 from headrace_services.trainer.data import Problem, digest_problems, load_problems, rows
+from headrace_services.trainer.data.sources import describe_columns
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +209,82 @@ def test_a_file_that_is_none_of_these_is_named(tmp_path: Path, name: str, conten
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=r"t\.(parquet|jsonl?)|no problem"):
         read(tmp_path / name)
+
+
+QUESTION = [{"role": "user", "content": "2+2"}]
+TRL_ROWS = [{"prompt": "2+2", "solution": "4", "level": None}, {"prompt": "3+3", "solution": "6", "level": 1}]
+VERL_ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": QUESTION,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_rows_of_trl_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    problems = read(write(tmp_path, name, TRL_ROWS))
+    # the text stays, and tells that the function gets texts
+    assert asked(problems) == [("2+2", TRL_ROWS[0]), ("3+3", TRL_ROWS[1])]
+    (chat,) = read(write(tmp_path, f"chat_{name}", [{"prompt": QUESTION, "answer": 4}]))
+    assert (list(chat.messages), chat.extra_env_info) == (QUESTION, {"answer": 4})
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("options", [{}, {"input_key": "prompt"}])
+def test_rows_of_verl_are_read_as_they_are(tmp_path: Path, name: str, options: dict[str, str]) -> None:
+    (problem,) = read(write(tmp_path, name, VERL_ROWS), **options)
+    rest = {key: value for key, value in VERL_ROWS[0].items() if key != "prompt"}
+    assert (list(problem.messages), problem.extra_env_info) == (QUESTION, {**rest, "answer": "4"})
+
+
+@pytest.mark.parametrize("truth", [{"target": 24, "numbers": [1, 2]}, ["4", "four"], None, True])
+def test_a_truth_of_verl_that_is_no_text_reaches_the_function_alone(tmp_path: Path, truth: Any) -> None:
+    row = VERL_ROWS[0] | {"reward_model": {"ground_truth": truth}}
+    (problem,) = read(write(tmp_path, "rows.jsonl", [row]))
+    assert problem.extra_env_info["reward_model"] == {"ground_truth": truth}
+    assert "answer" not in problem.extra_env_info
+
+
+def test_an_answer_that_is_named_is_one_of_such_rows_too(tmp_path: Path) -> None:
+    problems = read(write(tmp_path, "rows.jsonl", TRL_ROWS), output_key="solution")
+    assert [problem.extra_env_info["answer"] for problem in problems] == ["4", "6"]
+    assert problems[0].extra_env_info["solution"] == "4"
+    # with both keys given, a row is as any other
+    (problem, _) = read(write(tmp_path, "rows.jsonl", TRL_ROWS), input_key="prompt", output_key="solution")
+    assert problem.extra_env_info == {"level": None, "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "2+2", "image": b"\x89PNG"}, "'image'"),
+        ({"prompt": "2+2", "share": float("nan")}, "'share'"),
+        ({"prompt": [{"role": "user", "content": None}]}, "'prompt'"),
+        ({"prompt": [*QUESTION, {"role": "assistant", "content": "4"}]}, "'prompt' ends with"),
+        ({"prompt": 5}, "'prompt'"),
+    ],
+)
+def test_a_column_that_can_not_be_carried_is_named(tmp_path: Path, row: dict[str, Any], named: str) -> None:
+    path = write(tmp_path, "rows.parquet", [row])
+    with pytest.raises(ConfigError) as refused:
+        read(path)
+    assert str(path) in str(refused.value)
+    assert named in str(refused.value)
+
+
+def test_config_check_says_what_was_recognised(tmp_path: Path) -> None:
+    def said(name: str, rows: Sequence[Any]) -> list[str]:
+        path = str(write(tmp_path, name, rows))
+        (source,) = DataConfig.model_validate({"train": {"data_path": path}}).train
+        return list(describe_columns(source, "data.train[0]"))
+
+    (of_verl,) = said("verl.parquet", VERL_ROWS)
+    assert of_verl.startswith("data.train[0].data_path")
+    assert all(token in of_verl for token in ("as in verl", "ground_truth", "ability, reward_model, extra_info"))
+    (of_trl,) = said("trl.jsonl", TRL_ROWS)
+    assert "as in TRL" in of_trl
+    assert said("own.jsonl", [{"input": "1", "output": "2", "prompt": "3"}]) == []

@@ -20,7 +20,7 @@ from headrace.config.loading import examine
 from headrace.page import answers
 from headrace.page.run_files import RunFolder
 from headrace.page.server import build_app, encode
-from headrace.run import start
+from headrace.run import group_files, start
 from headrace.run.history import RUN_LOCK
 from headrace.run.journal import JOURNAL, Journal
 from headrace.run.samples import SampleFiles
@@ -160,7 +160,16 @@ def test_groups_are_found_in_each_state(client: TestClient) -> None:
 def test_a_group_tells_its_whole_story(client: TestClient) -> None:
     group = ask(client, "/api/runs/adder/groups/0-10")
     happened = [event["what"] for event in group["story"]]
-    assert happened == ["enqueued", "leased", *["pushed"] * 3, *["scored"] * 3, "ready", "reserved", "trained"]
+    assert happened == [
+        "enqueued",
+        "leased",
+        *["pushed"] * 3,
+        "scoring",
+        *["scored"] * 3,
+        "ready",
+        "reserved",
+        "trained",
+    ]
     assert (group["previous"], group["next"], group["expected"]) == ("0-9", "0-11", "2")
     first = group["trajectories"][0]
     assert (first["kept"], first["content"], first["advantage"], first["versions"]) == (
@@ -207,11 +216,16 @@ def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
     found = ask(client, "/api/runs/adder/groups/0-10/trajectories/1?first=1&count=1")
     assert (found["total"], found["first"], [token["id"] for token in found["tokens"]]) == (2, 1, [6])
     assert found["columns"]["advantages"] == [None]
-    assert "keep_step_data" in ask(client, "/api/runs/adder/groups/0-0/trajectories/1", 404)["detail"]
+    gone = ask(client, "/api/runs/adder/groups/0-0")["unkept"]
+    assert "removed by the bound logger.keep_step_data_bytes" in gone
+    assert gone in ask(client, "/api/runs/adder/groups/0-0/trajectories/1", 404)["detail"]
+    assert ask(client, "/api/runs/adder/groups/0-10")["unkept"] is None
 
 
 def test_lanes_are_those_of_who_worked(client: TestClient) -> None:
-    lanes = {lane["name"]: lane for lane in ask(client, "/api/runs/adder/timeline")["lanes"]}
+    timeline = ask(client, "/api/runs/adder/timeline")
+    lanes = {lane["name"]: lane for lane in timeline["lanes"]}
+    assert timeline["running"] is False
     assert {name: lane["kind"] for name, lane in lanes.items()} == {
         "trainer": "trainer",
         "rollout-1": "replica",
@@ -224,6 +238,22 @@ def test_lanes_are_those_of_who_worked(client: TestClient) -> None:
     assert sum(bar["end"] - bar["start"] for bar in lanes["trainer"]["bars"] if bar["step"] == 1) == pytest.approx(10)
     cut = ask(client, f"/api/runs/adder/timeline?first={START + 20}&last={START + 29}")["lanes"]
     assert {bar["step"] for lane in cut if lane["kind"] == "trainer" for bar in lane["bars"]} == {1, 2}
+
+
+@pytest.mark.parametrize("twice", [(0, 30), (10, 30), (50, None)])
+def test_events_that_stand_in_two_files_are_drawn_once(tmp_path: Path, twice: tuple[int, int | None]) -> None:
+    """A trainer that is killed between writing a file and clearing the stream writes its events again, and more."""
+    groups = recorded_run(tmp_path) / group_files.FOLDER
+    with TestClient(build_app(tmp_path)) as client:
+        once = ask(client, "/api/runs/adder/timeline")["lanes"]
+        (file,) = group_files.list_files(groups)
+        whole = group_files.read_file(file.path)
+        group_files.write_file(groups, whole.slice(*twice).to_pydict())
+        if twice[1] is None:
+            file.path.unlink()
+            group_files.write_file(groups, whole.slice(0, 80).to_pydict())
+        assert len(group_files.list_files(groups)) == 2
+        assert ask(client, "/api/runs/adder/timeline")["lanes"] == once
 
 
 def test_logs_are_merged_by_time(client: TestClient) -> None:

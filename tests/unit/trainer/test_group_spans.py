@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from headrace.config.telemetry import TelemetryConfig
+from headrace.net import tracing
 from headrace.net.tracing import EndedSpan, group_span, lease_span, step_span
-from headrace.replay.history import HistoryRow
+from headrace.records.group_event import GroupEvent
+from headrace.replay import BufferRetry, ReplayClient
 from headrace_services.trainer.control.group_spans import GroupSpans
-from tests.support.group_events import events, life
+from headrace_services.trainer.control.history_writer import HistoryWriter
+from tests.support.collector import collecting
+from tests.support.group_events import Sums, events, life
 
 RUN = "adder"
 
 
-def spans_of(rows: list[HistoryRow], groups: GroupSpans | None = None) -> list[EndedSpan]:
+class Buffer:
+    """A buffer whose history tells this, once."""
+
+    run_id = RUN
+
+    def __init__(self, *entries: tuple[str, dict[str, str]]) -> None:
+        self.entries = [(id_, {name.encode(): value.encode() for name, value in told.items()}) for id_, told in entries]
+
+    async def read_history(self, most: int) -> tuple[list[tuple[str, dict[bytes, bytes]]], int]:
+        return self.entries, 0
+
+    async def clear_history(self, timeline: str, last: str) -> None:
+        self.entries = []
+
+
+def spans_of(rows: list[GroupEvent], groups: GroupSpans | None = None) -> list[EndedSpan]:
     groups = groups or GroupSpans(RUN)
     return [span for row in rows for span in groups.note(row)]
 
@@ -64,4 +89,26 @@ def test_a_group_that_is_taken_back_goes_on_in_its_trace() -> None:
     assert [span.id for span in spans if span.name == "group"] == [group_span(RUN, "g")] * 2
     assert [span.links for span in spans if span.name == "reserved"] == [
         (step_span(RUN, timeline, 4),) for timeline in ("t1", "t2")
+    ]
+
+
+async def test_a_trainer_that_goes_on_knows_when_the_group_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Buffer(
+        ("1000-0", {"w": "enqueued", "g": "g", "o": "0"}), ("1002-0", {"w": "leased", "g": "g", "r": "r1", "a": "1"})
+    )
+    second = Buffer(("1007-0", {"w": "failed", "g": "g", "m": "no way"}))
+    with collecting() as collector:
+        for name, value in collector.variables.items():
+            monkeypatch.setenv(name, value)
+        for buffer in (first, second):
+            with tracing.exporting(TelemetryConfig(), "trainer", RUN):
+                writer = HistoryWriter(tmp_path, cast(ReplayClient, buffer), BufferRetry(), "t", Sums())
+                await writer.write_all()
+        spans = collector.wait(3)
+    assert [(span.name, span.seconds) for span in spans] == [
+        ("queued", pytest.approx(0.002)),
+        ("generating", pytest.approx(0.005)),
+        ("group", pytest.approx(0.007)),
     ]

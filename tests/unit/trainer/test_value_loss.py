@@ -118,8 +118,11 @@ def test_loss_gradient_and_metrics_follow_the_formula_in_any_split(
         leaf, before, targets = (part.flat(x.detach()[sequences]) for x in (values, old, returns))
         leaf.requires_grad_()
         tokens = dataclasses.replace(part.tokens(), values=before, returns=targets)
-        parts.append(value_loss(config, leaf, tokens, case.counts))
+        parts.append(value_loss(config, leaf, tokens, case.counts, columns=True))
         parts[-1].loss.backward()
+        shares = parts[-1].columns["token_value_losses"]
+        assert float(shares.sum()) == pytest.approx(float(parts[-1].loss.detach()), rel=1e-9, abs=1e-12)
+        assert bool((shares[part.flat(part.counted) == 0] == 0).all())
         assert leaf.grad is not None
         gradients.append(leaf.grad)
     assert values.grad is not None
