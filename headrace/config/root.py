@@ -210,6 +210,12 @@ class Config(Section):
         return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored]
 
     @property
+    def unused_environments(self) -> list[str]:
+        """The names of the environments that score nothing: no data set names them, and no environment that one names does."""
+        used = {name for source in self.data.sources if source.env_name for name in self.list_scorers(source.env_name)}
+        return [name for name in self.env if name not in used]
+
+    @property
     def _fp8_warnings(self) -> list[str]:
         if self.policy.generation.vllm_cfg.kv_cache_dtype != "fp8":
             return []

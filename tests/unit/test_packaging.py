@@ -197,8 +197,9 @@ BESIDES = {
     "headrace_services.trainer.telemetry.trackers": ("mlflow", "wandb"),
 }
 OURS = {"", "headrace", "headrace_services", *sys.stdlib_module_names}
-# It runs in another Python, which requirements/verifiers.txt is for.
-ELSEWHERE = {"headrace.env.verifiers.verifiers_worker"}
+# The first runs in another Python, which requirements/verifiers.txt is for. The second is `headrace.Run`, which nothing here uses; it asks
+# for what a notebook has.
+ELSEWHERE = {"headrace.env.verifiers.verifiers_worker", "headrace.api.run"}
 
 
 def of_types_alone(node: ast.AST) -> bool:

@@ -245,7 +245,8 @@ class GroupBuilder:
             roles = ", ".join(message["role"] for message in problem.messages)
             raise ConfigError(
                 f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
-                f"{roles}: {error}; correct the data, policy.tokenizer.chat_template or chat_template_kwargs, or choose another tokenizer"
+                f"{roles}: {error}; correct the data, policy.tokenizer.chat_template or "
+                "policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
             ) from error
         self._tokens.check(ids, self._tokenizer, f"the prompt of {problem.task_name} problem {problem.index}")
         return ids
