@@ -112,11 +112,10 @@ class _Doomed(OnGpu):
         self._epochs: dict[str, int] = {}
         acknowledge, verify = replay.acknowledge, replay.verify
 
-        async def acknowledged(replica: str, epoch: str) -> Any:
-            answer = await acknowledge(replica, epoch)
+        async def acknowledged(replica: str, epoch: str) -> None:
+            await acknowledge(replica, epoch)
             self._epochs.setdefault(epoch, len(self._epochs))
             self.reach("acknowledged")
-            return answer
 
         async def verified(*given: Any) -> Any:
             verdict = await verify(*given)
