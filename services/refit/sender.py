@@ -209,7 +209,8 @@ class WeightSender:
             began_ns = time.time_ns()
             epoch, outcome = await self._attempt(refit)
             self._trace(epoch, outcome, began_ns, refit.manifest.nbytes)
-            changes = len(self._backends.given_up) - already_given_up  # a backend that was given up is no lost member
+            # neither a backend that was given up nor a member that is left out is a lost member
+            changes = len(self._backends.given_up) - already_given_up + bool(refit.late)
             if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + changes:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
