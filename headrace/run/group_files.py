@@ -218,13 +218,6 @@ class EventColumns:
         return np.concatenate(parts[::-1]) if parts else np.array([], dtype=otherwise)
 
 
-def release_memory() -> None:
-    """Give memory that tables no longer need back to the system."""
-    import pyarrow
-
-    pyarrow.default_memory_pool().release_unused()
-
-
 @contextlib.contextmanager
 def _open(path: Path, coded: Collection[str] = ()) -> Iterator[Any]:
     parquet = import_parquet()
