@@ -22,7 +22,7 @@ from headrace.run.findings import PARTS, REST, TOTAL
 
 # Bars of one lane, and of all lanes together.
 MOST_BARS, MOST_OF_ALL = 2000, 100_000
-# Events that one answer reads at most, the newest ones: about 150 bytes each for a moment.
+# Events that one answer reads at most, the newest ones: about 50 bytes each for a moment.
 MOST_EVENTS = 2_000_000
 # Events before the window that may begin a bar in it.
 _BEFORE_S = 900.0
@@ -42,7 +42,7 @@ _TRAINER = "trainer"
 _NONE = -1  # in a column of codes or numbers
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Ints = NDArray[np.integer[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,26 +219,30 @@ class _Events:
     """The events of groups in a range of time, column by column, in the order in which they were written."""
 
     def __init__(self, files: Sequence[group_files.GroupFile], first: float, last: float, problems: list[str]) -> None:
-        names = ("time", "group", "what", "index", "replica", "newest", "reward", "environment")
         span = max(0, math.floor((first - _BEFORE_S) * 1000)) if math.isfinite(first) else 0, math.ceil(last * 1000)
-        tables, self.count = list[Any](), 0
         inside = [file for file in files if file.last[0] >= span[0] and file.first[0] <= span[1]]
-        for table in _newest_first(inside, names, span, problems):
-            if self.count >= MOST_EVENTS:
-                problems.append(
-                    f"the range has too many events; only its newest {self.count} are shown: choose a shorter one"
-                )
-                break
-            tables.append(table)
-            self.count += table.num_rows
-        columns = group_files.Coded(tables[::-1])
+        columns = group_files.EventColumns(
+            ("time", "group", "what", "index", "replica", "newest", "reward", "environment")
+        )
+        for file in reversed(inside):
+            try:
+                if not columns.read(file.path, span, MOST_EVENTS):
+                    problems.append(
+                        f"the range has too many events; only its newest {columns.count} are shown: choose a shorter one"
+                    )
+                    break
+            except FileNotFoundError:
+                continue  # it was merged with others meanwhile, whose events the next answer has
+            except CodecError as error:
+                problems.append(str(error))
+        self.count = columns.count
         self.time: Floats = columns.numbers("time") / 1000
         self.index, self.newest = columns.numbers("index"), columns.numbers("newest")
-        self.reward: Floats = columns.floats("reward")
-        self.groups, self.group = columns.texts("group")
-        self.replicas, self.replica = columns.texts("replica")
-        self.environments, self.environment = columns.texts("environment")
-        self._whats, self._what = columns.texts("what")
+        self.reward = columns.floats("reward")
+        self.groups, self.group = columns.texts("group"), columns.codes("group")
+        self.replicas, self.replica = columns.texts("replica"), columns.codes("replica")
+        self.environments, self.environment = columns.texts("environment"), columns.codes("environment")
+        self._whats, self._what = columns.texts("what"), columns.codes("what")
         # events of the whole run concern nobody's lane
         self._is_shown = self.group != _NONE
         self._is_shown &= ~_find_repeated(inside, [self.index, self._what, self.group, self.time])
@@ -248,18 +252,6 @@ class _Events:
         if what not in self._whats:
             return np.array([], np.int64)
         return np.flatnonzero((self._what == self._whats.index(what)) & self._is_shown)
-
-
-def _newest_first(
-    files: Sequence[group_files.GroupFile], names: Sequence[str], span: tuple[int, int], problems: list[str]
-) -> Iterator[Any]:
-    for file in reversed(files):
-        try:
-            yield from group_files.read_coded(file.path, names, span)
-        except FileNotFoundError:
-            continue  # it was merged with others meanwhile, whose events the next answer has
-        except CodecError as error:
-            problems.append(str(error))
 
 
 def _find_repeated(files: Sequence[group_files.GroupFile], columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
@@ -288,6 +280,7 @@ def _latest(keys: Ints, times: Floats, of: Ints, at: Floats) -> Ints:
     if there is none."""
     if not len(keys) or not len(of):
         return np.full(len(of), _NONE, dtype=np.int64)
+    keys, of = keys.astype(np.int64), of.astype(np.int64)
     # milliseconds, so that a key and a time make one number
     start = min(float(times.min()), float(at.min()))
     span = int((max(float(times.max()), float(at.max())) - start) * 1000) + 2
@@ -324,8 +317,11 @@ def _replicas(events: _Events, first: float, last: float) -> Iterator[Lane]:
 def _environments(run: RunFiles, events: _Events, first: float, last: float) -> Iterator[Lane]:
     """A trajectory's bar begins with its push and ends with its score."""
     pushed, scored = events.where("pushed"), events.where("scored")
-    keys = events.group * (int(events.index.max(initial=0)) + 2) + events.index
-    push = _latest(keys[pushed], events.time[pushed], keys[scored], events.time[scored])
+    most = int(events.index.max(initial=0)) + 2
+    of_pushed, of_scored = (
+        events.group[places].astype(np.int64) * most + events.index[places] for places in (pushed, scored)
+    )
+    push = _latest(of_pushed, events.time[pushed], of_scored, events.time[scored])
     start = np.where(push >= 0, _take(events.time[pushed], push), events.time[scored])
     shown = (events.time[scored] >= first) & (start <= last)
     scored, start = scored[shown], start[shown]

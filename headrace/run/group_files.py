@@ -143,15 +143,19 @@ def iterate_events(path: Path, fields: Collection[str]) -> Iterator[GroupEvent]:
             yield from _events(batch)
 
 
-def find_events(path: Path, group: str) -> Iterator[GroupEvent]:
-    """Yield the events of one group in a file, and the rewinds and restores in it. Raises as `read_file` does."""
-    parquet = import_parquet()
-    # rows for which either is true
-    filters = [[("group", "==", group)], [("what", "in", ["rewound", "restored"])]]
-    with _readable(path) as file:
-        table = parquet.read_table(file, filters=filters, use_threads=False)
-    for batch in table.to_batches():
-        yield from _events(batch)
+def find_events(path: Path, group: str, span: tuple[int, int]) -> Iterator[GroupEvent]:
+    """Yield the events of one group in a file, and the rewinds and restores in it, between two times in milliseconds. Raises as `read_file`
+    does."""
+    from pyarrow import array, compute
+
+    wanted = array(["rewound", "restored"])
+    with _open(path) as file:
+        for part in _parts(file, span):
+            table = file.read_row_group(part, use_threads=False)
+            of_run = compute.is_in(table["what"], value_set=wanted)
+            found = table.filter(compute.or_kleene(compute.equal(table["group"], group), of_run))
+            for batch in found.to_batches():
+                yield from (event for event in _events(batch) if span[0] <= event.cursor[0] <= span[1])
 
 
 def _events(batch: Any) -> Iterator[GroupEvent]:
@@ -161,43 +165,57 @@ def _events(batch: Any) -> Iterator[GroupEvent]:
     return map(GroupEvent._make, zip(*columns))  # noqa: B905  # `repeat` has no end
 
 
-def read_coded(path: Path, columns: Collection[str], span: tuple[int, int]) -> Iterator[Any]:
-    """Yield the parts of a file that have events between two times in milliseconds as tables, the newest first, with codes in the place of
-    texts (see `Coded`). Raises as `read_file` does."""
-    texts = [name for name in columns if COLUMNS[name] == "string"]
-    with _open(path, texts) as file:
-        time = file.schema_arrow.get_field_index("time")
-        for part in reversed(range(file.num_row_groups)):
-            if _overlaps(file.metadata.row_group(part).column(time).statistics, span):
-                yield file.read_row_group(part, list(columns), use_threads=False)
+class EventColumns:
+    """Columns of the events in a range of time, as arrays of a few bytes an event, each of which is taken once. `codes` has the place of
+    each text in `texts`; -1 (in `floats` NaN) stands for null."""
 
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = list(names)
+        self.count = 0
+        self._texts: dict[str, dict[str, int]] = {name: {} for name in names if COLUMNS[name] == "string"}
+        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
 
-class Coded:
-    """The columns of tables that `read_coded` returned, as arrays: -1 (in `floats` NaN) stands for null."""
+    def read(self, path: Path, span: tuple[int, int], most: int) -> bool:
+        """Add the events of a file between two times in milliseconds, in parts, before those that were added. Returns False once there are
+        `most` or more, and some were left out. Raises as `read_file` does."""
+        with _open(path, self._texts) as file:
+            for part in reversed(_parts(file, span)):
+                if self.count >= most:
+                    return False
+                self._add(file.read_row_group(part, self.names, use_threads=False))
+        return True
 
-    def __init__(self, tables: Sequence[Any]) -> None:
-        import pyarrow
+    def _add(self, table: Any) -> None:
+        self.count += len(table)
+        for name, parts in self._parts.items():
+            column = table[name].combine_chunks()
+            if name in self._texts:
+                known = self._texts[name]
+                codes = [known.setdefault(text, len(known)) for text in column.dictionary.to_pylist()]
+                # null's -1 is the last place
+                parts.append(np.array([*codes, -1], dtype=np.int32)[column.indices.fill_null(-1).to_numpy()])
+            elif COLUMNS[name] == "double":
+                parts.append(column.to_numpy(zero_copy_only=False).astype(np.float32))
+            else:
+                kind = "int64" if COLUMNS[name] == "timestamp" else "int32"
+                parts.append(column.cast("int64").fill_null(-1).to_numpy().astype(kind))
 
-        self._table = pyarrow.concat_tables(tables).unify_dictionaries() if tables else _schema().empty_table()
+    def texts(self, name: str) -> list[str]:
+        return list(self._texts[name])
+
+    def codes(self, name: str) -> NDArray[np.int32]:
+        return self._column(name, np.int32)
 
     def numbers(self, name: str) -> NDArray[np.int64]:
-        """Return whole numbers, or times in milliseconds."""
-        found: NDArray[np.int64] = self._table[name].cast("int64").fill_null(-1).to_numpy()
-        return found
+        """Return times in milliseconds, or whole numbers (of four bytes)."""
+        return self._column(name, np.int64)
 
-    def floats(self, name: str) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = self._table[name].to_numpy()
-        return found
+    def floats(self, name: str) -> NDArray[np.float32]:
+        return self._column(name, np.float32)
 
-    def texts(self, name: str) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the different texts, and the place of each row's text among them."""
-        import pyarrow
-
-        chunks = self._table[name].chunks
-        if not chunks or not pyarrow.types.is_dictionary(chunks[0].type):
-            return [], np.full(len(self._table), -1)
-        codes = pyarrow.chunked_array([chunk.indices for chunk in chunks]).fill_null(-1)
-        return chunks[0].dictionary.to_pylist(), codes.to_numpy().astype(np.int64)
+    def _column(self, name: str, otherwise: Any) -> NDArray[Any]:
+        parts = self._parts.pop(name)
+        return np.concatenate(parts[::-1]) if parts else np.array([], dtype=otherwise)
 
 
 def release_memory() -> None:
@@ -229,11 +247,17 @@ def _readable(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def _overlaps(known: Any, span: tuple[int, int]) -> bool:
-    """Whether a part of a file has events in a span of time, by what is known of its times."""
+def _parts(file: Any, span: tuple[int, int]) -> list[int]:
+    """Return the parts of a file that have events in a span of milliseconds, or don't say."""
+    time = file.schema_arrow.get_field_index("time")
+    return [part for part in range(file.num_row_groups) if _overlaps(file.metadata.row_group(part).column(time), span)]
+
+
+def _overlaps(column: Any, span: tuple[int, int]) -> bool:
+    known = column.statistics
     if known is None or not known.has_min_max:
         return True
-    least, most = (int(moment.timestamp() * 1000) for moment in (known.min, known.max))
+    least, most = (round(moment.timestamp() * 1000) for moment in (known.min, known.max))
     return most >= span[0] and least <= span[1]
 
 

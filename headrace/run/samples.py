@@ -486,12 +486,12 @@ class SampleFiles:
         kept = self.steps(kind)
         if not kept:
             return f"{self.folder} has none, though the newest always stay: they were moved, or not copied"
-        steps = f"; kept: {', '.join(map(str, sorted(kept)))}"
+        count = f"{len(kept)} are kept, from {min(kept)} to {max(kept)}" if len(kept) > 1 else f"only {kept[0]} is kept"
         if self.keep is not None and len(kept) >= self.keep:
-            return f"removed by the bound logger.keep_step_data={self.keep}{steps}"
+            return f"removed by the bound logger.keep_step_data={self.keep}; {count}"
         if self.most_bytes is not None:
-            return f"removed by the bound logger.keep_step_data_bytes={self.most_bytes} ({write_size(self.most_bytes)}){steps}"
-        return f"the run removes none, so it was removed by hand{steps}"
+            return f"removed by the bound logger.keep_step_data_bytes={self.most_bytes} ({write_size(self.most_bytes)}); {count}"
+        return f"the run removes none, so it was removed by hand; {count}"
 
     def _list(self) -> list[_StepFile]:
         """Return the files, those written first first."""

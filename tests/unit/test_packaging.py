@@ -192,12 +192,14 @@ def requires(package: str) -> list[str]:
 
 # What only some of a service's environments or trackers need: the extras that may bring it besides the service's own.
 BESIDES = {
+    "headrace.net.tracing": ("tracing",),
     "headrace_services.reward.model_process": ("reward-model",),
     "headrace_services.trainer.telemetry.trackers": ("mlflow", "wandb"),
 }
 OURS = {"", "headrace", "headrace_services", *sys.stdlib_module_names}
-# It runs in another Python, which requirements/verifiers.txt is for.
-ELSEWHERE = {"headrace.env.verifiers.verifiers_worker"}
+# The first runs in another Python, which requirements/verifiers.txt is for. The second is `headrace.Run`, which nothing here uses; it asks
+# for what a notebook has.
+ELSEWHERE = {"headrace.env.verifiers.verifiers_worker", "headrace.api.run"}
 
 
 def of_types_alone(node: ast.AST) -> bool:

@@ -34,7 +34,7 @@ HTTP_PORTS = {
     "trainer": "trainer.port",
     "page": "page.port",
 }
-OURS = {name: service for name, service in SERVICES.items() if name not in ("redis", "prometheus", "grafana")}
+OURS = {name: service for name, service in SERVICES.items() if name not in ("redis", "prometheus", "grafana", "tempo")}
 
 
 @pytest.mark.parametrize("name", SERVICES)
