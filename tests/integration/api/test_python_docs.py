@@ -46,9 +46,9 @@ def test_every_snippet_of_the_page_runs_as_it_stands(workplace: Path) -> None:
     # a script's reward and rows, in the folder of their run
     (reward,) = (workplace / "runs").glob("*/inputs/reward.py")
     run = headrace.Run(reward.parents[1])
-    assert run.config.env["Exact"].target == f"{reward}:Exact"
+    assert run.config.env["exact"].target == f"{reward}:exact"
     assert [(each.env_name, each.data_path) for each in run.config.data.train] == [
-        ("Exact", str(reward.with_name("train.jsonl")))
+        ("exact", str(reward.with_name("train.jsonl")))
     ]
 
 
