@@ -244,6 +244,12 @@ local function is_used_up(run, entry, attempts, own)
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
+-- How many groups of the lane are in the state, what this call has changed included.
+local function count_in(run, lane, state)
+  local field = lane .. ':' .. state
+  return tonumber(redis.call('HGET', run.base .. 'counts', field) or 0) + (run.deltas[field] or 0)
+end
+
 -- Whether the trajectories that killed the environment's process are all that it will ever be sent: no prompt of it will come, none may be
 -- being generated, and nothing else waits. Prompts of other environments may be queued: the trainer may be waiting for these trajectories
 -- before there is room for them.
