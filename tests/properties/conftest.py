@@ -2,14 +2,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.properties import clock
 from tests.support.redis_servers import buffer_server
 
+HERE = Path(__file__).parent
 # The server that comes with the package, and the oldest that is supported.
 SERVERS = {"valkey": None, "redis-7.0": shutil.which("redis-server")}
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is nightly is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By day test_model.py is on both servers, and calls every function with whatever the others call it with."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        second = parameters is not None and parameters.params.get("server_kind") not in (None, "valkey")
+        if second and item.path.parent == HERE and item.path.name != "test_model.py":
+            item.add_marker("nightly")
 
 
 @pytest.fixture(scope="session", params=SERVERS)

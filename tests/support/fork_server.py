@@ -30,7 +30,13 @@ IMPORTS = {
         "tests.support.dying_trainer",
         "pydantic.v1",
         "uvicorn",
-        # of the tests themselves
+        # of the tests themselves, all of whose files each process that shares them imports
+        "headrace.page.server",
+        "hypothesis.stateful",
+        "math_verify",
+        "playwright.sync_api",
+        "pytest_asyncio",
+        "schemathesis",
         "openai",
         "reasoning_gym",
         "nbclient",

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,14 +34,15 @@ ROOT = Path(__file__).parents[2]
 
 def instead_of(folder: Path, **services: str) -> dict[str, str]:
     """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here by its name,
-    or MODULE:NAME."""
+    or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
     points = [
         f"{name} = {function if ':' in function else f'{__name__}:{function}'}\n" for name, function in services.items()
     ]
-    (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
+    tools = ["[headrace.tools]\n", f"plan-memory = {__name__}:ample_memory\n"]
+    (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points, *tools]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -62,6 +64,12 @@ def _be_forked(kind: str) -> None:
     """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
     admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
     be_forked(command, *sys.argv[1:], kind=kind)
+
+
+def ample_memory(config: Config, site: object) -> SimpleNamespace:
+    """In place of the plan of the devices' memory, for which torch is imported."""
+    verdict = SimpleNamespace(problem=None, shares=None, warnings=[])
+    return SimpleNamespace(judge=lambda: verdict)
 
 
 def idle_reward(config: Config) -> None:

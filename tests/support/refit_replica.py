@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -105,9 +106,9 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         member.cancel()
 
 
-def start_asynchronous(start: Callable[..., Any], *given: Any) -> Any:
-    """`start` with the scheduling asked for, which vLLM turns off on a CPU. Not earlier: the service sets what vLLM reads when it is
-    imported."""
+def start_as_on_a_gpu(start: Callable[..., Any], *given: Any) -> Any:
+    """`start` with the scheduling asked for, which vLLM turns off on a CPU, and with forked workers: on a CPU it starts an interpreter for
+    each, which imports everything again, 15 s of a core. Not earlier: the service sets what vLLM reads when it is imported."""
     from vllm.platforms.cpu import CpuPlatform
 
     own = CpuPlatform.check_and_update_config
@@ -116,6 +117,7 @@ def start_asynchronous(start: Callable[..., Any], *given: Any) -> Any:
         asked = vllm_config.scheduler_config.async_scheduling
         own(vllm_config)
         vllm_config.scheduler_config.async_scheduling = asked
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(check)  # type: ignore[method-assign, assignment]
     return start(*given)
@@ -123,7 +125,7 @@ def start_asynchronous(start: Callable[..., Any], *given: Any) -> Any:
 
 def main(spec: dict[str, Any]) -> None:
     config = Config.model_validate(spec["config"])
-    if spec["asynchronous"]:
-        engine._start = functools.partial(start_asynchronous, engine._start)
+    if spec["asynchronous"] or config.policy.generation.vllm_cfg.tensor_parallel_size > 1:
+        engine._start = functools.partial(start_as_on_a_gpu, engine._start)
     with engine.running_engine(config, spec["arguments"]) as running:
         asyncio.run(serve(spec, config, running))

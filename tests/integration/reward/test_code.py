@@ -31,6 +31,8 @@ SECRET = "8423107"  # the expected output of what attacks
 SUMS = {"inputs": ["1 2\n", "40 2\n", "-1 1\n"], "outputs": ["3\n", "42\n", "0\n"]}
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+# a program that may start others can do what one alone can
+ALONE_AND_MANY = [pytest.param(1, marks=pytest.mark.nightly), 8]
 UNREADABLE = {"fn_name": "f", "inputs": [[]], "outputs": [1]}
 
 
@@ -357,7 +359,7 @@ CHANNELS = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize("processes", ALONE_AND_MANY)
 async def test_nothing_that_a_program_leaves_reaches_the_next(processes: int) -> None:
     """Two completions that work together: one leaves a message, the next looks for it."""
     told = {"inputs": [""], "outputs": ["1"]}
@@ -417,7 +419,8 @@ while time.monotonic() < until:
 """
 
 
-@pytest.mark.parametrize(("size", "processes"), [(1, 8), (2, 1)])
+# two workers are two processes, which have less in common than the programs of one
+@pytest.mark.parametrize(("size", "processes"), [(1, 8), pytest.param(2, 1, marks=pytest.mark.nightly)])
 async def test_programs_that_run_at_the_same_time_tell_each_other_nothing(size: int, processes: int) -> None:
     """Two completions that work together, in one worker or in two."""
     async with started(size, processes=processes) as pool:
@@ -450,7 +453,7 @@ GREEDY = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize("processes", ALONE_AND_MANY)
 async def test_a_programs_memory_is_that_of_its_processes_and_files(processes: int) -> None:
     had = {"inputs": [""], "outputs": ["1"]}
     async with start_hub({"code": ENV | {"processes": processes, "cpu_s": 10, "wall_s": 20.0}}, workers=1) as hub:

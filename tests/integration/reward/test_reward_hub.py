@@ -340,7 +340,11 @@ async def test_workers_that_cannot_start_are_one_clear_error() -> None:
     assert not workers_of()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum",
+    # SIGINT is handled as SIGTERM
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL],
+)
 async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_path: Path) -> None:
     with bind("127.0.0.1", 0, "port") as first, bind("127.0.0.1", 0, "port") as second:
         port, http_port = first.getsockname()[1], second.getsockname()[1]

@@ -185,7 +185,7 @@ async def running(engine: Any, task: asyncio.Task[Trajectory]) -> None:
 
 
 async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
-    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me"))
+    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=400), 0, "me"))
     await running(engine, task)
     await engine.pause_generation(mode="keep", clear_cache=False)
     await engine.update_weight_version(str(VERSION + 1))
@@ -283,7 +283,7 @@ async def test_an_unfinished_trajectory_is_saved_each_time_it_has_grown(engine: 
 
 async def test_law_2_age_a_trajectory_names_the_weights_of_every_token(engine: Any) -> None:
     shelf = Shelf()
-    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me", shelf.saver(16)))
+    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=400), 0, "me", shelf.saver(16)))
     while not shelf.saved:  # noqa: ASYNC110  # the engine tells nobody
         await asyncio.sleep(0)
     await engine.pause_generation(mode="keep", clear_cache=False)
@@ -398,13 +398,13 @@ async def test_a_cancelled_trajectory_is_aborted_in_the_engine(engine: Any) -> N
 
 async def test_tokens_are_counted_before_the_engine_returns_them(engine: Any) -> None:
     """It returns this trajectory whole."""
-    given = lease(temperature=0.0, max_new_tokens=900)
+    given = lease(temperature=0.0, max_new_tokens=400)
     task = asyncio.create_task(generate(engine, given, 0, "me"))
     counts = [0]
     while not task.done() and counts[-1] < 3:
         counts.append(sampled_tokens(engine, request_id(given, 0)))
         await asyncio.sleep(0)
-    assert 3 <= counts[-1] <= 900
+    assert 3 <= counts[-1] <= 400
     assert (await task).completion_token_ids.size >= counts[-1]
     assert sampled_tokens(engine, request_id(given, 0)) == 0
 

@@ -20,6 +20,7 @@ from tests.support.ports import free_ports
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly  # a run of four services; its prompts, its table, and what ends it are tested below
 def test_each_quarter_says_what_every_process_and_file_takes(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

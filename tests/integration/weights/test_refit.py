@@ -1,6 +1,6 @@
 """Whole refits: a trainer's weights, the real buffer, and real vLLM replicas in processes of their own.
 
-An engine takes 13 CPU seconds to start, and one of two workers 31. So the tests share four by day and a fifth at night, each test in a
+An engine takes three CPU seconds to start, and one of two workers more. So the tests share four by day and a fifth at night, each test in a
 run of its own: every run begins with a refit, which makes nothing of what an engine computed with before. Where a second replica only has
 to be there, it is a small one.
 """
