@@ -62,6 +62,7 @@ def check(
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
+        environment_processes.check_loading(examined.config)
         warnings, lines = _check_data_and_models(examined)
         of_memory = _check_memory(examined.config, size, gpus, per_host)
     except ConfigError:

@@ -35,7 +35,8 @@ def try_(
         Path,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment.",
+            help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment. "
+            "Other names: --set data.default.input_key=NAME and data.default.output_key=NAME.",
             show_default=False,
         ),
     ],

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.base.printable import printable
-from headrace.cli.common import WIDTH, RunOption, cell, plain_table
+from headrace.cli.common import WIDTH, App, RunOption, cell, plain_table
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
@@ -30,7 +30,7 @@ from headrace.run.group_query import SORTS, GroupQuery, GroupStory, GroupSummary
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
 
-app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
+app = App(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
 StateOption = Annotated[list[str] | None, typer.Option("--state", help="Only groups in this state; may be repeated.")]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace.base.errors import ConfigError, ReplayUnavailable
 from headrace.base.tls import client_context
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
-from headrace.cli.display import duration
+from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
 from headrace.launch import device_plan, runs
@@ -77,6 +77,7 @@ def status(
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
+        *_time_left(newest, loaded.max_num_steps - state.next_step),
         *findings_of(
             [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
             loaded,
@@ -193,6 +194,11 @@ def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
             pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
             lines += [("", f"see {path}") for path in pictures[-1:]]
     return lines
+
+
+def _time_left(newest: Newest, left: int) -> list[tuple[str, str]]:
+    said = time_left([metrics for _, kind, _, metrics in reversed(newest) if kind == "train"], left)
+    return [("time", said)] if said else []
 
 
 def findings_of(lines: Sequence[Line], config: Config, current: Now | None = None) -> list[tuple[str, str]]:

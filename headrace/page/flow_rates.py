@@ -42,9 +42,12 @@ def per_second(run: RunFiles, window: Window) -> dict[str, float]:
     rates = {"trained": timed * past.config.algorithm.num_prompts_per_step / seconds}
     folder = run.folder / group_files.FOLDER
     files = group_files.list_files(folder)
-    if not files:
+    # the trainer writes events every few seconds: those after the newest millisecond are not known yet
+    newest = max(((file.last[0] + 1) / 1000 for file in files), default=-math.inf)
+    known = [(start, min(end, newest)) for start, end in spans if start < newest]
+    if not known:
         return rates
-    entered = _count(folder, files, spans)
+    entered, seconds = _count(folder, files, known), sum(end - start for start, end in known)
     return {state: entered[state] / seconds for state in get_args(State)} | rates
 
 

@@ -15,7 +15,7 @@ from headrace.page.groups import count_groups
 from headrace.page.metric_series import thin_out
 from headrace.page.run_files import RunFiles, check_file
 from headrace.page.run_list import describe_run
-from headrace.run import findings, now
+from headrace.run import findings, group_files, now
 from headrace.run.checkpoints import DAMAGE, find_published, list_set_aside, read_metrics
 from headrace.run.findings import PARTS, REST, TOTAL, Window
 from headrace.run.headlines import ALARMS, alarms
@@ -81,10 +81,13 @@ def _judge(
 
 
 def _rates(run: RunFiles, past: RunHistory, window: Window) -> dict[str, float]:
-    """Return the groups per second of the window, computed anew after each step; those of a whole run likewise for each hundredth of it."""
-    steps = past.last_step or 0
-    least = steps if window != "all" else steps * 100 // 101
-    return run.remember(f"rates of {window}", least, steps, lambda: per_second(run, window))
+    """Return the groups per second of the window, computed anew as steps are trained and events are written; those of a whole run for each
+    hundredth of it."""
+    files = group_files.list_files(run.folder / group_files.FOLDER)
+    begun, newest = (files[0].first[0], max(file.last[0] for file in files)) if files else (0, 0)
+    newest += past.last_step or 0
+    least = newest if window != "all" else newest - (newest - begun) // 100
+    return run.remember(f"rates of {window}", least, newest, lambda: per_second(run, window))
 
 
 def _newest(past: RunHistory, kind: Kind) -> dict[str, Any] | None:

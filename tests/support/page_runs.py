@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,16 @@ def recorded_run(parent: Path, name: str = "adder", *, text: str = "1+1", groups
     )
     (folder / "logs" / "replay.log").write_text("2026-11-26 12:00:00,750 WARNING headrace.replay: between\n")
     return folder
+
+
+def with_steps(run: Path, steps: Iterable[Mapping[str, float]]) -> Path:
+    """Give a run another journal: steps of ten seconds with these metrics."""
+    lines = (
+        _line("train", step, START + 10.0 * (step + 1), {"timing/train/total_step_time": 10.0, **metrics})
+        for step, metrics in enumerate(steps)
+    )
+    (run / JOURNAL).write_text("".join(f"{line}\n" for line in lines))
+    return run
 
 
 def started_with(run: Path, *changes: tuple[float, Sequence[str]]) -> None:
@@ -157,6 +167,7 @@ def _sample(group: str, index: int, step: int, text: str) -> dict[str, Any]:
         "token_ids": [5, 6],
         "generation_logprobs": [-0.5, None],
         "advantages": [0.25, None],
+        "token_losses": [-0.00025, 0.00075],
         "step": step,
         "metadata": {"judge": text},
         **(_episode(text) if index == 1 else {}),

@@ -57,7 +57,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
-    warper = LogitsWarper.of(config.policy.generation)
+    warper = learner.warper
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
     learner.work = None

@@ -140,6 +140,7 @@ async def test_a_replica_that_nccl_kills_each_time_gets_the_weights_by_gloo(
             await replay.wait_epoch(0.2)
             if any(replica.takes_part for replica in await replay.replicas()):
                 report = await run.refit(0)
+    nccl.over.set()
     await run.sender.aclose()
     assert (report.given_up, nccl.tried) == (("nccl-blocking",), ["nccl-blocking"] * MOST_LOST + ["gloo"])
     assert deaths[:MOST_LOST] == [-signal.SIGKILL] * MOST_LOST
