@@ -26,7 +26,8 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.run import checkpoints, group_files, history
 from headrace.run.folder import load_anywhere
-from headrace.run.group_history import GroupHistory, GroupQuery, GroupSummary
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import GroupQuery, GroupSummary
 from headrace.run.history import RUN_LOCK, Best, RunHistory, State
 from headrace.run.samples import Kind, SampleFiles, StoredSample
 
