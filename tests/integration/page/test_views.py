@@ -99,18 +99,6 @@ def test_a_browser_that_is_not_signed_in_sees_no_run(site: str, chromium: Browse
     window.context.close()
 
 
-def test_an_address_signs_one_browser_in(folder: Path, chromium: Browser) -> None:
-    with page_of(folder) as address:
-        first = Window(chromium, address)
-        assert "adder" in first.text()
-        assert "code" not in first.page.url
-        first.check()
-        second = chromium.new_context().new_page()
-        second.goto(address)
-        expect(second.locator("p")).to_contain_text("has been used")
-        assert "adder" not in second.locator("body").inner_text()
-
-
 def test_what_cant_be_shown_says_why(window: Window) -> None:
     window.open("/runs/nowhere")
     assert "nowhere" in window.page.get_by_role("alert").first.inner_text()
