@@ -74,7 +74,7 @@ def test_which_tokens_drove_the_loss(window: Window) -> None:
     )
     largest = page.locator(".top li").first
     expect(largest).to_contain_text("1+1")
-    expect(largest).to_contain_text("75 %")
+    expect(largest.locator(".faint").last).to_have_text("75 %")
 
 
 def test_where_did_it_collapse(window: Window) -> None:
